@@ -1,0 +1,87 @@
+"""What every message is: a frozen, versioned struct, and the metadata that travels beside it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+# A UUID is its canonical text: lower case, with dashes. One spelling means one dictionary key and one row.
+Uuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")]
+
+# A word that is safe as one segment of a routing key and as part of a queue name.
+Word = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
+
+# A name a person reads; never part of a routing key.
+Label = Annotated[str, Bound(min_length=1, max_length=255)]
+
+# A resource class or a trait, as Placement spells them.
+ClassName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}$")]
+TraitName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}$")]
+
+# Amounts are bounded as Placement bounds them (a signed 32-bit integer in its database).
+MAX_AMOUNT = 2**31 - 1
+Amount = Annotated[int, Bound(ge=1, le=MAX_AMOUNT)]
+Count = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
+Version = Annotated[int, Bound(ge=0, le=2**62)]
+Generation = Annotated[int, Bound(ge=0, le=2**62)]
+
+# Free text from outside is cut to this before it is stored or shown.
+MAX_REASON = 2000
+Reason = Annotated[str, Bound(max_length=MAX_REASON)]
+
+# {class: amount} asked of one provider, and {provider: {class: amount}} asked of a tree.
+Resources = dict[ClassName, Amount]
+Allocations = Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=64)]
+
+
+class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of everything said on the bus.
+
+    A message's type and version are its tag (`build.request.v1`). Fields may be added with a default;
+    a field is never changed or reused, a changed meaning is a new version.
+    """
+
+
+class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What travels beside one message: as AMQP properties and headers, or inside a batch item.
+
+    id: unique per publish attempt of one logical message (a redelivery repeats it).
+    cause: the build request, state change or inventory report that led to this message (invariant 6).
+    sent_at: publisher's clock, seconds since the epoch.
+    reply_to, correlation_id: where and under which id a reply is expected.
+    deadline: seconds since the epoch after which nobody waits for the answer any more.
+    traceparent: W3C trace context.
+    attempt: how often the consumer has already asked for this message to be retried.
+    """
+
+    id: str
+    cause: str = ""
+    sent_at: float = 0.0
+    reply_to: str | None = None
+    correlation_id: str | None = None
+    deadline: float | None = None
+    traceparent: str | None = None
+    attempt: int = 0
+
+
+class Refusal(Message, frozen=True, kw_only=True, tag="refusal.v1"):
+    """The coded answer to a request that was understood well enough to be turned down.
+
+    code: stable, dotted (`request.invalid`, `flavor.unknown`); reason: for a person.
+    """
+
+    code: str
+    reason: Reason = ""
+
+
+def tag_of(message: type[Message]) -> str:
+    """The versioned tag of a message type, for example `build.request.v1`."""
+    tag = message.__struct_config__.tag
+    assert isinstance(tag, str), message
+    return tag
+
+
+encode = msgspec.json.Encoder(order=None).encode

@@ -1,0 +1,173 @@
+"""What clients and the scheduler say to each other: build, delete, query, and the event stream."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Label, Message, Reason, Uuid, Word
+
+
+class BuildState(StrEnum):
+    """Where a build request stands, as its client sees it."""
+
+    ACCEPTED = "accepted"
+    SCHEDULED = "scheduled"
+    BUILDING = "building"
+    ACTIVE = "active"
+    FAILED = "failed"
+    REFUSED = "refused"
+    DELETING = "deleting"
+    DELETED = "deleted"
+
+
+TERMINAL_STATES = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+
+
+class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
+    """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
+
+    flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
+    max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
+    build_timeout_s: how long one attempt may take before the next alternate is tried.
+    """
+
+    instance_uuid: Uuid
+    flavor: Label
+    project_id: Word
+    user_id: Word = "unknown"
+    name: Annotated[str, Bound(max_length=255)] = ""
+    image: Annotated[str, Bound(max_length=255)] = ""
+    availability_zone: Word | None = None
+    host: Annotated[str, Bound(max_length=255)] | None = None
+    ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
+    max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
+    build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+
+
+class DeleteRequest(Message, frozen=True, kw_only=True, tag="build.delete.v1"):
+    """Delete the machine, or stop its build wherever it stands. Idempotent by `instance_uuid`."""
+
+    instance_uuid: Uuid
+    project_id: Word
+
+
+class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):
+    """Reply to a build or delete request that carried `reply_to`: it is on record and will end in one terminal event."""
+
+    instance_uuid: Uuid
+
+
+class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of the search: how many hosts it left, and why the rest fell ({reason: hosts})."""
+
+    step: str
+    left: int
+    fell: dict[str, int] = {}
+
+
+class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One try to build on one host: what was claimed, how it ended."""
+
+    attempt: int
+    host: str
+    outcome: str
+    code: str = ""
+    reason: Reason = ""
+    at: float = 0.0
+
+
+class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
+    """A build changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
+
+    sequence: rises with every state of one instance, so a late event is recognised. `terminal`: no other
+    terminal event follows for the request that caused it. code and reason explain failed and refused;
+    funnel explains a request that no host could take; history lists the attempts.
+    """
+
+    instance_uuid: Uuid
+    project_id: Word
+    state: BuildState
+    sequence: int
+    terminal: bool = False
+    cell: Word | None = None
+    host: str | None = None
+    attempt: int = 0
+    code: str = ""
+    reason: Reason = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    at: float = 0.0
+
+
+class BuildQuery(Message, frozen=True, kw_only=True, tag="build.query.v1"):
+    """Ask the scheduler for one build (with its story), or for a page of them, newest first."""
+
+    instance_uuid: Uuid | None = None
+    project_id: Word | None = None
+    state: BuildState | None = None
+    before: float | None = None
+    limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+
+
+class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A build as the scheduler has it on record."""
+
+    instance_uuid: Uuid
+    project_id: str
+    flavor: str
+    state: BuildState
+    name: str = ""
+    cell: str | None = None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    story: tuple[StoryLine, ...] = ()
+
+
+class StoryLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person."""
+
+    at: float
+    who: str
+    what: str
+    detail: str = ""
+
+
+class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
+    """Reply to a BuildQuery. Empty when the asked instance is unknown."""
+
+    builds: tuple[BuildRecord, ...] = ()
+
+
+class HostsQuery(Message, frozen=True, kw_only=True, tag="hosts.query.v1"):
+    """Ask a scheduler what it knows of the hosts: its replica and what it heard from compute services."""
+
+    limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
+
+
+class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree."""
+
+    uuid: Uuid
+    name: str
+    cell: str | None = None
+    service: str | None = None
+    up: bool = False
+    enabled: bool = True
+    resources: dict[str, tuple[float, float]] = {}
+    failed_builds: int = 0
+
+
+class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):
+    """Reply to a HostsQuery, by host name."""
+
+    hosts: tuple[HostRecord, ...] = ()
+    feed_sequence: int = 0

@@ -1,0 +1,149 @@
+"""What is said on a cell's own bus: to its conductor, its compute services, and what they announce."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Allocations, Generation, Label, Message, Reason, Uuid, Word
+
+
+class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One host that was chosen for a build, with the allocation that is (or would be) claimed there (C-6).
+
+    host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option.
+    """
+
+    host_uuid: Uuid
+    host: Label
+    service: Word
+    allocations: Allocations
+    shapes: dict[Uuid, Generation] = {}
+
+
+class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What to build, as far as a cell needs to know."""
+
+    instance_uuid: Uuid
+    project_id: Word
+    user_id: Word = "unknown"
+    name: str = ""
+    image: str = ""
+    flavor: str = ""
+
+
+class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
+    """Build one instance: on the first selection, which is claimed under attempt 1, or on an alternate.
+
+    consumer_generation: what the claim of the first selection left the consumer at.
+    selections: the chosen host, then the alternates, all of this cell.
+    """
+
+    spec: InstanceSpec
+    selections: Annotated[tuple[Selection, ...], Bound(min_length=1, max_length=10)]
+    consumer_generation: Generation
+    build_timeout_s: float = 300.0
+    requested_at: float = 0.0
+
+
+class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
+    """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts."""
+
+    instance_uuid: Uuid
+    project_id: Word
+
+
+class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
+    """Build on this host. `attempt` fences: a host never starts an attempt at or below one it was told to destroy."""
+
+    spec: InstanceSpec
+    attempt: int
+    host_uuid: Uuid
+    allocations: Allocations
+    service: Word
+
+
+class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
+    """Make sure that no attempt up to and including this one runs or will ever run on this host."""
+
+    instance_uuid: Uuid
+    attempt: int
+    host_uuid: Uuid
+    service: Word
+
+
+class ComputeOutcome(StrEnum):
+    """What a compute service has to say about one attempt."""
+
+    ACTIVE = "active"
+    FAILED = "failed"
+    DESTROYED = "destroyed"
+
+
+class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
+    """How one attempt ended on its host. May come late, twice, or never."""
+
+    instance_uuid: Uuid
+    attempt: int
+    host_uuid: Uuid
+    service: Word
+    outcome: ComputeOutcome
+    code: str = ""
+    reason: Reason = ""
+    at: float = 0.0
+
+
+class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
+    """Ask every compute service of the cell to announce its hosts now (a listener has just started)."""
+
+    why: str = ""
+
+
+class Running(Struct, frozen=True, kw_only=True):
+    """One instance that a host runs, and the attempt that built it."""
+
+    instance_uuid: Uuid
+    attempt: int
+
+
+class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words).
+
+    failed_builds: consecutive failures since the last success. running: what it runs now (None: not said).
+    """
+
+    uuid: Uuid
+    name: Label
+    enabled: bool = True
+    disabled_reason: str = ""
+    attributes: dict[str, str] = {}
+    failed_builds: int = 0
+    running: tuple[Running, ...] | None = None
+
+
+class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
+    """A compute service announces its hosts: at start, when asked, when one changes. Pages of at most 1000.
+
+    epoch: rises with every start of the service; sequence rises within it: older ones lose. `complete`: this
+    page is all its hosts; otherwise only those listed have changed.
+    """
+
+    service: Word
+    cell: Word
+    epoch: int
+    sequence: int
+    hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
+    complete: bool = False
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
+    """A compute service is alive. `leaving`: it stops now, on purpose."""
+
+    service: Word
+    cell: Word
+    epoch: int
+    sequence: int
+    leaving: bool = False

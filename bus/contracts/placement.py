@@ -1,0 +1,252 @@
+"""What is said to and by the resource book: inventory updates, claims, and the numbered change feed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import (
+    MAX_AMOUNT,
+    Allocations,
+    Amount,
+    Count,
+    Generation,
+    Label,
+    Message,
+    Reason,
+    TraitName,
+    Uuid,
+    Version,
+    Word,
+)
+
+
+class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How much of one class a provider has. Capacity = floor((total - reserved) * allocation_ratio) (P-41)."""
+
+    total: Amount
+    reserved: Count = 0
+    min_unit: Amount = 1
+    max_unit: Amount = MAX_AMOUNT
+    step_size: Amount = 1
+    allocation_ratio: Annotated[float, Bound(gt=0, le=1e6)] = 1.0
+
+
+class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One provider of a reported tree. Class and trait names are normalised on arrival (P-69).
+
+    inventories and traits replace what the book has; aggregates too, unless None (left alone).
+    """
+
+    uuid: Uuid
+    name: Label
+    parent_uuid: Uuid | None = None
+    inventories: Annotated[
+        dict[Annotated[str, Bound(min_length=1, max_length=255)], Inventory], Bound(max_length=256)
+    ] = {}
+    traits: Annotated[tuple[TraitName, ...], Bound(max_length=1024)] = ()
+    aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=256)] | None = None
+
+
+class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.v1"):
+    """The whole tree under one root provider as its source sees it now. Idempotent and versioned.
+
+    `version` rises with every report of one `source` about one root; an older one loses. Providers that this
+    source reported before under this root and that are absent now are removed. An empty `providers` removes
+    the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
+    """
+
+    source: Word
+    version: Version
+    root_uuid: Uuid
+    providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
+
+
+class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):
+    """Reply to an InventoryUpdate that carried `reply_to`.
+
+    outcome: applied | unchanged | stale (an older version lost). Refusals come as `refusal.v1`.
+    """
+
+    outcome: str
+    sequence: int = 0
+
+
+class ClaimOutcome(StrEnum):
+    """How a claim ended. Each asks for another reaction (DESIGN, "One boot" 3)."""
+
+    CLAIMED = "claimed"
+    RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
+    FULL = "full"  # it does not fit: the next candidate
+    CONSUMER_CHANGED = "consumer_changed"  # somebody else owns this consumer: stop
+    GONE = "gone"  # the provider no longer exists: the next host
+    INVALID = "invalid"  # it can never be right (unknown class, off its step): a permanent fault
+
+
+class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape."""
+
+    allocations: Allocations
+    shapes: dict[Uuid, Generation] = {}
+
+
+class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
+    """Claim the first of `options` that fits, for one consumer. Idempotent by (consumer, attempt).
+
+    consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
+    attempt: the fencing number of the build attempt this claim is for. Asking again with the attempt that
+    already holds an allocation answers `claimed` with it; asking with an older one answers `consumer_changed`.
+    release_first: what the consumer holds is released whether or not an option fits (C-9, one transaction).
+    """
+
+    consumer: Uuid
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    consumer_generation: Generation | None = None
+    release_first: bool = False
+    options: Annotated[tuple[ClaimOption, ...], Bound(min_length=1, max_length=16)]
+    project_id: Word
+    user_id: Word = "unknown"
+    consumer_type: Word = "INSTANCE"
+
+
+class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.result.v1"):
+    """Reply to a Claim: the overall outcome, which option was taken, and each option's own outcome.
+
+    consumer_generation: the generation the consumer has now (None: it holds nothing).
+    generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
+    sequence: the change feed's number of this claim's changes (0: nothing changed).
+    """
+
+    outcome: ClaimOutcome
+    option: int | None = None
+    outcomes: tuple[ClaimOutcome, ...] = ()
+    consumer_generation: Generation | None = None
+    generations: dict[Uuid, Generation] = {}
+    sequence: int = 0
+    reason: Reason = ""
+
+
+class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
+    """Give back all that a consumer holds. Idempotent: releasing nothing is `absent`, and fine.
+
+    attempt: when given, only an allocation of this attempt or an older one is released.
+    """
+
+    consumer: Uuid
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
+
+
+class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
+    """outcome: released | absent | consumer_changed (a newer attempt holds it)."""
+
+    outcome: str
+    sequence: int = 0
+
+
+class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one consumer is to hold after a Swap; empty allocations remove the consumer (P-1.28)."""
+
+    consumer: Uuid
+    consumer_generation: Generation | None = None
+    allocations: dict[Uuid, dict[str, Amount]] = {}
+    project_id: Word
+    user_id: Word = "unknown"
+    consumer_type: Word = "INSTANCE"
+
+
+class Swap(Message, frozen=True, kw_only=True, tag="placement.swap.v1"):
+    """Replace the allocations of several consumers at once, all or none (P-1.13: migration allocations)."""
+
+    consumers: Annotated[tuple[ConsumerAllocations, ...], Bound(min_length=1, max_length=256)]
+
+
+class SwapResult(Message, frozen=True, kw_only=True, tag="placement.swap.result.v1"):
+    """outcome as of a claim; `consumer` names the one that stood in the way."""
+
+    outcome: ClaimOutcome
+    consumer: str | None = None
+    generations: dict[Uuid, Generation] = {}
+    sequence: int = 0
+    reason: Reason = ""
+
+
+class ProviderState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A provider's whole state at one generation: what a replica holds of it.
+
+    inventories: {class: [capacity, min_unit, max_unit, step_size, total, reserved, allocation_ratio]};
+    used: {class: amount}, only classes with an inventory or an allocation, absent = 0.
+    """
+
+    uuid: Uuid
+    name: str
+    parent_uuid: Uuid | None = None
+    root_uuid: Uuid
+    generation: Generation
+    shape: Generation
+    inventories: dict[str, tuple[float, int, int, int, int, int, float]] = {}
+    used: dict[str, int] = {}
+    traits: tuple[str, ...] = ()
+    aggregates: tuple[str, ...] = ()
+
+
+class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One committed change of one provider, numbered without holes in commit order.
+
+    Exactly one of these is set: `state` (created, or its shape changed: the whole provider);
+    `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
+    """
+
+    sequence: int
+    provider: Uuid
+    generation: Generation
+    state: ProviderState | None = None
+    used: dict[str, int] | None = None
+    removed: bool = False
+
+
+class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.changes.v1"):
+    """Changes in sequence order, consecutive from the first one's number. May repeat, never skip."""
+
+    changes: Annotated[tuple[Change, ...], Bound(min_length=1)]
+
+
+class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
+    """Said now and then: the newest committed number, so that a silent gap is noticed."""
+
+    sequence: int
+
+
+class ChangesRequest(Message, frozen=True, kw_only=True, tag="placement.changes.v1"):
+    """Ask for changes after a number (a gap was seen)."""
+
+    after: Version
+    limit: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+
+
+class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.page.v1"):
+    """Reply. `too_old`: the feed no longer reaches back that far; take a snapshot."""
+
+    changes: tuple[Change, ...] = ()
+    head: int = 0
+    too_old: bool = False
+
+
+class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapshot.v1"):
+    """Ask for the whole book, a page at a time, by provider uuid."""
+
+    after: Uuid | None = None
+    limit: Annotated[int, Bound(ge=1, le=5000)] = 1000
+
+
+class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.page.v1"):
+    """Reply. `sequence`: the feed number this page is true at. Pages may be true at different numbers:
+    apply changes after the *first* page's number on top (states are absolute; older generations lose).
+    `more`: ask again after the last provider's uuid.
+    """
+
+    sequence: int
+    providers: tuple[ProviderState, ...] = ()
+    more: bool = False

@@ -1,0 +1,45 @@
+"""Faults, by what happens next. Expected outcomes are values; these are for what nobody planned."""
+
+from __future__ import annotations
+
+
+class Fault(Exception):
+    """Base. `code` is stable and dotted."""
+
+    code = "fault"
+
+    def __init__(self, reason: str = "", *, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        if code is not None:
+            self.code = code
+
+
+class Transient(Fault):
+    """Something we depend on is away. The consumer waits and calls the handler again; no retry is used up."""
+
+    code = "fault.transient"
+
+
+class DatabaseUnavailable(Transient):
+    """The database cannot be reached, or went away in the middle: the transaction may or may not have committed."""
+
+    code = "database.unavailable"
+
+
+class RequestTimeout(Transient):
+    """No reply came in time. The request may have been carried out."""
+
+    code = "request.timeout"
+
+
+class RequestRefused(Fault):
+    """The other side answered with a Refusal; `code` is its code."""
+
+    code = "request.refused"
+
+
+class BrokenInvariant(Fault):
+    """What must never happen did. The process stops, non-zero, rather than make it worse."""
+
+    code = "invariant.broken"

@@ -1,0 +1,46 @@
+"""What a handler says about each message it was given. The consumer alone acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec import Struct
+
+from bus.contracts.base import Message, Meta
+
+
+class Done(Struct, frozen=True):
+    """Handled, or known to be handled already. `reply` goes to whoever asked, if anybody did."""
+
+    reply: Message | None = None
+
+
+class Retry(Struct, frozen=True):
+    """Not now: deliver it again after the queue's next delay. After the last delay it is a dead letter with this reason."""
+
+    code: str
+    reason: str = ""
+
+
+class Refuse(Struct, frozen=True):
+    """Never: a Refusal to whoever asked, or a dead letter with this code and reason when nobody is waiting."""
+
+    code: str
+    reason: str = ""
+
+
+Outcome = Done | Retry | Refuse
+
+
+class Received(Struct, frozen=True):
+    """One message as a handler gets it: parsed, bounded, with what travelled beside it."""
+
+    message: Message
+    meta: Meta
+    bus: str
+    queue: str
+    redelivered: bool = False
+
+
+# A handler gets all that has gathered (at least one) and answers for each, in the same order.
+Handler = Callable[[Sequence[Received]], Awaitable[Sequence[Outcome]]]

@@ -1,0 +1,155 @@
+"""The port to a broker: what a transport must do. Adapters: `bus.memory`, `bus.rabbitmq`.
+
+One transport is one connection to one bus (a virtual host). Both adapters pass `tests/contract/test_transport.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.contracts.catalogue import QueueRow
+
+
+class BusError(Exception):
+    """Base of what a transport raises. `code` is stable; nobody parses the text."""
+
+    code = "bus.error"
+
+
+class BusUnavailable(BusError):
+    """The broker cannot be reached or went away before it confirmed. Transient: the message may have arrived."""
+
+    code = "bus.unavailable"
+
+
+class Unroutable(BusError):
+    """A mandatory message reached no queue."""
+
+    code = "bus.unroutable"
+
+
+class PublishRefused(BusError):
+    """The broker refused the message: its queue is full. The publisher must slow down."""
+
+    code = "bus.full"
+
+
+class QueueMissing(BusError):
+    """The queue or exchange does not exist (a passive declaration failed)."""
+
+    code = "bus.missing"
+
+
+class BusForbidden(BusError):
+    """These credentials may not do this. Permanent."""
+
+    code = "bus.forbidden"
+
+
+class Outgoing(Struct, frozen=True, kw_only=True):
+    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue."""
+
+    exchange: str
+    routing_key: str
+    body: bytes
+    content_type: str = "application/json"
+    message_id: str = ""
+    type: str = ""
+    correlation_id: str | None = None
+    reply_to: str | None = None
+    headers: Mapping[str, str | int | float] = {}
+    persistent: bool = True
+    mandatory: bool = False
+    expiration_s: float | None = None
+
+
+class Delivery(Protocol):
+    """One broker message received. Exactly one of ack and nack is called, once; both never wait."""
+
+    body: bytes
+    exchange: str
+    routing_key: str
+    content_type: str | None
+    message_id: str | None
+    type: str | None
+    correlation_id: str | None
+    reply_to: str | None
+    headers: Mapping[str, object]
+    redelivered: bool
+    delivery_count: int  # deliveries before this one that were not acknowledged, where the broker counts them
+    timestamp: float | None
+
+    def ack(self) -> None:
+        """Done with it. On a lost connection this does nothing: the broker delivers again."""
+
+    def nack(self, *, requeue: bool) -> None:
+        """Give it back (counts towards the delivery limit), or let the broker dead-letter it."""
+
+
+class Subscription(Protocol):
+    """A running consumption. It survives reconnections until cancelled."""
+
+    async def cancel(self) -> None:
+        """No new deliveries after this returns; those already handed over may still be acknowledged."""
+
+
+class Transport(Protocol):
+    """One connection to one bus. Reconnects by itself and then restores declarations and consumption."""
+
+    name: str
+
+    async def open(self) -> None:
+        """Connect. Waits for the broker while it is away, saying so in the log; raises BusForbidden."""
+
+    async def close(self) -> None:
+        """Close; unacknowledged deliveries go back to their queues."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be spoken to now (for /readyz)."""
+
+    async def declare_exchanges(self) -> None:
+        """Declare the three exchanges of the catalogue."""
+
+    async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
+        """Declare a queue with its retry and dead-letter queues as the row says, bound; placeholders filled in."""
+
+    async def declare_reply_queue(self, name: str) -> None:
+        """Declare a private queue for replies: exclusive, transient, no bindings."""
+
+    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+        """A durable queue bound to somebody else's exchange, which is checked passively and never declared.
+
+        Raises QueueMissing while that exchange does not exist.
+        """
+
+    async def publish(self, message: Outgoing) -> None:
+        """Publish and wait for the broker's confirm. Raises BusUnavailable, Unroutable or PublishRefused."""
+
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
+        """Deliver messages of a queue to a callback that must not block, at most `prefetch` unacknowledged."""
+
+    async def get(self, queue: str) -> Delivery | None:
+        """Take one message, or None when the queue is empty (for looking at dead letters)."""
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready in a queue. Raises QueueMissing."""
+
+    async def purge(self, queue: str) -> int:
+        """Drop what is ready in a queue; returns how many."""
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called (in the loop) each time the connection is back and everything is declared and consumed again."""
+
+
+def retry_queue(queue: str, level: int) -> str:
+    """Where a message waits for its retry number `level` (0 = the first)."""
+    return f"{queue}.retry.{level}"
+
+
+def dead_queue(queue: str) -> str:
+    """Where the messages that a queue gave up are parked."""
+    return f"{queue}.dead"
