@@ -16,7 +16,7 @@ class Done(Struct, frozen=True):
 
 
 class Retry(Struct, frozen=True):
-    """Not now: deliver it again after the queue's next delay. After the last delay it is a dead letter with this reason."""
+    """Not now: deliver it again after the queue's next delay; after the last delay it is a dead letter."""
 
     code: str
     reason: str = ""
