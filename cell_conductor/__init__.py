@@ -1,0 +1,1 @@
+"""cell_conductor: builds inside one cell; speaks on that cell's bus only."""

@@ -1,0 +1,32 @@
+"""Everything about a conductor that an operator may set."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+Seconds = Annotated[float, Bound(gt=0, le=86_400)]
+
+
+class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds and waits of one conductor process.
+
+    ask_timeout_s: how long one answer of placement is waited for; ask_again_s: after this an instance that still waits
+    for placement (a crash, an outage) is asked for again by the sweep. destroy_again_s: between two Destroy commands to
+    a host that does not confirm. report_grace_s: a host's report only counts against an instance when it was made this
+    long after the instance's last command, so that a report on its way cannot kill a young build.
+    destroy_unknown: destroy what a host runs and no record of this cell owns.
+    """
+
+    ask_timeout_s: Seconds = 10.0
+    ask_again_s: Seconds = 15.0
+    destroy_again_s: Seconds = 30.0
+    report_grace_s: Seconds = 30.0
+    sweep_every_s: Seconds = 0.5
+    sweep_batch: Annotated[int, Bound(ge=1, le=5000)] = 500
+    max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128
+    concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
+    prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
+    destroy_unknown: bool = True

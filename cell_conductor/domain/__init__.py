@@ -1,0 +1,1 @@
+"""The instance state machine: plain functions and frozen values."""

@@ -1,0 +1,116 @@
+"""What can happen to an instance. Each says when (`at`, seconds since the epoch)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.placement import ClaimOutcome
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Base. `at`: when we learned of it."""
+
+    at: float
+
+
+class BuildAsked(Event, frozen=True, kw_only=True):
+    """The scheduler hands over a build whose first selection is claimed under attempt 1."""
+
+    spec: InstanceSpec
+    selections: tuple[Selection, ...]
+    consumer_generation: int
+    build_timeout_s: float
+    requested_at: float = 0.0
+    cause: str = ""
+
+
+class DeleteAsked(Event, frozen=True, kw_only=True):
+    """The instance is not wanted any more."""
+
+    cause: str = ""
+
+
+class Spawned(Event, frozen=True, kw_only=True):
+    """A host says that an attempt runs."""
+
+    attempt: int
+    host_uuid: str
+    service: str
+
+
+class SpawnFailed(Event, frozen=True, kw_only=True):
+    """A host says that an attempt failed. `final`: no other host would do better (C-14)."""
+
+    attempt: int
+    host_uuid: str
+    code: str = ""
+    reason: str = ""
+    final: bool = False
+
+
+class TimedOut(Event, frozen=True, kw_only=True):
+    """The instance's deadline has passed."""
+
+
+class Claimed(Event, frozen=True, kw_only=True):
+    """Placement claimed an alternate for `attempt`. `outcomes`: what became of the options up to and including it."""
+
+    attempt: int
+    option: int
+    consumer_generation: int | None
+    outcomes: tuple[ClaimOutcome, ...] = ()
+
+
+class ClaimRefused(Event, frozen=True, kw_only=True):
+    """Placement claimed nothing for `attempt`, and holds nothing of ours any more.
+
+    consumer_changed: somebody else owns the consumer now; this build must stop (trap 6).
+    """
+
+    attempt: int
+    consumer_changed: bool = False
+    outcomes: tuple[ClaimOutcome, ...] = ()
+    reason: str = ""
+
+
+class Destroyed(Event, frozen=True, kw_only=True):
+    """A host says that no attempt up to this one runs or will run there."""
+
+    attempt: int
+    host_uuid: str
+
+
+class Released(Event, frozen=True, kw_only=True):
+    """Placement holds nothing for this instance any more."""
+
+
+class HostRuns(Event, frozen=True, kw_only=True):
+    """A host's report lists this instance. seen_at: when the host made the report."""
+
+    attempt: int
+    host_uuid: str
+    service: str
+    seen_at: float
+
+
+class HostMissing(Event, frozen=True, kw_only=True):
+    """A host's report does not list an instance that should be there. seen_at: when the host made the report."""
+
+    host_uuid: str
+    seen_at: float
+
+
+EVENTS: tuple[type[Event], ...] = (
+    BuildAsked,
+    DeleteAsked,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+    Claimed,
+    ClaimRefused,
+    Destroyed,
+    Released,
+    HostRuns,
+    HostMissing,
+)

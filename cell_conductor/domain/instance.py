@@ -1,0 +1,73 @@
+"""One instance as its cell knows it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import InstanceSpec, Selection
+
+
+class State(StrEnum):
+    """Where an instance stands. What is allocated for it follows from the state alone (docs/states.md)."""
+
+    ABSENT = "absent"  # no record
+    TOMBSTONE = "tombstone"  # deleted before its build arrived
+    BUILDING = "building"  # a host was told to build the current attempt
+    RECLAIMING = "reclaiming"  # the attempt is over; placement is asked to release it and claim an alternate
+    ABANDONING = "abandoning"  # as reclaiming, and a delete was asked meanwhile
+    ACTIVE = "active"
+    GIVING_UP = "giving_up"  # over; the allocation is being released, then it is failed
+    FAILED = "failed"
+    DELETING = "deleting"  # the host was told to destroy; the allocation is held until it has
+    RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
+    DELETED = "deleted"
+
+
+# The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
+FIRST_SEQUENCE = 10
+
+
+class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a cell has on record about one instance.
+
+    position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
+    consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
+    announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
+    answered: the build request got its terminal event. cause: the request that last asked for something.
+    """
+
+    uuid: str
+    state: State = State.ABSENT
+    spec: InstanceSpec | None = None
+    selections: tuple[Selection, ...] = ()
+    position: int = 0
+    attempt: int = 0
+    consumer_generation: int | None = None
+    sequence: int = FIRST_SEQUENCE
+    build_timeout_s: float = 0.0
+    requested_at: float = 0.0
+    deadline: float | None = None
+    since: float = 0.0
+    answered: bool = False
+    code: str = ""
+    reason: str = ""
+    history: tuple[AttemptRecord, ...] = ()
+    cause: str = ""
+
+    @property
+    def here(self) -> Selection:
+        """The selection of the current attempt."""
+        return self.selections[self.position]
+
+    @property
+    def host_uuid(self) -> str | None:
+        """The host of the current attempt, once there was one."""
+        return self.selections[self.position].host_uuid if self.selections else None
+
+    @property
+    def alternates(self) -> tuple[Selection, ...]:
+        """The selections not tried yet, in order."""
+        return self.selections[self.position + 1 :]

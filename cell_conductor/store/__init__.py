@@ -1,0 +1,1 @@
+"""Where instances are kept: a port, and PostgreSQL."""
