@@ -1,0 +1,1 @@
+"""The resource book: providers, inventories, claims, and the numbered change feed."""
