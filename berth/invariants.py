@@ -1,0 +1,248 @@
+"""The invariants of DESIGN.md as plain functions over facts gathered from the outside.
+
+`Facts` holds what the resource book, the schedulers' and conductors' records, the hosts' own reports and the
+client's event stream say. `judge` compares them. Gathering is `berth.gather`; nothing here does any I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import floor
+
+from msgspec import Struct
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.placement import Change
+
+MAX_EXAMPLES = 5
+
+# Instance states in which a machine holds its allocation although no host need run it (yet, or any more).
+UNSETTLED = frozenset({"building", "reclaiming", "deleting", "releasing"})
+
+
+class InventoryFact(Struct, frozen=True):
+    """One inventory row of the book."""
+
+    provider: str
+    resource_class: str
+    total: int
+    reserved: int
+    allocation_ratio: float
+    capacity: float
+    used: int
+
+
+class InstanceFact(Struct, frozen=True):
+    """One instance as its cell's conductor has it."""
+
+    instance_uuid: str
+    cell: str
+    state: str
+    host_uuid: str | None
+    attempt: int
+
+
+class RunningFact(Struct, frozen=True):
+    """One machine that a host says it runs."""
+
+    instance_uuid: str
+    attempt: int
+    host_uuid: str
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """Everything the invariants are judged by, all of it read from outside the workers.
+
+    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
+    cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
+    nobody listened. changes: the change feed as a listener saw it, or None. feed: (lowest, highest, rows) kept.
+    roots: {provider: root}. audit: mismatches that the book's own audit found, one line each.
+    """
+
+    inventories: Sequence[InventoryFact]
+    allocations: Mapping[str, Mapping[str, Mapping[str, int]]]
+    roots: Mapping[str, str]
+    requests: Mapping[str, str]
+    cells: Mapping[str, str]
+    instances: Sequence[InstanceFact]
+    running: Sequence[RunningFact] | None
+    feed: tuple[int, int, int]
+    audit: Sequence[str] = ()
+    accepted: Sequence[str] = ()
+    events: Sequence[BuildEvent] | None = None
+    changes: Sequence[Change] | None = None
+    upward: Sequence[str] | None = None
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at."""
+
+    name: str
+    sentence: str
+    holds: bool
+    checked: int
+    breaches: int = 0
+    examples: tuple[str, ...] = ()
+
+
+def judge(facts: Facts) -> tuple[Verdict, ...]:
+    """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
+    verdicts = [
+        _verdict(
+            "capacity",
+            "used <= capacity on every provider and class, unless its inventory shrank under it",
+            len(facts.inventories),
+            _over_capacity(facts),
+        ),
+        _verdict(
+            "book_adds_up",
+            "what the book says is used is the sum of its allocations",
+            len(facts.inventories),
+            iter(facts.audit),
+        ),
+        _verdict(
+            "one_terminal_state",
+            "every accepted request is on record and ends in exactly one terminal state",
+            len(facts.requests),
+            _terminal(facts),
+        ),
+        _verdict("built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts)),
+        _verdict(
+            "hosts_instances_allocations_agree",
+            "at rest, what runs on hosts = what instances say = what allocations say",
+            len(facts.instances),
+            _agreement(facts),
+        ),
+        _verdict("feed_has_no_hole", "the change feed has no hole", facts.feed[2], _feed(facts)),
+        _verdict(
+            "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
+        ),
+    ]
+    if facts.changes is not None:
+        verdicts.append(
+            _verdict(
+                "generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes)
+            )
+        )
+    if facts.upward is not None:
+        verdicts.append(
+            _verdict(
+                "no_upcall",
+                "no message from a cell to anything above it except announcements",
+                len(facts.upward),
+                iter(facts.upward),
+            )
+        )
+    return tuple(verdicts)
+
+
+def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) -> Verdict:
+    found = list(breaches)
+    return Verdict(
+        name=name,
+        sentence=sentence,
+        holds=not found,
+        checked=checked,
+        breaches=len(found),
+        examples=tuple(found[:MAX_EXAMPLES]),
+    )
+
+
+def _over_capacity(facts: Facts) -> Iterator[str]:
+    for row in facts.inventories:
+        # Reserving what is in use is how bare metal is taken out (P-1.26): the inventory shrank under it.
+        unreserved = floor(row.total * row.allocation_ratio)
+        if row.used > row.capacity and row.used > unreserved:
+            yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"
+
+
+def _terminal(facts: Facts) -> Iterator[str]:
+    settled = {BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED}
+    for uuid in facts.accepted:
+        if uuid not in facts.requests:
+            yield f"{uuid}: accepted, but no scheduler has it on record"
+    for uuid, state in facts.requests.items():
+        if state not in settled:
+            yield f"{uuid}: still {state}"
+    if facts.events is None:
+        return
+    terminals: Counter[str] = Counter()
+    for event in facts.events:
+        # A delete is a request of its own and has its own terminal event.
+        if event.terminal and event.state is not BuildState.DELETED:
+            terminals[event.instance_uuid] += 1
+    for uuid in facts.accepted:
+        if terminals[uuid] != 1 and facts.requests.get(uuid) != BuildState.DELETED:
+            yield f"{uuid}: {terminals[uuid]} terminal events"
+
+
+def _twice(facts: Facts) -> Iterator[str]:
+    homes: dict[str, str] = {}
+    for instance in facts.instances:
+        other = homes.setdefault(instance.instance_uuid, instance.cell)
+        if other != instance.cell:
+            yield f"{instance.instance_uuid}: in {other} and in {instance.cell}"
+    machines = Counter(running.instance_uuid for running in facts.running or ())
+    for uuid, count in machines.items():
+        if count > 1:
+            yield f"{uuid}: runs {count} times"
+
+
+def _agreement(facts: Facts) -> Iterator[str]:
+    alive = {i.instance_uuid: i for i in facts.instances if i.state == "active"}
+    unsettled = {i.instance_uuid for i in facts.instances if i.state in UNSETTLED}
+    for uuid in sorted(unsettled):
+        yield f"{uuid}: not at rest"
+    for uuid, instance in alive.items():
+        held = facts.allocations.get(uuid)
+        if held is None:
+            yield f"{uuid}: active, but holds no allocation"
+            continue
+        roots = {facts.roots.get(provider) for provider in held}
+        if instance.host_uuid not in roots:
+            yield f"{uuid}: active on {instance.host_uuid}, allocated on {sorted(map(str, roots))}"
+    for uuid in facts.allocations:
+        if uuid not in alive and uuid not in unsettled:
+            yield f"{uuid}: holds an allocation, but is no active instance"
+    if facts.running is None:
+        return
+    places = {r.instance_uuid: r for r in facts.running}
+    for uuid, instance in alive.items():
+        machine = places.get(uuid)
+        if machine is None:
+            yield f"{uuid}: active, but no host runs it"
+        elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
+            yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"
+    for uuid in places:
+        if uuid not in alive and uuid not in unsettled:
+            yield f"{uuid}: runs, but is no active instance"
+
+
+def _feed(facts: Facts) -> Iterator[str]:
+    lowest, highest, rows = facts.feed
+    if rows and highest - lowest + 1 != rows:
+        yield f"numbers {lowest}..{highest}, but {rows} rows"
+
+
+def _caused(facts: Facts) -> Iterator[str]:
+    for consumer in facts.allocations:
+        if consumer not in facts.requests:
+            yield f"{consumer}: holds an allocation that nobody asked for"
+    for instance in facts.instances:
+        if instance.instance_uuid not in facts.requests:
+            yield f"{instance.instance_uuid}: an instance that nobody asked for"
+        elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
+            yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
+
+
+def _generations(changes: Sequence[Change]) -> Iterator[str]:
+    last: dict[str, int] = {}
+    for change in changes:
+        known = last.get(change.provider, -1)
+        if change.removed:
+            last.pop(change.provider, None)
+            continue
+        if change.generation <= known:
+            yield f"{change.provider}: generation {change.generation} after {known} (number {change.sequence})"
+        last[change.provider] = change.generation
