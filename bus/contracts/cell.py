@@ -84,7 +84,10 @@ class ComputeOutcome(StrEnum):
 
 
 class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
-    """How one attempt ended on its host. May come late, twice, or never."""
+    """How one attempt ended on its host. May come late, twice, or never.
+
+    final: with `failed`, no other host would do better (a broken image): the alternates are not tried (C-14).
+    """
 
     instance_uuid: Uuid
     attempt: int
@@ -94,6 +97,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     code: str = ""
     reason: Reason = ""
     at: float = 0.0
+    final: bool = False
 
 
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
