@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from bus.bus import Bus
 from msgspec import Struct
 
-from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.build import (
     BuildEvent,
@@ -38,7 +38,7 @@ class Track(Struct):
     state: str = "asked"
     terminals: int = 0
     last: BuildEvent | None = None
-    stages: dict[str, float] = {}  # noqa: RUF012
+    stages: dict[str, float] = {}
 
     @property
     def latency_s(self) -> float | None:

@@ -10,7 +10,7 @@ import msgspec
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where, tag_of
 
-EXAMPLE = '''\
+EXAMPLE = """\
 import asyncio, json, os, uuid
 import aio_pika
 
@@ -32,7 +32,7 @@ async def main():
                     return
 
 asyncio.run(main())
-'''
+"""
 
 HEAD = f"""\
 # Messages
@@ -45,7 +45,8 @@ may have no listener) and `{DEAD}` for what was given up. Bodies are JSON object
 
 | AMQP property or header | meaning |
 | --- | --- |
-| `content-type` | `application/json`: one message. `application/vnd.berth.batch+json`: an array of `{{"meta", "body"}}`, how berth's own parts speak to each other under load. Events of the API bus always come one to a message. |
+| `content-type` | `application/json`: one message. `application/vnd.berth.batch+json`: many, `[{{"meta", "body"}}]`, |
+| | as berth's own parts speak under load. Events of the API bus always come one to a message. |
 | `type` | the versioned tag, e.g. `build.request.v1`. May be left out where the routing key tells. |
 | `message-id` | unique per message; a redelivery repeats it |
 | `reply-to`, `correlation-id` | where and under which id an answer is wanted; leave out to get none |
@@ -54,12 +55,13 @@ may have no listener) and `{DEAD}` for what was given up. Bodies are JSON object
 | header `traceparent` | W3C trace context, carried along |
 
 What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set; a build request whose
-`instance_uuid` and `project_id` could be read is answered on the event stream by state `refused`; everything else is parked in the queue's
-`.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
+`instance_uuid` and `project_id` could be read is answered on the event stream by state `refused`; everything else is
+parked in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
 
 ## Publish a build request, follow its events
 
-Any AMQP 0-9-1 client in any language will do. In Python with aio-pika; `tests/system/test_messages_example.py` runs it as written:
+Any AMQP 0-9-1 client in any language will do. In Python with aio-pika (`tests/system/test_messages_example.py`
+runs it as written):
 
 ```python
 {EXAMPLE}```
@@ -98,7 +100,7 @@ def _message(row: MessageRow) -> Iterator[str]:
 
 def _fields(message: type[Message]) -> Iterator[str]:
     (schema,), components = msgspec.json.schema_components([message], ref_template="{name}")
-    name = schema["$ref"] if "$ref" in schema else message.__name__
+    name = schema.get("$ref", message.__name__)
     body = components.get(name, schema)
     required = set(body.get("required", ()))
     yield "| field | type | |"
@@ -153,8 +155,11 @@ def _type(spec: dict[str, Any]) -> str:
     bounds = [
         f"{word} {spec[key]}"
         for key, word in (
-            ("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="),
-            ("minLength", "length >="), ("maxLength", "length <="),
+            ("minimum", ">="),
+            ("exclusiveMinimum", ">"),
+            ("maximum", "<="),
+            ("minLength", "length >="),
+            ("maxLength", "length <="),
         )
         if key in spec
     ]

@@ -121,9 +121,7 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
     ]
     if facts.changes is not None:
         verdicts.append(
-            _verdict(
-                "generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes)
-            )
+            _verdict("generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes))
         )
     if facts.upward is not None:
         verdicts.append(
