@@ -36,7 +36,7 @@ exec 3>&-
 watcher=$!
 exec 4<&-
 wait "$server"; status=$?
-kill "$watcher" 2>/dev/null
+kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
 exit "$status"
 """
 
@@ -86,7 +86,7 @@ class GuardedProcess:
         account: Account,
         stop_signal: str = "TERM",
     ) -> None:
-        self._guard = subprocess.Popen(  # noqa: S603
+        self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "guard", stop_signal, str(log), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -136,6 +136,9 @@ class GuardedProcess:
                 os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait(STOP_TIMEOUT_S)
         self._let_go()
+        until = time.monotonic() + STOP_TIMEOUT_S
+        while _alive_in_group(self._guard.pid) and time.monotonic() < until:  # a dying server still holds its port
+            time.sleep(POLL_S)
 
     def tail(self, lines: int = 20) -> str:
         """The end of the server's log."""
@@ -175,3 +178,13 @@ def listening(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _alive_in_group(group: int) -> bool:
+    """Whether a process group has a member that is more than a zombie."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _parent, its_group = entry.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

@@ -1,0 +1,208 @@
+"""A private RabbitMQ from the distribution's rabbitmq-server: own ports, own node name, own epmd, own cookie."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import quote
+
+from berth.embedded.process import (
+    Account,
+    GuardedProcess,
+    ServerFailed,
+    ServerMissing,
+    Workspace,
+    free_port,
+    listening,
+)
+
+ADMIN = "berth"
+COMMAND_TIMEOUT_S = 60.0
+SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
+
+# The distribution's /usr/sbin wrappers change to the machine's rabbitmq user and home; these scripts do not.
+
+
+class RabbitMQ:
+    """A private broker. `with RabbitMQ() as broker: broker.url()`.
+
+    directory: keep data and logs there (None: temporary). The administrator's user name is `berth`, its password
+    random; vhost `/` exists. Only listens on 127.0.0.1.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._scripts = find_scripts()
+        self._work = Workspace(directory, "berth-mq-")
+        self._process: GuardedProcess | None = None
+        self._epmd: GuardedProcess | None = None
+        self.port = free_port()
+        self._distribution_port = free_port()
+        self._epmd_port = free_port()
+        self.password = secrets.token_urlsafe(18)
+        self.node = f"berth-{uuid.uuid4().hex[:10]}@localhost"
+
+    def start(self) -> Self:
+        """Start the broker on its data and wait until it takes connections."""
+        if not (self._work.path / "definitions.json").exists():
+            self._initialise()
+        if self._epmd is None or not self._epmd.running:
+            self._start_epmd()
+        self._process = GuardedProcess(
+            [str(self._scripts / "rabbitmq-server")],
+            env=self._environment(),
+            cwd=self._work.path,
+            log=self._work.path / "server.log",
+            account=Account(),
+        )
+        self._process.wait_until(self._ready)
+        return self
+
+    def stop(self) -> None:
+        """Stop the broker and, when its directory was temporary, remove it."""
+        for process in (self._process, self._epmd):
+            if process is not None:
+                process.stop()
+        self._process = self._epmd = None
+        self._work.remove()
+
+    def shut_down(self) -> None:
+        """Stop the broker in good order and keep its data: `start` brings it back on the same port."""
+        if self._process is not None:
+            self._process.stop()
+
+    def kill(self) -> None:
+        """End the broker as a crash would; `start` brings it back on the same data and port."""
+        if self._process is not None:
+            self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        """The broker's process id; 0 when it does not run."""
+        return self._process.pid if self._process is not None and self._process.running else 0
+
+    def url(self, vhost: str = "/", *, user: str = ADMIN, password: str | None = None) -> str:
+        """The AMQP URL of a vhost, as the administrator or as the given user."""
+        secret = self.password if password is None else password
+        return f"amqp://{quote(user, safe='')}:{quote(secret, safe='')}@127.0.0.1:{self.port}/{quote(vhost, safe='')}"
+
+    def control(self, *arguments: str) -> str:
+        """Run rabbitmqctl against this broker; returns what it printed."""
+        done = subprocess.run(
+            [str(self._scripts / "rabbitmqctl"), "--quiet", *arguments],
+            env=self._environment(),
+            cwd=self._work.path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ServerFailed(f"rabbitmqctl {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def add_vhost(self, name: str) -> str:
+        """Make a vhost that the administrator may use; returns its URL."""
+        self.control("add_vhost", name)
+        self.set_permissions(ADMIN, name)
+        return self.url(name)
+
+    def add_user(self, name: str, password: str) -> None:
+        """Make a user without any permission."""
+        self.control("add_user", name, password)
+
+    def set_permissions(
+        self, user: str, vhost: str, configure: str = ".*", write: str = ".*", read: str = ".*"
+    ) -> None:
+        """What a user may do in a vhost: regular expressions over names, as RabbitMQ has them."""
+        self.control("set_permissions", "-p", vhost, user, configure, write, read)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _initialise(self) -> None:
+        home = self._work.path
+        cookie = home / ".erlang.cookie"
+        cookie.touch(mode=0o600)
+        cookie.write_text(secrets.token_hex(16).upper())
+        cookie.chmod(0o400)
+        (home / "enabled_plugins").write_text("[].\n")
+        definitions = {
+            "users": [{"name": ADMIN, "password": self.password, "tags": "administrator"}],
+            "vhosts": [{"name": "/"}],
+            "permissions": [{"user": ADMIN, "vhost": "/", "configure": ".*", "write": ".*", "read": ".*"}],
+        }
+        secret = home / "definitions.json"
+        secret.touch(mode=0o600)
+        secret.write_text(json.dumps(definitions))
+        (home / "rabbitmq.conf").write_text(
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}\n"
+            f"load_definitions = {secret}\n"
+            "loopback_users = none\n"
+            "log.file.level = warning\n"
+            "vm_memory_high_watermark.absolute = 2GB\n"
+            "disk_free_limit.absolute = 50MB\n"
+        )
+
+    def _start_epmd(self) -> None:
+        # Started here and not by Erlang, which would leave it behind as a daemon of nobody's.
+        self._epmd = GuardedProcess(
+            [_epmd(), "-port", str(self._epmd_port), "-address", "127.0.0.1"],
+            env=self._environment(),
+            cwd=self._work.path,
+            log=self._work.path / "epmd.log",
+            account=Account(),
+        )
+        self._epmd.wait_until(lambda: listening(self._epmd_port))
+
+    def _ready(self) -> bool:
+        return listening(self.port)
+
+    def _environment(self) -> dict[str, str]:
+        home = self._work.path
+        return {
+            "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
+            "HOME": str(home),
+            "LC_ALL": "C.UTF-8",
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_DIST_PORT": str(self._distribution_port),
+            "RABBITMQ_CTL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none +sbwtdcpu none",
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
+            "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(home / "advanced.config"),
+            "RABBITMQ_MNESIA_BASE": str(home / "data"),
+            "RABBITMQ_LOG_BASE": str(home / "log"),
+            "RABBITMQ_PID_FILE": str(home / "server.pid"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(home / "enabled_plugins"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(home / "generated"),
+        }
+
+
+def find_scripts() -> Path:
+    """The directory of RabbitMQ's own scripts."""
+    for place in SCRIPTS:
+        if (Path(place) / "rabbitmq-server").exists() and (Path(place) / "rabbitmqctl").exists():
+            return Path(place)
+    raise ServerMissing("no rabbitmq-server here: apt-get install rabbitmq-server, or give AMQP_URL")
+
+
+def _epmd() -> str:
+    found = shutil.which("epmd")
+    if found is None:
+        raise ServerMissing("no epmd here: it comes with erlang-base")
+    return found

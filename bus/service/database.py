@@ -1,0 +1,284 @@
+"""One schema of one PostgreSQL: a bounded pool, named timeouts, and faults by what happens next.
+
+Cold statements go through SQLAlchemy Core (`transaction`), hot ones through asyncpg itself (`raw`): same pool, same
+faults. Nothing here retries a transaction; the consumer does, because it alone knows what the transaction was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NoReturn
+from uuid import UUID
+
+import asyncpg
+import structlog
+from sqlalchemy import event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError, InvalidRequestError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+
+from bus.faults import DatabaseUnavailable, Fault, Transient
+from bus.service import migrations
+
+log = structlog.get_logger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0  # one attempt to connect, the handshake included
+STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
+COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server says nothing at all
+IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
+POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
+OPEN_WAIT_MAX_S = 3.0  # longest pause between two attempts to reach a server that is away; also how often we say so
+
+SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
+
+# SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
+_AWAY = "database.unavailable"
+TRANSIENT_STATES = {
+    "08": _AWAY,  # connection exceptions
+    "53": _AWAY,  # out of connections, memory or disk
+    "57P": _AWAY,  # shut down, crashed, starting up, database dropped
+    "58": _AWAY,  # system errors of the server's machine
+    "25006": _AWAY,  # read-only: we are talking to a standby, a fail-over is under way
+    "25P03": _AWAY,  # idle in transaction for too long: the connection is gone
+    "40001": "database.serialization",
+    "40P01": "database.deadlock",
+    "55P03": "database.locked",
+    "57014": "database.timeout",
+}
+FORBIDDEN_STATES = ("28", "3D000", "42501")
+
+
+class DatabaseForbidden(Fault):
+    """These credentials or this database name are wrong. Waiting does not help."""
+
+    code = "database.forbidden"
+
+
+class Database:
+    """One schema of one PostgreSQL. `search_path` is the schema alone; uuid columns come back as canonical text."""
+
+    def __init__(self, url: str, schema: str, *, pool_size: int = 8, application_name: str = "") -> None:
+        if not SCHEMA_NAME.fullmatch(schema):
+            raise DatabaseForbidden(f"not a schema name: {schema!r}", code="database.schema_name")
+        self.schema = schema
+        self._url = parse_url(url)
+        self._application_name = application_name or schema
+        self._engine = self._make_engine(
+            pool_size=pool_size,
+            max_overflow=0,
+            pool_timeout=POOL_TIMEOUT_S,
+            pool_use_lifo=True,  # the warm connections stay warm, the others idle
+        )
+        self._opened = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether `open` has succeeded and `close` was not called (for /readyz)."""
+        return self._opened
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The pool itself, for metrics and tests; statements belong in `transaction` or `raw`."""
+        return self._engine
+
+    async def open(self, migrations: str | None = None) -> None:
+        """Make the schema (and upgrade it to head), waiting for the server while it is away, saying so.
+
+        `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
+        lets one migrate and the others find it done.
+        """
+        waiting = AsyncRetrying(
+            retry=retry_if_exception_type(Transient),
+            wait=wait_exponential(multiplier=0.1, max=OPEN_WAIT_MAX_S),
+            before_sleep=self._say_waiting,
+        )
+        async for attempt in waiting:
+            with attempt:
+                await self._prepare(migrations)
+        self._opened = True
+
+    async def close(self) -> None:
+        """Close every connection of the pool."""
+        self._opened = False
+        await self._engine.dispose()
+
+    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """A SQLAlchemy Core transaction: commits at the end, rolls back on an exception."""
+        return self._transaction()
+
+    def raw(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
+        """An asyncpg connection inside a transaction: commits at the end, rolls back on an exception."""
+        return self._raw()
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+        try:
+            async with self._engine.begin() as connection:
+                yield connection
+        except (DBAPIError, InvalidRequestError, PoolTimeout, asyncpg.PostgresError, OSError) as error:
+            raise_fault(error)
+
+    @asynccontextmanager
+    async def _raw(self) -> AsyncIterator[asyncpg.Connection]:
+        async with self._checked_out() as connection:
+            try:
+                async with connection.transaction():
+                    yield connection
+            except (asyncpg.PostgresError, asyncpg.InterfaceError, ConnectionError, TimeoutError) as error:
+                raise_fault(error, closed=connection.is_closed())
+
+    @asynccontextmanager
+    async def _checked_out(self) -> AsyncIterator[asyncpg.Connection]:
+        """A pooled connection. One that died in our hands is thrown away instead of going back."""
+        try:
+            connection = await self._engine.connect()
+        except (DBAPIError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+            raise_fault(error, closed=True)
+        driver: asyncpg.Connection = (await connection.get_raw_connection()).driver_connection
+        try:
+            yield driver
+        finally:
+            if driver.is_closed():
+                await connection.invalidate()
+            await asyncio.shield(connection.close())  # a cancelled caller must not leak the connection
+
+    async def _prepare(self, package: str | None) -> None:
+        # Its own connection: a migration may take longer than any statement of the running system.
+        engine = self._make_engine(poolclass=NullPool, patient=True)
+        try:
+            async with engine.begin() as connection:
+                await connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), self._lock())
+                await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{self.schema}"'))
+                if package is not None:
+                    await connection.run_sync(migrations.upgrade, package, self.schema)
+        except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
+            raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError))
+        finally:
+            await engine.dispose()
+
+    def _lock(self) -> dict[str, str]:
+        return {"key": f"berth.migrations.{self.schema}"}
+
+    def _say_waiting(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.warning(
+            "database.waiting",
+            database=self._url.render_as_string(hide_password=True),
+            attempt=state.attempt_number,
+            reason=str(error),
+        )
+
+    def _make_engine(self, *, patient: bool = False, **pool: Any) -> AsyncEngine:
+        settings = {
+            "search_path": f'"{self.schema}"',
+            "application_name": self._application_name[:63],
+            "idle_in_transaction_session_timeout": _ms(0 if patient else IDLE_IN_TRANSACTION_S),
+            "statement_timeout": _ms(0 if patient else STATEMENT_TIMEOUT_S),
+            "jit": "off",  # our statements are short; compiling one costs more than running it
+        }
+        engine = create_async_engine(
+            self._url,
+            connect_args={
+                "timeout": CONNECT_TIMEOUT_S,
+                "command_timeout": None if patient else COMMAND_TIMEOUT_S,
+                "server_settings": settings,
+            },
+            **pool,
+        )
+        event.listen(engine.sync_engine, "connect", _on_connect)
+        event.listen(engine.sync_engine, "checkout", _on_checkout)
+        return engine
+
+
+def parse_url(url: str) -> URL:
+    """A PostgreSQL URL for SQLAlchemy with asyncpg; `postgres://`, `postgresql://` and `+driver` are all taken."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise DatabaseForbidden("the database URL cannot be read", code="database.url") from error
+    if parsed.get_backend_name() not in {"postgres", "postgresql"}:
+        raise DatabaseForbidden(f"not a PostgreSQL URL: {parsed.drivername}://", code="database.url")
+    return parsed.set(drivername="postgresql+asyncpg")
+
+
+def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
+    """Raise what a database error means for us; an error of our own making is raised as it is."""
+    state = _sqlstate(error)
+    code = _transient_code(state)
+    if isinstance(error, PoolTimeout):
+        raise Transient("no free database connection", code="database.busy") from error
+    if isinstance(error, asyncpg.InvalidCachedStatementError):
+        raise Transient("the schema changed under a prepared statement", code="database.schema_changed") from error
+    if code == _AWAY or closed or (state is None and _is_connection_error(error)):
+        raise DatabaseUnavailable(_first_line(error)) from error
+    if code:
+        raise Transient(_first_line(error), code=code) from error
+    if state is not None and state.startswith(FORBIDDEN_STATES):
+        raise DatabaseForbidden(_first_line(error)) from error
+    raise error
+
+
+def _transient_code(state: str | None) -> str:
+    if state is None:
+        return ""
+    return next((TRANSIENT_STATES[state[:size]] for size in (5, 3, 2) if state[:size] in TRANSIENT_STATES), "")
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    state = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state if isinstance(state, str) else None
+
+
+def _is_connection_error(error: Exception) -> bool:
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    while cause is not None:
+        if isinstance(cause, OSError | TimeoutError):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return (str(cause).splitlines() or [type(cause).__name__])[0][:500]
+
+
+def _ms(seconds: float) -> str:
+    return str(int(seconds * 1000))
+
+
+def _on_connect(connection: Any, _record: object) -> None:
+    connection.run_async(_set_uuid_codec)
+
+
+async def _set_uuid_codec(connection: asyncpg.Connection) -> None:
+    await connection.set_type_codec(
+        "uuid", schema="pg_catalog", encoder=_uuid_bytes, decoder=_uuid_text, format="binary"
+    )
+
+
+def _uuid_bytes(value: str | UUID) -> bytes:
+    raw = bytes.fromhex(value.replace("-", "")) if isinstance(value, str) else value.bytes
+    if len(raw) != 16:
+        raise ValueError(f"not a UUID: {value!r}")
+    return raw
+
+
+def _uuid_text(value: bytes) -> str:
+    text = value.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def _on_checkout(connection: Any, _record: object, _proxy: object) -> None:
+    # After a restart of the server every pooled connection is dead; asyncpg has seen the close, so no ping is needed.
+    is_closed: Callable[[], bool] = connection.driver_connection.is_closed
+    if is_closed():
+        raise InvalidatePoolError("the server closed the pooled connections")

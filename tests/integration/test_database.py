@@ -1,0 +1,188 @@
+"""Database against a real PostgreSQL: schema, migrations, types, and what becomes of each kind of error."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy import text
+
+from berth.embedded.postgres import Postgres
+from bus.faults import DatabaseUnavailable, Transient
+from bus.service import database as module
+from bus.service.database import Database, DatabaseForbidden
+
+pytestmark = pytest.mark.postgres
+
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+FIRST = '''"""Things."""
+from alembic import op
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.execute("CREATE TABLE thing (id uuid PRIMARY KEY, n integer NOT NULL)")
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An importable package with one migration."""
+    name = "kit_migrations_" + tmp_path.name.replace("-", "_")
+    versions = tmp_path / name / "versions"
+    versions.mkdir(parents=True)
+    (tmp_path / name / "__init__.py").write_text("")
+    (versions / "0001_things.py").write_text(FIRST)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+async def test_several_processes_open_at_once_and_migrate_once(postgres_url: str, package: str) -> None:
+    databases = [Database(postgres_url, "cell_C-1") for _ in range(4)]
+    await asyncio.gather(*(database.open(package) for database in databases))
+    async with databases[0].raw() as connection:
+        await connection.execute("INSERT INTO thing VALUES ($1, 1)", UUID)
+        tables = await connection.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'cell_C-1' ORDER BY 1")
+    assert [row["tablename"] for row in tables] == ["alembic_version", "thing"]
+    await asyncio.gather(*(database.close() for database in databases))
+
+
+async def test_uuids_are_text_alone_and_in_arrays_through_both_doors(postgres_url: str) -> None:
+    database = Database(postgres_url, "types")
+    await database.open()
+    async with database.raw() as connection:
+        row = await connection.fetchrow("SELECT $1::uuid AS one, $2::uuid[] AS many", UUID.upper(), [UUID, UUID])
+        assert (row["one"], row["many"]) == (UUID, [UUID, UUID])
+        rows = await connection.fetch("SELECT * FROM unnest($1::uuid[], $2::int[]) AS t(a, b)", [UUID], [3])
+        assert [tuple(row) for row in rows] == [(UUID, 3)]
+    async with database.transaction() as core:
+        assert (await core.execute(text("SELECT CAST(:it AS uuid)"), {"it": UUID})).scalar_one() == UUID
+    await database.close()
+
+
+async def test_an_exception_rolls_back_and_stays_what_it_is(postgres_url: str) -> None:
+    database = Database(postgres_url, "rollback")
+    await database.open()
+    async with database.raw() as connection:
+        await connection.execute("CREATE TABLE t (n integer UNIQUE)")
+    with pytest.raises(KeyError):
+        async with database.raw() as connection:
+            await connection.execute("INSERT INTO t VALUES (1)")
+            raise KeyError("mine")
+    with pytest.raises(asyncpg.UniqueViolationError):
+        async with database.raw() as connection:
+            await connection.execute("INSERT INTO t VALUES (2), (2)")
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT count(*) FROM t") == 0
+    await database.close()
+
+
+async def test_a_deadlock_is_transient_with_its_own_code(postgres_url: str) -> None:
+    database = Database(postgres_url, "deadlock", pool_size=2)
+    await database.open()
+    async with database.raw() as connection:
+        await connection.execute("CREATE TABLE t (n integer); INSERT INTO t VALUES (1), (2)")
+    both_hold = asyncio.Barrier(2)
+
+    async def lock(first: int, second: int) -> None:
+        async with database.raw() as connection:
+            await connection.execute("SET LOCAL deadlock_timeout = '50ms'")
+            await connection.execute("SELECT FROM t WHERE n = $1 FOR UPDATE", first)
+            await both_hold.wait()
+            await connection.execute("SELECT FROM t WHERE n = $1 FOR UPDATE", second)
+
+    results = await asyncio.gather(lock(1, 2), lock(2, 1), return_exceptions=True)
+    faults = [result for result in results if result is not None]
+    assert [getattr(fault, "code", fault) for fault in faults] == ["database.deadlock"]
+    assert isinstance(faults[0], Transient)
+    await database.close()
+
+
+async def test_a_serialization_failure_is_transient_with_its_own_code(postgres_url: str) -> None:
+    database = Database(postgres_url, "serialization")
+    await database.open()
+    async with database.raw() as connection:
+        await connection.execute("CREATE TABLE t (n integer); INSERT INTO t VALUES (1)")
+    with pytest.raises(Transient) as caught:
+        async with database.raw() as slow:
+            await slow.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            await slow.fetchval("SELECT n FROM t")
+            async with database.raw() as quick:
+                await quick.execute("UPDATE t SET n = 2")
+            await slow.execute("UPDATE t SET n = 3")
+    assert caught.value.code == "database.serialization"
+    await database.close()
+
+
+async def test_a_lost_connection_is_unavailable_and_the_pool_recovers(postgres_url: str) -> None:
+    database = Database(postgres_url, "lost", pool_size=2)
+    await database.open()
+    with pytest.raises(DatabaseUnavailable):
+        async with database.raw() as victim, database.raw() as killer:
+            await killer.execute("SELECT pg_terminate_backend($1)", await victim.fetchval("SELECT pg_backend_pid()"))
+            await victim.execute("SELECT 1")
+    with pytest.raises(DatabaseUnavailable):
+        async with database.transaction() as core, database.raw() as killer:
+            pid = (await core.execute(text("SELECT pg_backend_pid()"))).scalar_one()
+            await killer.execute("SELECT pg_terminate_backend($1)", pid)
+            await core.execute(text("SELECT 1"))
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT 1") == 1
+    await database.close()
+
+
+async def test_a_full_pool_is_transient(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POOL_TIMEOUT_S", 0.05)
+    database = Database(postgres_url, "busy", pool_size=1)
+    await database.open()
+    async with database.raw():
+        with pytest.raises(Transient) as caught:
+            async with database.raw():
+                raise AssertionError("two connections from a pool of one")
+    assert caught.value.code == "database.busy"
+    await database.close()
+
+
+async def test_open_waits_for_a_server_that_is_away_and_survives_its_crash(tmp_path: Path) -> None:
+    with Postgres() as server:
+        server.shut_down()
+        database = Database(server.url("postgres"), "patient")
+        opening = asyncio.create_task(database.open())
+        assert await asyncio.wait([opening], timeout=0.3) == (set(), {opening})
+        await asyncio.to_thread(server.start)
+        await opening
+        async with database.raw() as connection:
+            await connection.execute("CREATE TABLE t AS SELECT 1 AS n")
+        server.kill()
+        with pytest.raises(DatabaseUnavailable):
+            async with database.raw() as connection:
+                await connection.fetchval("SELECT n FROM t")
+        await asyncio.to_thread(server.start)
+        async with database.raw() as connection:
+            assert await connection.fetchval("SELECT n FROM t") == 1
+        await database.close()
+
+
+async def test_a_wrong_database_is_refused_at_once(postgres_url: str) -> None:
+    database = Database(postgres_url.replace("berth_test_", "berth_gone_"), "x")
+    with pytest.raises(DatabaseForbidden):
+        await database.open()
+
+
+@pytest.mark.parametrize("url", ["mysql://a@b/c", "nonsense", "sqlite://"])
+def test_a_url_that_is_not_postgresql_is_refused(url: str) -> None:
+    with pytest.raises(DatabaseForbidden):
+        Database(url, "x")
+
+
+@pytest.mark.parametrize("schema", ['a"b', "", "a b", "x" * 64, "1st"])
+def test_a_schema_name_is_checked(schema: str) -> None:
+    with pytest.raises(DatabaseForbidden):
+        Database("postgresql://u@h/d", schema)

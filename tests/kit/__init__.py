@@ -1,0 +1,1 @@
+"""What tests share: private servers, fresh databases, brokers to break. See fixtures.py."""

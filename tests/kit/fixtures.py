@@ -1,0 +1,45 @@
+"""Fixtures for the real servers. Every test gets its own database, its own name space on the broker."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from berth.embedded.rabbitmq import RabbitMQ
+from tests.kit import servers
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """URL of the session's PostgreSQL (an administration database)."""
+    with servers.postgres_server() as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> Iterator[str]:
+    """URL of a fresh empty database of this test's own."""
+    with servers.fresh_database(postgres_server) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def amqp_server() -> Iterator[str]:
+    """URL of the session's RabbitMQ."""
+    with servers.amqp_server() as url:
+        yield url
+
+
+@pytest.fixture
+def amqp(amqp_server: str) -> tuple[str, str]:
+    """(url, prefix): the shared broker, and a prefix for this test's exchanges and queues."""
+    return amqp_server, f"t{uuid.uuid4().hex[:10]}."
+
+
+@pytest.fixture
+def own_broker() -> Iterator[RabbitMQ]:
+    """A RabbitMQ of this test's own: add vhosts and users, kill it, start it again."""
+    with RabbitMQ() as broker:
+        yield broker
