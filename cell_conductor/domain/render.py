@@ -1,0 +1,80 @@
+"""Draw the state machine from its table: docs/states.md is this module's output, and a test compares them."""
+
+from __future__ import annotations
+
+from .events import EVENTS
+from .instance import State
+from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, KEEP, TABLE, Rule
+
+HEAD = """# States of an instance
+
+Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew with
+`python -m cell_conductor.domain.render > docs/states.md`.
+
+What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
+`reclaiming` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask it to
+release; in every other state nothing is held. A host that never confirms a destroy keeps its allocation: what may
+still run there must not be promised to anybody else.
+"""
+
+
+def render() -> str:
+    """docs/states.md, whole."""
+    return "\n".join([HEAD, *_diagram(), "", *_matrix(), "", *_rules(), "", *_asks()]) + "\n"
+
+
+def _diagram() -> list[str]:
+    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> absent"]
+    for state, row in TABLE.items():
+        lines += [
+            f"    {state} --> {target}: {event.__name__}"
+            for event, rule in row.items()
+            if rule is not None
+            for target in rule.to
+        ]
+    return [*lines, "    deleted --> [*]", "```"]
+
+
+def _matrix() -> list[str]:
+    lines = [
+        "## Every state, every event",
+        "",
+        "`-`: nothing changes (late, doubled or already taken care of). `x`: cannot happen; the process stops.",
+        "",
+        "| event | " + " | ".join(State) + " |",
+        "| --- |" + " --- |" * len(State),
+    ]
+    for event in EVENTS:
+        lines.append(f"| {event.__name__} | " + " | ".join(_cell(TABLE[state][event]) for state in State) + " |")
+    return lines
+
+
+def _cell(rule: Rule | None) -> str:
+    if rule is None:
+        return "x"
+    if rule == KEEP:
+        return "-"
+    return f"`{rule.name}`" + "".join(f" → {state}" for state in rule.to)
+
+
+def _rules() -> list[str]:
+    found = {rule.name: rule for row in TABLE.values() for rule in row.values() if rule is not None}
+    lines = ["## What each rule does", ""]
+    return lines + [f"- `{name}`: {(found[name].apply.__doc__ or '').strip()}" for name in sorted(found)]
+
+
+def _asks() -> list[str]:
+    claim = ", ".join(f"`{state}`" for state in State if state in ASKS_A_CLAIM)
+    release = ", ".join(f"`{state}`" for state in State if state in ASKS_A_RELEASE)
+    return [
+        "## What placement is asked",
+        "",
+        f"- {claim}: `placement.claim.v1` with `release_first`, the next attempt's number, and the alternates left.",
+        f"- {release}: `placement.release.v1` of this attempt or an older one.",
+    ]
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(render())

@@ -1,0 +1,121 @@
+"""Compare what a compute service says its hosts run with what is on record for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.contracts.cell import ComputeHosts
+
+from .events import Event, HostMissing, HostRuns
+from .instance import State
+
+
+class Recorded(Protocol):
+    """As much of an instance as the comparison reads."""
+
+    @property
+    def uuid(self) -> str:
+        """Its uuid."""
+
+    @property
+    def state(self) -> State:
+        """Where it stands."""
+
+    @property
+    def host_uuid(self) -> str | None:
+        """The current attempt's host."""
+
+    @property
+    def attempt(self) -> int:
+        """The current attempt."""
+
+    @property
+    def since(self) -> float:
+        """When its state was entered."""
+
+
+class Unknown(Struct, frozen=True):
+    """Something runs that no record knows."""
+
+    uuid: str
+    attempt: int
+    host_uuid: str
+
+
+class Differences(Struct, frozen=True):
+    """What does not agree: events for instances, and what nobody has on record (also among the events, if destroyed)."""
+
+    events: tuple[tuple[str, Event], ...] = ()
+    unknown: tuple[Unknown, ...] = ()
+
+
+# While an instance stands so, its host running its current attempt is as it should be.
+AT_HOME = frozenset({State.ACTIVE, State.DELETING})
+
+
+def differences(
+    report: ComputeHosts,
+    recorded: Iterable[Recorded],
+    *,
+    now: float,
+    seen_at: float,
+    grace_s: float,
+    destroy_unknown: bool,
+) -> Differences:
+    """What a report and the record disagree about. The state machine decides what to do; most reports agree.
+
+    Unlocked reading: the record may move on meanwhile, so every event is judged again by the machine.
+    """
+    by_uuid = {record.uuid: record for record in recorded}
+    said = {host.uuid: host.running for host in report.hosts if host.running is not None}
+    events: list[tuple[str, Event]] = []
+    unknown: list[Unknown] = []
+    for host_uuid, running in said.items():
+        for one in running:
+            record = by_uuid.get(one.instance_uuid)
+            if record is None:
+                unknown.append(Unknown(one.instance_uuid, one.attempt, host_uuid))
+                if not destroy_unknown:
+                    continue
+            elif _agrees(record, host_uuid, one.attempt):
+                continue
+            events.append((one.instance_uuid, _runs(one.attempt, host_uuid, report.service, now, seen_at)))
+    listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
+    for record in by_uuid.values():
+        if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
+            continue
+        if (record.host_uuid, record.uuid) not in listed and seen_at > record.since + grace_s:
+            events.append((record.uuid, HostMissing(at=now, host_uuid=record.host_uuid, seen_at=seen_at)))
+    return Differences(tuple(events), tuple(unknown))
+
+
+def _agrees(record: Recorded, host_uuid: str, attempt: int) -> bool:
+    return record.state in AT_HOME and record.host_uuid == host_uuid and record.attempt == attempt
+
+
+def _runs(attempt: int, host_uuid: str, service: str, now: float, seen_at: float) -> HostRuns:
+    return HostRuns(at=now, attempt=attempt, host_uuid=host_uuid, service=service, seen_at=seen_at)
+
+
+# So many compute services are remembered at most; the one heard of longest ago is forgotten first.
+MAX_SERVICES = 100_000
+
+
+class Newest:
+    """Which report of each compute service is the newest heard: older ones lose (they come late, or twice)."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[int, int]] = {}
+
+    def take(self, report: ComputeHosts) -> bool:
+        """Whether this report is news; remembers it if so."""
+        at = (report.epoch, report.sequence)
+        last = self._heard.pop(report.service, None)
+        is_news = last is None or at > last
+        self._heard[report.service] = at if is_news or last is None else last
+        if len(self._heard) > MAX_SERVICES:
+            del self._heard[next(iter(self._heard))]
+        return is_news

@@ -1,0 +1,369 @@
+"""What each transition does: `rule(instance, event, patience) -> Step`. Which one applies is the table's business.
+
+A rule may be called late or twice; where an attempt or a host does not match, it says so by leaving things alone or by
+destroying what should not run. Commands are the contract's own messages, ready to be sent.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_REASON, Message
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
+from bus.contracts.cell import Destroy, Selection, Spawn
+from bus.contracts.placement import ClaimOutcome
+
+from .events import (
+    BuildAsked,
+    Claimed,
+    ClaimRefused,
+    DeleteAsked,
+    Destroyed,
+    HostMissing,
+    HostRuns,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+)
+from .instance import Instance, State
+
+
+class Patience(Struct, frozen=True, kw_only=True):
+    """How long the machine waits, and where it is (`cell` is named in every announcement)."""
+
+    cell: str
+    ask_again_s: float = 15.0
+    destroy_again_s: float = 30.0
+    report_grace_s: float = 30.0
+
+
+class Step(Struct, frozen=True):
+    """The instance after an event, and what to send once that is committed."""
+
+    instance: Instance
+    commands: tuple[Message, ...] = ()
+
+
+def keep(instance: Instance, event: object, patience: Patience) -> Step:
+    """Nothing changes: it is late, doubled, or already taken care of."""
+    return Step(instance)
+
+
+def begin(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+    """The first selection, claimed under attempt 1, is commanded."""
+    return _spawn(_adopt(instance, event), event.at, patience)
+
+
+def bury(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+    """The delete came first: remember it, so that the build never starts."""
+    return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
+
+
+def refuse_build(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+    """The build of a deleted instance: give its claim back, start nothing."""
+    adopted = replace(_adopt(instance, event), cause=instance.cause)
+    return Step(_ask(adopted, State.RELEASING, event.at, patience))
+
+
+def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+    """The current attempt runs: active. Any other attempt is destroyed, never doubled."""
+    if not _is_current(instance, event.attempt, event.host_uuid):
+        return disown(instance, event, patience)
+    here = instance.here
+    up = replace(
+        _noted(instance, "active", at=event.at),
+        state=State.ACTIVE,
+        selections=(here,),  # alternates are of no use any more
+        position=0,
+        deadline=None,
+        since=event.at,
+        answered=True,
+    )
+    return _announce(up, BuildState.ACTIVE, event.at, patience, terminal=True)
+
+
+def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+    """Something runs that nobody owns: destroy it where it is."""
+    order = Destroy(
+        instance_uuid=instance.uuid, attempt=event.attempt, host_uuid=event.host_uuid, service=event.service
+    )
+    return Step(instance, (order,))
+
+
+def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+    """The current attempt runs, as known. Any other is destroyed."""
+    if _is_current(instance, event.attempt, event.host_uuid):
+        return Step(instance)
+    return disown(instance, event, patience)
+
+
+def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Step:
+    """The current attempt failed: clean up there, then claim the next alternate, or give up."""
+    if not _is_current(instance, event.attempt, event.host_uuid):
+        return Step(instance)
+    failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    if event.final:
+        return _give_up(failed, event.at, patience, code=event.code, reason=event.reason)
+    return _next(failed, event.at, patience)
+
+
+def time_out(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+    """The host never answered: fence the attempt there, then claim the next alternate, or give up."""
+    reason = f"no answer within {instance.build_timeout_s:g} s"
+    return _next(_noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason), event.at, patience)
+
+
+def vanish(instance: Instance, event: Destroyed, patience: Patience) -> Step:
+    """The host destroyed the attempt that was being built, though nobody asked: the attempt has failed."""
+    if not _is_current(instance, event.attempt, event.host_uuid):
+        return Step(instance)
+    return _next(_noted(instance, "failed", at=event.at, code="spawn.destroyed"), event.at, patience)
+
+
+def move_on(instance: Instance, event: Claimed, patience: Patience) -> Step:
+    """An alternate is claimed: command it under the next attempt. An answer to an older question is ignored."""
+    if event.attempt != instance.attempt + 1:
+        return Step(instance)
+    return _spawn(_taken(instance, event), event.at, patience)
+
+
+def hand_back(instance: Instance, event: Claimed, patience: Patience) -> Step:
+    """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
+    if event.attempt != instance.attempt + 1:
+        return Step(instance)
+    return Step(_ask(_taken(instance, event), State.RELEASING, event.at, patience))
+
+
+def run_out(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
+    """No alternate could be claimed and nothing is held: failed."""
+    if event.attempt != instance.attempt + 1:
+        return Step(instance)
+    tried = _not_claimed(instance, event.outcomes, event.at)
+    if event.consumer_changed:
+        code, reason = "placement.consumer_changed", event.reason or "somebody else holds this instance's allocation"
+    else:
+        code, reason = "max_retries_exceeded", _story(tried)
+    return _end_failed(replace(tried, code=code, reason=_cut(reason)), event.at, patience)
+
+
+def drop(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
+    """No alternate was claimed for an instance that is to be deleted: it is deleted."""
+    if event.attempt != instance.attempt + 1:
+        return Step(instance)
+    return _end_deleted(instance, event.at, patience)
+
+
+def abandon(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+    """A claim may be under way: wait for its answer, then release instead of building."""
+    leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
+    return _announce(leaving, BuildState.DELETING, event.at, patience)
+
+
+def destroy(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+    """Command the host to destroy; the allocation is held until it says that it has."""
+    leaving = replace(
+        instance,
+        state=State.DELETING,
+        deadline=event.at + patience.destroy_again_s,
+        since=event.at,
+        cause=event.cause or instance.cause,
+    )
+    return _announce(leaving, BuildState.DELETING, event.at, patience, first=(_destroy_here(leaving),))
+
+
+def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+    """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed."""
+    return Step(replace(instance, deadline=event.at + patience.destroy_again_s), (_destroy_here(instance),))
+
+
+def let_go(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
+    """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    gone = (
+        event.attempt >= instance.attempt if isinstance(event, Destroyed) else _is_past_grace(instance, event, patience)
+    )
+    return Step(_ask(instance, State.RELEASING, event.at, patience)) if gone else Step(instance)
+
+
+def lose(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
+    """An active instance is gone from its host: fence what may be left, release, and end failed."""
+    if event.host_uuid != instance.host_uuid:
+        return Step(instance)
+    gone = (
+        event.attempt >= instance.attempt if isinstance(event, Destroyed) else _is_past_grace(instance, event, patience)
+    )
+    if not gone:
+        return Step(instance)
+    reason = f"host {instance.here.host} does not run it any more"
+    lost = _noted(instance, "lost", at=event.at, code="instance.lost", reason=reason)
+    return _give_up(lost, event.at, patience, code="instance.lost", reason=reason)
+
+
+def delete_instead(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+    """A release is already under way: it ends deleted instead of failed."""
+    leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
+    return _announce(leaving, BuildState.DELETING, event.at, patience)
+
+
+def ask_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+    """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
+    return Step(replace(instance, deadline=event.at + patience.ask_again_s))
+
+
+def end_failed(instance: Instance, event: Released, patience: Patience) -> Step:
+    """Nothing is held any more: failed."""
+    return _end_failed(instance, event.at, patience)
+
+
+def end_deleted(instance: Instance, event: Released | DeleteAsked, patience: Patience) -> Step:
+    """Nothing is held any more: deleted."""
+    cause = event.cause if isinstance(event, DeleteAsked) and event.cause else instance.cause
+    return _end_deleted(replace(instance, cause=cause), event.at, patience)
+
+
+# --- what several rules share
+
+
+def _adopt(instance: Instance, event: BuildAsked) -> Instance:
+    return replace(
+        instance,
+        spec=event.spec,
+        selections=event.selections,
+        attempt=1,
+        consumer_generation=event.consumer_generation,
+        build_timeout_s=event.build_timeout_s,
+        requested_at=event.requested_at,
+        cause=event.cause,
+    )
+
+
+def _spawn(instance: Instance, at: float, patience: Patience) -> Step:
+    assert instance.spec is not None
+    here = instance.here
+    building = replace(instance, state=State.BUILDING, deadline=at + instance.build_timeout_s, since=at)
+    order = Spawn(
+        spec=instance.spec,
+        attempt=instance.attempt,
+        host_uuid=here.host_uuid,
+        allocations=here.allocations,
+        service=here.service,
+    )
+    return _announce(building, BuildState.BUILDING, at, patience, first=(order,))
+
+
+def _next(instance: Instance, at: float, patience: Patience) -> Step:
+    """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
+    if not instance.alternates:
+        return _give_up(instance, at, patience, code="max_retries_exceeded", reason=_story(instance))
+    return Step(_ask(instance, State.RECLAIMING, at, patience), (_destroy_here(instance),))
+
+
+def _give_up(instance: Instance, at: float, patience: Patience, *, code: str, reason: str) -> Step:
+    over = replace(instance, code=code, reason=_cut(reason))
+    return Step(_ask(over, State.GIVING_UP, at, patience), (_destroy_here(instance),))
+
+
+def _ask(instance: Instance, state: State, at: float, patience: Patience) -> Instance:
+    """Enter a state that waits for placement; the sweep asks again when no answer is ever recorded."""
+    return replace(instance, state=state, deadline=at + patience.ask_again_s, since=at)
+
+
+def _taken(instance: Instance, event: Claimed) -> Instance:
+    skipped = _not_claimed(instance, event.outcomes[: event.option], event.at)
+    return replace(
+        skipped,
+        position=instance.position + 1 + event.option,
+        attempt=event.attempt,
+        consumer_generation=event.consumer_generation,
+    )
+
+
+def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: float) -> Instance:
+    """Write down the alternates that could not be claimed, so that the history is whole."""
+    tried = tuple(
+        AttemptRecord(
+            attempt=instance.attempt + 1, host=selection.host, outcome="not_claimed", code=outcome.value, at=at
+        )
+        for selection, outcome in zip(instance.alternates, outcomes, strict=False)
+    )
+    return replace(instance, history=instance.history + tried) if tried else instance
+
+
+def _end_failed(instance: Instance, at: float, patience: Patience) -> Step:
+    over = replace(instance, state=State.FAILED, deadline=None, since=at, answered=True)
+    return _announce(over, BuildState.FAILED, at, patience, terminal=not instance.answered)
+
+
+def _end_deleted(instance: Instance, at: float, patience: Patience) -> Step:
+    gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True)
+    return _announce(gone, BuildState.DELETED, at, patience, terminal=True)
+
+
+def _noted(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
+    record = AttemptRecord(
+        attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=_cut(reason), at=at
+    )
+    return replace(instance, history=(*instance.history, record))
+
+
+def _announce(
+    instance: Instance,
+    state: BuildState,
+    at: float,
+    patience: Patience,
+    *,
+    terminal: bool = False,
+    first: tuple[Message, ...] = (),
+) -> Step:
+    """Take the next number and say where the instance stands; the history only where a story ends."""
+    assert instance.spec is not None
+    failed = state is BuildState.FAILED
+    said = BuildEvent(
+        instance_uuid=instance.uuid,
+        project_id=instance.spec.project_id,
+        state=state,
+        sequence=instance.sequence,
+        terminal=terminal,
+        cell=patience.cell,
+        host=instance.here.host,
+        attempt=instance.attempt,
+        code=instance.code if failed else "",
+        reason=instance.reason if failed else "",
+        history=instance.history if state in _ENDS else (),
+        at=at,
+    )
+    return Step(replace(instance, sequence=instance.sequence + 1), (*first, said))
+
+
+_ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
+
+
+def _destroy_here(instance: Instance) -> Destroy:
+    here: Selection = instance.here
+    return Destroy(
+        instance_uuid=instance.uuid, attempt=instance.attempt, host_uuid=here.host_uuid, service=here.service
+    )
+
+
+def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
+    return attempt == instance.attempt and host_uuid == instance.host_uuid
+
+
+def _is_past_grace(instance: Instance, event: HostMissing, patience: Patience) -> bool:
+    return event.seen_at > instance.since + patience.report_grace_s
+
+
+def _story(instance: Instance) -> str:
+    """One sentence a person understands: what was tried, and how each try ended."""
+    tries = "; ".join(
+        f"{record.host}: {record.outcome}"
+        + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")
+        for record in instance.history
+    )
+    return f"{len(instance.history)} of {len(instance.selections)} hosts tried, none is left. {tries}"
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"

@@ -1,0 +1,239 @@
+"""The instance state machine: one table, total over states and events. It also draws docs/states.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from bus.contracts.placement import Claim, ClaimOption, Release
+from bus.faults import BrokenInvariant
+
+from . import rules
+from .events import (
+    BuildAsked,
+    Claimed,
+    ClaimRefused,
+    DeleteAsked,
+    Destroyed,
+    Event,
+    HostMissing,
+    HostRuns,
+    Released,
+    Spawned,
+    SpawnFailed,
+    TimedOut,
+)
+from .instance import Instance, State
+from .rules import Patience, Step
+
+
+class IllegalStep(BrokenInvariant):
+    """An event that cannot happen in this state did. The reason carries the instance's history."""
+
+    code = "instance.illegal_step"
+
+
+class Rule(Struct, frozen=True):
+    """What an event does in a state: the function, and every state it may lead to besides staying."""
+
+    apply: Callable[[Instance, Any, Patience], Step]
+    to: tuple[State, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name, as the table shows it."""
+        return self.apply.__name__
+
+
+KEEP = Rule(rules.keep)
+DISOWN = Rule(rules.disown)
+STAY_UP = Rule(rules.stay_up)
+AGAIN = Rule(rules.ask_again)
+
+# None: cannot happen. Events from outside (asked, hosts) are legal everywhere; TimedOut comes only from a row that has
+# a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
+TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
+    State.ABSENT: {
+        BuildAsked: Rule(rules.begin, (State.BUILDING,)),
+        DeleteAsked: Rule(rules.bury, (State.TOMBSTONE,)),
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: None,
+        Claimed: None,
+        ClaimRefused: None,
+        Destroyed: KEEP,
+        Released: None,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.TOMBSTONE: {
+        BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),
+        DeleteAsked: KEEP,
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: None,
+        Claimed: None,
+        ClaimRefused: None,
+        Destroyed: KEEP,
+        Released: None,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.BUILDING: {
+        BuildAsked: KEEP,
+        DeleteAsked: Rule(rules.destroy, (State.DELETING,)),
+        Spawned: Rule(rules.come_up, (State.ACTIVE,)),
+        SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
+        TimedOut: Rule(rules.time_out, (State.RECLAIMING, State.GIVING_UP)),
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: Rule(rules.vanish, (State.RECLAIMING, State.GIVING_UP)),
+        Released: None,
+        HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
+        HostMissing: KEEP,  # it may not have started yet: the deadline decides
+    },
+    State.RECLAIMING: {
+        BuildAsked: KEEP,
+        DeleteAsked: Rule(rules.abandon, (State.ABANDONING,)),
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: AGAIN,
+        Claimed: Rule(rules.move_on, (State.BUILDING,)),
+        ClaimRefused: Rule(rules.run_out, (State.FAILED,)),
+        Destroyed: KEEP,
+        Released: None,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.ABANDONING: {
+        BuildAsked: KEEP,
+        DeleteAsked: KEEP,
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: AGAIN,
+        Claimed: Rule(rules.hand_back, (State.RELEASING,)),
+        ClaimRefused: Rule(rules.drop, (State.DELETED,)),
+        Destroyed: KEEP,
+        Released: None,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.ACTIVE: {
+        BuildAsked: KEEP,
+        DeleteAsked: Rule(rules.destroy, (State.DELETING,)),
+        Spawned: STAY_UP,
+        SpawnFailed: KEEP,  # a host that takes its word back is believed when it reports what it runs
+        TimedOut: None,
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: Rule(rules.lose, (State.GIVING_UP,)),
+        Released: None,
+        HostRuns: STAY_UP,
+        HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
+    },
+    State.GIVING_UP: {
+        BuildAsked: KEEP,
+        DeleteAsked: Rule(rules.delete_instead, (State.RELEASING,)),
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: AGAIN,
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: KEEP,
+        Released: Rule(rules.end_failed, (State.FAILED,)),
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.FAILED: {
+        BuildAsked: KEEP,
+        DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: None,
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: KEEP,
+        Released: KEEP,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.DELETING: {
+        BuildAsked: KEEP,
+        DeleteAsked: KEEP,
+        Spawned: STAY_UP,  # the current attempt's destroy is already on its way
+        SpawnFailed: KEEP,
+        TimedOut: Rule(rules.destroy_again),
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: Rule(rules.let_go, (State.RELEASING,)),
+        Released: None,
+        HostRuns: STAY_UP,
+        HostMissing: Rule(rules.let_go, (State.RELEASING,)),
+    },
+    State.RELEASING: {
+        BuildAsked: KEEP,
+        DeleteAsked: KEEP,
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: AGAIN,
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: KEEP,
+        Released: Rule(rules.end_deleted, (State.DELETED,)),
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+    State.DELETED: {
+        BuildAsked: KEEP,
+        DeleteAsked: KEEP,
+        Spawned: DISOWN,
+        SpawnFailed: KEEP,
+        TimedOut: None,
+        Claimed: KEEP,
+        ClaimRefused: KEEP,
+        Destroyed: KEEP,
+        Released: KEEP,
+        HostRuns: DISOWN,
+        HostMissing: KEEP,
+    },
+}
+
+
+def step(instance: Instance, event: Event, patience: Patience) -> Step:
+    """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
+    rule = TABLE[instance.state][type(event)]
+    if rule is None:
+        raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
+    if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in ASKS_A_CLAIM):
+        # A claim that no record of ours has asked for would leak: nobody would ever release it.
+        raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
+    stepped = rule.apply(instance, event, patience)
+    after = stepped.instance.state
+    assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
+    return stepped
+
+
+ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING})
+ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING})
+
+
+def wanted(instance: Instance) -> Claim | Release | None:
+    """What placement is to be asked while the instance is in this state. Follows from the record alone, so a
+    crash at any moment leads to the very same question.
+    """
+    if instance.state in ASKS_A_CLAIM:
+        assert instance.spec is not None
+        return Claim(
+            consumer=instance.uuid,
+            attempt=instance.attempt + 1,
+            consumer_generation=instance.consumer_generation,
+            release_first=True,
+            options=tuple(ClaimOption(allocations=s.allocations, shapes=s.shapes) for s in instance.alternates),
+            project_id=instance.spec.project_id,
+            user_id=instance.spec.user_id,
+        )
+    if instance.state in ASKS_A_RELEASE:
+        return Release(consumer=instance.uuid, attempt=instance.attempt)
+    return None

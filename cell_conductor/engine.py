@@ -1,0 +1,272 @@
+"""Take events to instances: lock, step, record with the outbox in one transaction, then ask placement and step again.
+
+The only place where an instance changes. Everything works on whole batches; several conductors may run side by side.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import structlog
+from bus.outbox import Addressed
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.cell import Spawn
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.faults import Fault, RequestRefused, Transient
+
+from . import metrics
+from .config import ConductorConfig
+from .domain.events import Claimed, ClaimRefused, Event, Released, TimedOut
+from .domain.instance import Instance, State
+from .domain.table import Patience, step, wanted
+from .store.port import InstanceStore, StaleWrite, Transaction
+
+R = TypeVar("R", bound=Message)
+
+log = structlog.get_logger(__name__)
+
+# An instance is asked for at most this often in a row: a claim, then the release of what a delete made useless.
+MAX_ROUNDS = 4
+# How often a batch is decided anew when another conductor recorded one of its new instances first.
+MAX_STALE = 5
+
+ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED})
+
+
+class Arrival(Struct, frozen=True):
+    """One event for one instance. message_id: what it came in, "" when it came in none."""
+
+    uuid: str
+    event: Event
+    message_id: str = ""
+    cause: str = ""
+
+
+class Sender(Protocol):
+    """Publishes what an outbox row holds, once it is committed (`bus.outbox.Relay`)."""
+
+    async def room(self) -> None:
+        """Wait while too much is in flight."""
+
+    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+        """Publish soon; forget the row after the confirm."""
+
+
+class Engine:
+    """Moves the instances of one cell."""
+
+    def __init__(
+        self, *, store: InstanceStore, bus: Bus, relay: Sender, clock: Clock, config: ConductorConfig, cell: str
+    ) -> None:
+        self._store = store
+        self._bus = bus
+        self._relay = relay
+        self._clock = clock
+        self._config = config
+        self._patience = Patience(
+            cell=cell,
+            ask_again_s=config.ask_again_s,
+            destroy_again_s=config.destroy_again_s,
+            report_grace_s=config.report_grace_s,
+        )
+
+    async def take(self, arrivals: Sequence[Arrival], *, source: str) -> None:
+        """Apply events, in order for each instance, and follow up with placement."""
+        with metrics.BATCH_SECONDS.labels(source).time():
+            repeated, instances = await self._apply(arrivals)
+            await self._settle(instances, repeated)
+
+    async def sweep(self) -> int:
+        """Let passed deadlines happen, one bounded batch of them. Returns how many."""
+        now = self._clock.time()
+        async with self._store.transaction() as transaction:
+            due = await transaction.lock_due(now, self._config.sweep_batch)
+            if not due:
+                return 0
+            # What waits for placement has perhaps been asked already: a repeated question (see `_refused`).
+            repeated = {instance.uuid for instance in due if wanted(instance) is not None}
+            arrivals = [Arrival(instance.uuid, TimedOut(at=now)) for instance in due]
+            stepped, row, outgoing = await self._record(transaction, {i.uuid: i for i in due}, arrivals)
+        self._relay.send(row, outgoing)
+        for instance in due:
+            metrics.SWEPT.labels(instance.state).inc()
+            log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
+        with metrics.BATCH_SECONDS.labels("sweep").time():
+            await self._settle(stepped, repeated)
+        return len(due)
+
+    async def _apply(self, arrivals: Sequence[Arrival]) -> tuple[set[str], dict[str, Instance]]:
+        """One transaction: what is new of these events, on the locked instances. Returns also who was asking before."""
+        await self._relay.room()
+        uuids = sorted({arrival.uuid for arrival in arrivals})
+        for _ in range(MAX_STALE):
+            try:
+                async with self._store.transaction() as transaction:
+                    fresh = await self._fresh(transaction, arrivals)
+                    known = await transaction.lock(uuids)
+                    asking = {uuid for uuid, instance in known.items() if wanted(instance) is not None}
+                    stepped, row, outgoing = await self._record(transaction, known, fresh)
+            except StaleWrite:
+                continue
+            self._relay.send(row, outgoing)
+            return asking, {**known, **stepped}
+        raise Transient("other conductors keep recording these instances first", code="instance.contended")
+
+    @staticmethod
+    async def _fresh(transaction: Transaction, arrivals: Sequence[Arrival]) -> Sequence[Arrival]:
+        ids = [arrival.message_id for arrival in arrivals if arrival.message_id]
+        if not ids:
+            return arrivals
+        new = await transaction.first_time(ids)
+        return [a for a in arrivals if not a.message_id or a.message_id in new]
+
+    async def _record(
+        self, transaction: Transaction, known: Mapping[str, Instance], arrivals: Sequence[Arrival]
+    ) -> tuple[dict[str, Instance], int | None, list[Addressed]]:
+        """Step every event and write down what changed, with what is to be sent."""
+        now: dict[str, Instance] = dict(known)
+        outgoing: list[Addressed] = []
+        steps: Counter[tuple[State, str]] = Counter()
+        ended: list[Instance] = []
+        for arrival in arrivals:
+            before = now.get(arrival.uuid) or Instance(uuid=arrival.uuid)
+            stepped = step(before, arrival.event, self._patience)
+            now[arrival.uuid] = stepped.instance
+            cause = stepped.instance.cause or arrival.cause
+            outgoing += [Addressed(self._bus.name, command, cause) for command in stepped.commands]
+            steps[before.state, type(arrival.event).__name__] += 1
+            if stepped.instance.state is not before.state and stepped.instance.state in ENDS:
+                ended.append(stepped.instance)
+        changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
+        created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
+        await transaction.insert(created)
+        await transaction.update(changed)
+        row = await transaction.send_later(outgoing)
+        _tell(steps, ended, outgoing)
+        return now, row, outgoing
+
+    async def _settle(self, instances: Mapping[str, Instance], repeated: set[str]) -> None:
+        """Ask placement for all that wait for it, until none does; what gets no answer is left to the sweep.
+
+        No answer is no reason to hold the messages back: the question is on record, and asked again until answered.
+        """
+        for _ in range(MAX_ROUNDS):
+            asking = [instance for instance in instances.values() if wanted(instance) is not None]
+            if not asking:
+                return
+            answers = await self._ask(asking, repeated)
+            if not answers:
+                return
+            repeated, instances = set(), (await self._apply(answers))[1]
+        log.error("instance.unsettled", instances=sorted(instances)[:10])
+
+    async def _ask(self, instances: Sequence[Instance], repeated: set[str]) -> list[Arrival]:
+        """One round of questions, many at once; the answers as events."""
+        claims: list[tuple[Instance, Claim]] = []
+        releases: list[tuple[Instance, Release]] = []
+        for instance in instances:
+            question = wanted(instance)
+            if isinstance(question, Claim):
+                claims.append((instance, question))
+            elif isinstance(question, Release):
+                releases.append((instance, question))
+        arrivals: list[Arrival] = []
+        if claims:
+            answers = await self._request([c for _, c in claims], ClaimResult, [i.cause for i, _ in claims])
+            for (instance, claim), answer in zip(claims, answers, strict=True):
+                event = self._claim_event(instance, claim, answer, instance.uuid in repeated)
+                arrivals += [Arrival(instance.uuid, event)] if event else []
+        if releases:
+            replies = await self._request([r for _, r in releases], ReleaseResult, [i.cause for i, _ in releases])
+            for (instance, _), reply in zip(releases, replies, strict=True):
+                if self._is_released(instance, reply):
+                    arrivals.append(Arrival(instance.uuid, Released(at=self._clock.time())))
+        return arrivals
+
+    async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
+        return await self._bus.request_all(questions, reply, timeout_s=self._config.ask_timeout_s, causes=causes)
+
+    def _claim_event(
+        self, instance: Instance, claim: Claim, answer: ClaimResult | Fault, repeated: bool
+    ) -> Event | None:
+        """What placement's answer means to the instance; None: no answer yet."""
+        now = self._clock.time()
+        if isinstance(answer, RequestRefused):
+            metrics.ASKED.labels("claim", answer.code).inc()
+            return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
+        if isinstance(answer, Fault):
+            self._unanswered(instance, "claim", answer)
+            return None
+        metrics.ASKED.labels("claim", answer.outcome.value).inc()
+        log.info(
+            "instance.claim",
+            instance=instance.uuid,
+            attempt=claim.attempt,
+            outcome=answer.outcome,
+            outcomes=[outcome.value for outcome in answer.outcomes],
+            cause=instance.cause,
+        )
+        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+            return Claimed(
+                at=now,
+                attempt=claim.attempt,
+                option=answer.option,
+                consumer_generation=answer.consumer_generation,
+                outcomes=answer.outcomes,
+            )
+        return _refused(claim, answer, now, repeated)
+
+    def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
+        if isinstance(reply, Fault):
+            self._unanswered(instance, "release", reply)
+            return False
+        metrics.ASKED.labels("release", reply.outcome).inc()
+        if reply.outcome == "consumer_changed":
+            # A newer attempt than any of ours holds it: not ours to release.
+            log.warning("instance.release_foreign", instance=instance.uuid, cause=instance.cause)
+        return True
+
+    def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
+        metrics.ASKED.labels(kind, fault.code).inc()
+        log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+
+
+def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
+    """A claim that took nothing.
+
+    When the same question was asked before (a crash, a lost answer), a consumer that is gone is our own doing: the
+    first asking released it and found no room. It is told apart from a consumer that somebody else holds.
+    """
+    ours = repeated and answer.consumer_generation is None
+    return ClaimRefused(
+        at=now,
+        attempt=claim.attempt,
+        consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
+        outcomes=answer.outcomes,
+        reason=answer.reason,
+    )
+
+
+def _tell(steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[Addressed]) -> None:
+    """Count a batch, and log each instance that came to an end."""
+    for (state, event), times in steps.items():
+        metrics.STEPS.labels(state, event).inc(times)
+    for instance in ended:
+        metrics.ENDED.labels(instance.state).inc()
+        say = log.info if instance.state is State.FAILED else log.debug
+        say(
+            "instance.ended",
+            instance=instance.uuid,
+            state=instance.state,
+            attempt=instance.attempt,
+            code=instance.code,
+            reason=instance.reason,
+            cause=instance.cause,
+        )
+    metrics.ALTERNATES.inc(sum(isinstance(a.message, Spawn) and a.message.attempt > 1 for a in outgoing))

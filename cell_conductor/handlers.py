@@ -1,0 +1,139 @@
+"""What the conductor's messages mean to its instances. Batches in, one outcome each; the engine does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
+from bus.outcome import Done, Outcome, Received, Refuse
+
+from . import metrics
+from .config import ConductorConfig
+from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
+from .domain.report import Newest, differences
+from .engine import Arrival, Engine
+from .store.port import InstanceStore
+
+log = structlog.get_logger(__name__)
+
+
+class RequestHandlers:
+    """Queues conductor.requests and conductor.results: what is asked of instances, and what became of attempts."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+
+    async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """CellBuild and CellDelete."""
+        return await self._take(batch, "requests")
+
+    async def results(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """ComputeResult."""
+        return await self._take(batch, "results")
+
+    async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
+        at = self._clock.time()
+        outcomes: list[Outcome] = []
+        arrivals: list[Arrival] = []
+        for received in batch:
+            arrival = _arrival(received, at)
+            outcomes.append(
+                Refuse("message.unexpected", type(received.message).__name__) if arrival is None else Done()
+            )
+            if arrival is not None:
+                arrivals.append(arrival)
+        if arrivals:
+            await self._engine.take(arrivals, source=source)
+        return outcomes
+
+
+class HostHandlers:
+    """Queue conductor.hosts.{process}: compare what hosts run with what is on record, and repair the difference."""
+
+    def __init__(self, engine: Engine, store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
+        self._engine = engine
+        self._store = store
+        self._clock = clock
+        self._config = config
+        self._newest = Newest()
+
+    async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """ComputeHosts; heartbeats say nothing about instances."""
+        for received in batch:
+            message = received.message
+            if isinstance(message, ComputeHosts) and self._newest.take(message):
+                await self._compare(message, received.meta.sent_at)
+        return [Done()] * len(batch)
+
+    async def _compare(self, report: ComputeHosts, sent_at: float) -> None:
+        said = [host for host in report.hosts if host.running is not None]
+        if not said:
+            return
+        running = sorted({one.instance_uuid for host in said for one in host.running or ()})
+        briefs = await self._store.briefs([host.uuid for host in said], running)
+        found = differences(
+            report,
+            briefs,
+            now=self._clock.time(),
+            # A report without a time could be of any age: it proves what runs, never what is missing.
+            seen_at=sent_at,
+            grace_s=self._config.report_grace_s,
+            destroy_unknown=self._config.destroy_unknown,
+        )
+        for unknown in found.unknown:
+            log.warning("instance.unknown", instance=unknown.uuid, host=unknown.host_uuid, attempt=unknown.attempt)
+        arrivals = [Arrival(uuid, event) for uuid, event in found.events]
+        for start in range(0, len(arrivals), self._config.max_batch):
+            piece = arrivals[start : start + self._config.max_batch]
+            for arrival in piece:
+                kind = "runs" if isinstance(arrival.event, HostRuns) else "missing"
+                metrics.REPAIRED.labels(kind).inc()
+                log.info("instance.differs", instance=arrival.uuid, kind=kind, service=report.service)
+            await self._engine.take(piece, source="reports")
+
+
+def _arrival(received: Received, at: float) -> Arrival | None:
+    """The event that a message brings; None: not a message of these queues."""
+    message, meta = received.message, received.meta
+    if isinstance(message, CellBuild):
+        uuid = message.spec.instance_uuid
+        return Arrival(uuid, _build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
+    if isinstance(message, CellDelete):
+        uuid = message.instance_uuid
+        return Arrival(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
+    if isinstance(message, ComputeResult):
+        return Arrival(message.instance_uuid, _result(message, at), meta.id, meta.cause)
+    return None
+
+
+def _build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
+    return BuildAsked(
+        at=at,
+        spec=message.spec,
+        selections=message.selections,
+        consumer_generation=message.consumer_generation,
+        build_timeout_s=message.build_timeout_s,
+        requested_at=message.requested_at,
+        cause=cause,
+    )
+
+
+def _result(message: ComputeResult, at: float) -> Event:
+    match message.outcome:
+        case ComputeOutcome.ACTIVE:
+            return Spawned(at=at, attempt=message.attempt, host_uuid=message.host_uuid, service=message.service)
+        case ComputeOutcome.FAILED:
+            return SpawnFailed(
+                at=at,
+                attempt=message.attempt,
+                host_uuid=message.host_uuid,
+                code=message.code or "spawn.failed",
+                reason=message.reason,
+                final=message.final,
+            )
+        case ComputeOutcome.DESTROYED:
+            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid)

@@ -1,0 +1,61 @@
+"""What the conductor needs of its store. Decisions stay in `domain`; this only keeps what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from bus.outbox import Addressed
+from msgspec import Struct
+
+from cell_conductor.domain.instance import Instance, State
+
+
+class Brief(Struct, frozen=True):
+    """As much of an instance as comparing it with a host's report takes."""
+
+    uuid: str
+    state: State
+    host_uuid: str | None
+    attempt: int
+    since: float
+
+
+class StaleWrite(Exception):
+    """Somebody else recorded one of these instances first: read again, decide again."""
+
+
+class Transaction(Protocol):
+    """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
+
+    async def first_time(self, message_ids: Sequence[str]) -> set[str]:
+        """Record handled messages; those not seen before."""
+
+    async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
+        """The instances on record among these, locked until the end."""
+
+    async def lock_due(self, now: float, limit: int) -> list[Instance]:
+        """Instances whose deadline has passed, oldest first, locked; those that another conductor holds are left out."""
+
+    async def insert(self, instances: Sequence[Instance]) -> None:
+        """Record new instances. Raises StaleWrite when one is on record meanwhile."""
+
+    async def update(self, instances: Sequence[Instance]) -> None:
+        """Record what became of locked instances."""
+
+    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+        """Put messages into the outbox; the row for the relay."""
+
+
+class InstanceStore(Protocol):
+    """The instances of one cell."""
+
+    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+        """Commits at the end, rolls back on an exception."""
+
+    async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
+        """What should be on these hosts (active or deleting there), and these instances whatever they are."""
+
+    async def counts(self) -> dict[State, int]:
+        """How many instances stand where."""
