@@ -1,0 +1,1 @@
+"""Ironic node state to inventory, at once."""

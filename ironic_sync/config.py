@@ -1,0 +1,45 @@
+"""Settings of one ironic_sync process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+Seconds = Annotated[float, Bound(gt=0, le=86_400)]
+
+
+class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one ironic_sync process; BERTH_IRONIC__... or [ironic] in the settings file.
+
+    url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
+    token: X-Auth-Token; username and password: HTTP basic (Ironic's auth_strategy http_basic); neither: noauth.
+    """
+
+    url: str = "http://127.0.0.1:6385"
+    microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.52"
+    token: str = ""
+    username: str = ""
+    password: str = ""
+    verify_tls: bool = True
+    exchange: str = "ironic"
+    topics: tuple[str, ...] = ("ironic_versioned_notifications",)
+    queue: str = "ironic_sync.notifications"
+    prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512
+    bind_retry_s: Seconds = 2.0
+    resync_s: Seconds = 60.0
+    retell_s: Seconds = 3600.0
+    request_timeout_s: Seconds = 10.0
+    list_timeout_s: Seconds = 60.0
+    page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
+    max_nodes: Annotated[int, Bound(ge=1, le=1_000_000)] = 100_000
+    reads_in_flight: Annotated[int, Bound(ge=1, le=256)] = 16
+    transient_s: Seconds = 1.0
+    transient_max_s: Seconds = 60.0
+    failed_s: Seconds = 0.5
+    failed_max_s: Seconds = 30.0
+    allocation_s: Seconds = 0.1
+    allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
+    leader_poll_s: Seconds = 1.0
+    forget_removed_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0

@@ -1,0 +1,1 @@
+"""What Ironic's words mean, as plain functions over frozen values."""

@@ -1,0 +1,85 @@
+"""What a notification asks for: believe that it takes a node away, or only go and look.
+
+The source is lossy, late and sometimes wishful (README, "Traps"), so a notification never gives a node back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import UNSET, Struct
+
+from ironic_sync.domain.notification import Notification, Status
+from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
+
+
+class Meaning(Struct, frozen=True, kw_only=True):
+    """What to do about one notification.
+
+    read: the node to read again. take_away: hold that node back at once, before reading it.
+    allocation: an allocation that will set some node's instance_uuid: look at it until it has.
+    """
+
+    read: str | None = None
+    take_away: bool = False
+    allocation: str | None = None
+
+
+NOTHING: Final = Meaning()
+
+# Said by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those of
+# other actions carry what was wished for, which may have been refused (trap 1).
+_ALWAYS_TRUE: Final = frozenset({"provision_set", "power_state_corrected"})
+
+
+def meaning(notification: Notification, *, seen_updated_at: str | None = None) -> Meaning:
+    """What a notification means, given the `updated_at` of the node when it was last read."""
+    if notification.kind == "allocation":
+        return _of_allocation(notification)
+    if notification.subject is None:
+        return NOTHING
+    away = notification.kind == "node" and _is_fact(notification) and _takes_away(notification)
+    return Meaning(read=notification.subject, take_away=away and not _older(notification.updated_at, seen_updated_at))
+
+
+def _of_allocation(notification: Notification) -> Meaning:
+    """An allocation's node is unknown while it is `allocating`; Ironic says nothing when that ends (trap 4)."""
+    if notification.node_uuid is not None:
+        return Meaning(read=notification.node_uuid)
+    if notification.action != "delete" and notification.status is Status.END:
+        return Meaning(allocation=notification.uuid)
+    return NOTHING
+
+
+def _is_fact(notification: Notification) -> bool:
+    return notification.action in _ALWAYS_TRUE or notification.status in (Status.END, Status.SUCCESS)
+
+
+def _takes_away(notification: Notification) -> bool:
+    if notification.action == "delete":  # its payload is the last state, which may well be `available`
+        return True
+    return (
+        notification.maintenance is True
+        or _said(notification.instance_uuid)
+        or (notification.provision_state is not UNSET and notification.provision_state not in FREE_STATES)
+        or (notification.power_state is not UNSET and notification.power_state in DEAD_POWER)
+    )
+
+
+def _said(value: object) -> bool:
+    return value is not UNSET and value is not None
+
+
+def _older(said: str | None, seen: str | None) -> bool:
+    """Whether a notification shows the node as it was before what has been read of it (trap 2).
+
+    Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
+    """
+    if said is None or seen is None:
+        return False
+    return _second(said) < _second(seen)
+
+
+def _second(timestamp: str) -> str:
+    """`2026-11-20T07:44:06Z` and `2026-11-20T07:44:06.274778+00:00` are the same second; ISO text sorts by time."""
+    return timestamp[:19]

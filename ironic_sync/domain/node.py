@@ -1,0 +1,68 @@
+"""A bare-metal node as Ironic's REST API describes it, reduced to what a decision needs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.contracts.base import TraitName, Uuid
+
+ShortText = Annotated[str, Bound(max_length=255)]
+
+MAX_TRAITS = 1024
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """One node, read. Fields that Ironic adds later are ignored; one of another type than this is refused."""
+
+    uuid: Uuid
+    provision_state: ShortText | None = None
+    power_state: ShortText | None = None
+    maintenance: bool | None = None
+    instance_uuid: ShortText | None = None
+    resource_class: ShortText | None = None
+    traits: Annotated[tuple[TraitName, ...], Bound(max_length=MAX_TRAITS)] = ()
+    allocation_uuid: ShortText | None = None
+    updated_at: ShortText | None = None
+
+
+class Allocation(Struct, frozen=True, kw_only=True):
+    """One of Ironic's own allocations: it sets a node's instance_uuid without saying so."""
+
+    uuid: Uuid
+    state: ShortText | None = None
+    node_uuid: Uuid | None = None
+
+
+class NodePage(Struct, frozen=True, kw_only=True):
+    """A page of the node list as Ironic answers it. `next` is the address of the page after it."""
+
+    nodes: Annotated[tuple[Node, ...], Bound(max_length=1000)] = ()
+    next: str | None = None
+
+
+class Unreadable(Struct, frozen=True, kw_only=True):
+    """A representation of a node that is not one: its uuid where that much could be told, and what is wrong."""
+
+    uuid: str | None
+    reason: str
+
+
+def parse_node(raw: object) -> Node | Unreadable:
+    """A node out of decoded JSON. One bad node is a value, so that it never hides its neighbours on a page."""
+    try:
+        return msgspec.convert(raw, Node)
+    except msgspec.ValidationError as error:
+        return Unreadable(uuid=_uuid_of(raw), reason=str(error))
+
+
+def _uuid_of(raw: Any) -> str | None:
+    if not isinstance(raw, dict):
+        return None
+    try:
+        return msgspec.convert(raw.get("uuid"), Uuid)
+    except msgspec.ValidationError:
+        return None

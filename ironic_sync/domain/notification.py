@@ -1,0 +1,166 @@
+"""Ironic's notifications: the oslo.messaging 2.0 envelope and the versioned objects in it, parsed from hostile bytes.
+
+Nothing here ever returns or quotes a body: `_context_auth_token` is a live token where Keystone is used.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from msgspec import Meta as Bound
+
+from bus.contracts.base import Uuid
+
+MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
+MAX_REQUEST_ID: Final = 64
+
+_PREFIX: Final = "baremetal"
+_Text = Annotated[str, Bound(max_length=255)]
+
+
+class Status(StrEnum):
+    """How far the announced action is."""
+
+    START = "start"
+    END = "end"
+    SUCCESS = "success"
+    ERROR = "error"
+
+
+class Notification(Struct, frozen=True, kw_only=True):
+    """One notification, reduced to what matters here. UNSET: the payload does not say (null is something said).
+
+    uuid is the object's own; node_uuid the node that an allocation, port or port group names.
+    request_id correlates with the API's x-openstack-request-id.
+    """
+
+    message_id: str
+    request_id: str
+    publisher: str
+    kind: str
+    action: str
+    status: Status
+    uuid: str | None = None
+    node_uuid: str | None = None
+    provision_state: str | UnsetType | None = UNSET
+    power_state: str | UnsetType | None = UNSET
+    maintenance: bool | UnsetType | None = UNSET
+    instance_uuid: str | UnsetType | None = UNSET
+    updated_at: str | None = None
+
+    @property
+    def subject(self) -> str | None:
+        """The node this is about."""
+        return self.uuid if self.kind == "node" else self.node_uuid
+
+    @property
+    def event(self) -> str:
+        """The event type without the leading `baremetal.`."""
+        return f"{self.kind}.{self.action}.{self.status}"
+
+
+class Rejected(Struct, frozen=True, kw_only=True):
+    """A message that is no notification of Ironic: a stable code and a reason that quotes no content."""
+
+    code: str
+    reason: str
+    request_id: str = ""
+
+
+class _Envelope(Struct, rename={"version": "oslo.version", "message": "oslo.message"}):
+    version: _Text
+    message: str
+
+
+class _Data(Struct):
+    uuid: Uuid | None = None
+    node_uuid: Uuid | None = None
+    provision_state: _Text | UnsetType | None = UNSET
+    power_state: _Text | UnsetType | None = UNSET
+    maintenance: bool | UnsetType | None = UNSET
+    instance_uuid: _Text | UnsetType | None = UNSET
+    updated_at: _Text | None = None
+
+
+class _Payload(Struct, rename={"data": "ironic_object.data", "namespace": "ironic_object.namespace"}):
+    data: _Data
+    namespace: _Text
+
+
+class _Inner(Struct, rename={"request_id": "_context_request_id"}):
+    message_id: _Text
+    publisher_id: _Text
+    event_type: _Text
+    payload: _Payload
+    request_id: str | None = None
+
+
+class _Traceable(Struct, rename={"request_id": "_context_request_id"}):
+    request_id: str | None = None
+
+
+_envelope = msgspec.json.Decoder(_Envelope)
+_inner = msgspec.json.Decoder(_Inner)
+_traceable = msgspec.json.Decoder(_Traceable)
+
+
+def parse(body: bytes) -> Notification | Rejected:
+    """A notification, or why it is none. Never raises, whatever the bytes."""
+    if len(body) > MAX_BODY_BYTES:
+        return Rejected(code="notification.too_large", reason=f"{len(body)} bytes, at most {MAX_BODY_BYTES}")
+    try:
+        envelope = _envelope.decode(body)
+    except msgspec.ValidationError as error:
+        return Rejected(code="notification.not_oslo", reason=str(error))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Rejected(code="notification.malformed", reason="the body is not JSON")
+    if envelope.version.partition(".")[0] != "2":
+        return Rejected(code="notification.version", reason="the envelope is not of version 2")
+    return _parse_inner(envelope.message)
+
+
+def _parse_inner(text: str) -> Notification | Rejected:
+    try:
+        inner = _inner.decode(text)
+    except msgspec.ValidationError as error:
+        return Rejected(code="notification.invalid", reason=str(error), request_id=_request_id_of(text))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return Rejected(code="notification.malformed", reason="the enveloped message is not JSON")
+    return _of(inner)
+
+
+def _of(inner: _Inner) -> Notification | Rejected:
+    request_id = (inner.request_id or "")[:MAX_REQUEST_ID]
+    parts = inner.event_type.split(".")
+    if len(parts) != 4 or parts[0] != _PREFIX or inner.payload.namespace != "ironic" or parts[3] not in _STATUSES:
+        return Rejected(code="notification.unknown_event", reason="not a baremetal event", request_id=request_id)
+    data = inner.payload.data
+    return Notification(
+        message_id=inner.message_id,
+        request_id=request_id,
+        publisher=inner.publisher_id,
+        kind=parts[1],
+        action=parts[2],
+        status=Status(parts[3]),
+        uuid=data.uuid,
+        node_uuid=data.node_uuid,
+        provision_state=data.provision_state,
+        power_state=data.power_state,
+        maintenance=data.maintenance,
+        instance_uuid=data.instance_uuid,
+        updated_at=data.updated_at,
+    )
+
+
+_STATUSES: Final = frozenset(Status)
+
+
+def _request_id_of(text: str) -> str:
+    """The request id of a message that is otherwise wrong, so that the log line can be followed to its cause."""
+    try:
+        return (_traceable.decode(text).request_id or "")[:MAX_REQUEST_ID]
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return ""

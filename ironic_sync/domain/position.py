@@ -1,0 +1,144 @@
+"""Where the book stands with one node, and how hearing and reading move it. Pure: time and order are arguments.
+
+`seq` numbers what happens in one process: each notification heard and each read sent takes the next number. A read
+shows the node as it was at some moment after it was sent, so its number says which notifications it may contradict.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.placement import InventoryUpdate, ProviderReport
+from ironic_sync.domain.node import Node
+from ironic_sync.domain.rules import gives_back, is_transient, place, take_away
+
+SOURCE = "ironic"
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """When a node is read again without being asked to."""
+
+    transient_s: float = 1.0  # first re-read of a node on its way somewhere; doubled up to ...
+    transient_max_s: float = 60.0
+    failed_s: float = 0.5  # first re-read after a failed read; doubled up to ...
+    failed_max_s: float = 30.0
+
+
+class Position(Struct, frozen=True, kw_only=True):
+    """What the book was last told about a node, and what is known beside it.
+
+    report: None = nothing told, or removed. version: of what was told last; it outlives a removal, so that a node
+    created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.
+    """
+
+    uuid: str
+    version: int = 0
+    report: ProviderReport | None = None
+    problem: str = ""
+    state: str | None = None
+    updated_at: str | None = None
+    read_at: float | None = None
+    due_at: float | None = None
+    tries: int = 0
+    heard_seq: int = 0
+    read_seq: int = 0
+
+
+def update_of(position: Position) -> InventoryUpdate:
+    """The message that tells the book where this node stands."""
+    providers = () if position.report is None else (position.report,)
+    return InventoryUpdate(source=SOURCE, version=position.version, root_uuid=position.uuid, providers=providers)
+
+
+def next_version(last: int, now: float) -> int:
+    """Rises always, and ahead of every version of a process before, whose positions may have been lost."""
+    return max(last + 1, int(now * 1_000_000))
+
+
+def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
+    """A notification named the node: read it now; and hold it back at once when it says it is taken away."""
+    asked = replace(position, heard_seq=seq, due_at=now, tries=0)
+    if not away or position.report is None:
+        return asked
+    return _tell(asked, take_away(position.report), now)
+
+
+def wanted(position: Position, *, now: float) -> Position:
+    """Something other than a notification wants the node read now."""
+    return replace(position, due_at=now)
+
+
+def was_read(position: Position, node: Node, *, seq: int, now: float, timing: Timing) -> Position:
+    """The node was read; the read was sent at `seq`.
+
+    A read that may be older than something heard since gives nothing back: it is repeated instead. One sent before
+    the read that was last applied is forgotten.
+    """
+    if seq < position.read_seq:
+        return position
+    placed = place(node, position.report)
+    overtaken = position.heard_seq > seq
+    if overtaken and gives_back(placed.report, position.report):
+        return replace(position, due_at=now, read_seq=seq)
+    known = replace(
+        position,
+        problem=placed.problem,
+        state=node.provision_state,
+        updated_at=node.updated_at or position.updated_at,
+        read_at=now,
+        read_seq=seq,
+        tries=position.tries + 1 if node.provision_state == position.state else 0,
+        due_at=None,
+    )
+    due_at = now if overtaken else _due(known, now, timing)
+    return _tell(replace(known, due_at=due_at), placed.report, now)
+
+
+def was_gone(position: Position, *, seq: int, now: float) -> Position:
+    """Ironic said that the node does not exist (a 404 to a read of it; absence from a list proves nothing, I-13)."""
+    if seq < position.read_seq:
+        return position
+    if position.heard_seq > seq:
+        return replace(position, due_at=now, read_seq=seq)
+    gone = replace(position, problem="", state=None, updated_at=None, read_at=now, read_seq=seq, due_at=None, tries=0)
+    return _tell(gone, None, now)
+
+
+def was_unreadable(position: Position, problem: str, *, seq: int, now: float, timing: Timing) -> Position:
+    """Ironic's answer about the node is no node. It is held back, reported as a problem, and read again."""
+    if seq < position.read_seq:
+        return position
+    wrong = replace(failed(position, now=now, timing=timing), problem=problem, read_seq=seq)
+    return wrong if wrong.report is None else _tell(wrong, take_away(wrong.report), now)
+
+
+def failed(position: Position, *, now: float, timing: Timing) -> Position:
+    """The read failed: again, later and later."""
+    return replace(
+        position,
+        tries=position.tries + 1,
+        due_at=now + _backoff(timing.failed_s, timing.failed_max_s, position.tries),
+    )
+
+
+def retold(position: Position, *, now: float) -> Position:
+    """The same report under a new version, for a book that may have lost or changed it."""
+    return replace(position, version=next_version(position.version, now))
+
+
+def _tell(position: Position, report: ProviderReport | None, now: float) -> Position:
+    if report == position.report:
+        return position
+    return replace(position, report=report, version=next_version(position.version, now))
+
+
+def _due(position: Position, now: float, timing: Timing) -> float | None:
+    """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid (trap 3)."""
+    if not is_transient(position.state):
+        return None
+    return now + _backoff(timing.transient_s, timing.transient_max_s, position.tries)
+
+
+def _backoff(first_s: float, longest_s: float, tries: int) -> float:
+    return min(longest_s, first_s * 2.0 ** min(tries, 16))

@@ -1,0 +1,193 @@
+"""The positions of one term in memory, and what is still to be done about them. Nothing here waits."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Mapping
+
+import structlog
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.port import Delivery
+from ironic_sync import metrics
+from ironic_sync.domain import position as step
+from ironic_sync.domain.meaning import Meaning
+from ironic_sync.domain.node import Node, Unreadable
+from ironic_sync.domain.position import Position, Timing
+
+log = structlog.get_logger(__name__)
+
+UNREADABLE = "node.unreadable"
+
+
+class Ledger:
+    """Where the book stands with every node. The listener and the reader move it, the writer takes what moved.
+
+    unsaved: nodes that moved since they were last taken to be saved. due: nodes to read, by time.
+    """
+
+    def __init__(
+        self,
+        positions: Mapping[str, Position],
+        published: Mapping[str, int],
+        *,
+        clock: Clock,
+        timing: Timing,
+        max_nodes: int,
+    ) -> None:
+        self.positions = dict(positions)
+        self.published = dict(published)
+        self.unsaved: dict[str, None] = {}
+        self.deliveries: list[Delivery] = []  # to acknowledge once what they moved is saved; prefetch bounds it
+        self.heard_at: dict[str, tuple[float, str]] = {}  # {node: (arrival, cause)} until an update is confirmed
+        self.moved = asyncio.Event()
+        self.planned = asyncio.Event()
+        self._clock = clock
+        self._timing = timing
+        self._max_nodes = max_nodes
+        self._seq = 0
+        self._due: list[tuple[float, str]] = []
+        self._retell: set[str] = set()
+        for uuid, position in self.positions.items():
+            if position.version > self.published.get(uuid, 0):
+                self.unsaved[uuid] = None
+                self.moved.set()
+
+    def next_seq(self) -> int:
+        """The number of what happens now (a read being sent)."""
+        self._seq += 1
+        return self._seq
+
+    def hear(self, meaning: Meaning, cause: str) -> bool:
+        """A notification asks for a read of a node. True: the book must be told something first."""
+        assert meaning.read is not None
+        before = self._of(meaning.read)
+        if before is None:
+            return False
+        self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
+        after = step.heard(before, away=meaning.take_away, seq=self.next_seq(), now=self._clock.time())
+        return self._move(before, after)
+
+    def give_back(self) -> None:
+        """Return what is not acknowledged to the queue, for the next writer."""
+        deliveries, self.deliveries = self.deliveries, []
+        for delivery in deliveries:
+            delivery.nack(requeue=True)
+
+    def want(self, uuid: str) -> None:
+        """Read the node now."""
+        before = self._of(uuid)
+        if before is not None:
+            self._move(before, step.wanted(before, now=self._clock.time()))
+
+    def read(self, node: Node | Unreadable, *, seq: int) -> None:
+        """The node was read by a request sent at `seq`."""
+        if node.uuid is None:
+            log.error("ironic.unreadable", reason=node.reason if isinstance(node, Unreadable) else "")
+            metrics.REJECTED.labels("node.unreadable").inc()
+            return
+        before = self._of(node.uuid)
+        if before is None:
+            return
+        now = self._clock.time()
+        if isinstance(node, Unreadable):
+            log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
+            after = step.was_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
+        else:
+            after = self._retold(step.was_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
+        self._move(before, after)
+
+    def gone(self, uuid: str, *, seq: int) -> None:
+        """Ironic said that the node does not exist."""
+        before = self._of(uuid)
+        if before is None:
+            return
+        after = step.was_gone(before, seq=seq, now=self._clock.time())
+        self._move(before, after)
+        if after.version == 0 and after.due_at is None:  # never told about: a made-up uuid leaves nothing behind
+            del self.positions[uuid]
+
+    def failed(self, uuid: str) -> None:
+        """The node could not be read."""
+        before = self._of(uuid)
+        if before is not None:
+            self._move(before, step.failed(before, now=self._clock.time(), timing=self._timing))
+
+    def retell_all(self) -> None:
+        """Tell the book about every node again, each when it is next read."""
+        self._retell.update(self.positions)
+
+    def known(self) -> list[str]:
+        """Nodes that the book has been told to have."""
+        return [uuid for uuid, position in self.positions.items() if position.report is not None]
+
+    def problems(self) -> dict[str, str]:
+        """{node: code} of nodes that cannot be placed on as they are, by node."""
+        return {uuid: self.positions[uuid].problem for uuid in sorted(self.positions) if self.positions[uuid].problem}
+
+    def next_due(self) -> float | None:
+        """When the next node is to be read; None: not planned."""
+        while self._due:
+            due_at, uuid = self._due[0]
+            position = self.positions.get(uuid)
+            if position is not None and position.due_at == due_at:
+                return due_at
+            heapq.heappop(self._due)  # it was read, or planned again, since
+        return None
+
+    def take_due(self, now: float) -> str | None:
+        """A node whose time has come. It is not planned any more until a step plans it."""
+        due_at = self.next_due()
+        if due_at is None or due_at > now:
+            return None
+        uuid = heapq.heappop(self._due)[1]
+        self.positions[uuid] = replace(self.positions[uuid], due_at=None)
+        return uuid
+
+    def forget(self, told_before: float) -> None:
+        """Drop removed nodes of which the book was last told before this time."""
+        limit = int(told_before * 1_000_000)
+        for uuid, position in list(self.positions.items()):
+            told = position.version == self.published.get(uuid, 0)
+            if position.report is None and position.due_at is None and told and position.version < limit:
+                del self.positions[uuid]
+                self.published.pop(uuid, None)
+
+    def _of(self, uuid: str) -> Position | None:
+        position = self.positions.get(uuid)
+        if position is None and len(self.positions) >= self._max_nodes:
+            log.error("ironic.too_many_nodes", node=uuid, max_nodes=self._max_nodes)
+            return None
+        return position or Position(uuid=uuid)
+
+    def _retold(self, after: Position, before: Position, now: float) -> Position:
+        if after.uuid not in self._retell or after.read_at != now:
+            return after
+        self._retell.discard(after.uuid)
+        return after if after.version > before.version else step.retold(after, now=now)
+
+    def _move(self, before: Position, after: Position) -> bool:
+        """Adopt a step; True when it must be saved (and told)."""
+        self.positions[after.uuid] = after
+        if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
+            heapq.heappush(self._due, (after.due_at, after.uuid))
+            self.planned.set()
+        self._say_problem(before, after)
+        if after.read_seq > after.heard_seq and after.version <= self.published.get(after.uuid, 0):
+            self.heard_at.pop(after.uuid, None)  # read as asked, and the book knows it all
+        if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
+            return False
+        self.unsaved[after.uuid] = None
+        self.moved.set()
+        return True
+
+    def _say_problem(self, before: Position, after: Position) -> None:
+        if after.problem == before.problem:
+            return
+        if after.problem:
+            log.error("ironic.node_problem", node=after.uuid, code=after.problem, state=after.state)
+            metrics.PROBLEMS.labels(after.problem).inc()
+        if before.problem:
+            metrics.PROBLEMS.labels(before.problem).dec()

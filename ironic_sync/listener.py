@@ -1,0 +1,125 @@
+"""Ironic's notifications as they arrive: own queue, bound to an exchange that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from bus.clock import Clock
+from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
+from ironic_sync import metrics
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.domain.meaning import NOTHING, meaning
+from ironic_sync.domain.notification import Notification, Rejected, parse
+from ironic_sync.ledger import Ledger
+from ironic_sync.waiting import event_or_time
+
+log = structlog.get_logger(__name__)
+
+RECOUNTED_EVENTS = 64  # distinct event names counted by name; what is beyond that is counted as "other"
+
+
+class Listener:
+    """Binds, consumes, and turns each delivery into a step of the ledger, in order of arrival.
+
+    A delivery is acknowledged once what it changed is saved. One that only asks for a read is acknowledged at once:
+    every new writer reads all nodes, so that nothing it asked for is lost with this process.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ledger: Ledger,
+        *,
+        clock: Clock,
+        config: IronicSyncConfig,
+        look_at_allocation: Callable[[str], None],
+        read_all: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._ledger = ledger
+        self._clock = clock
+        self._config = config
+        self._look_at_allocation = look_at_allocation
+        self._read_all = read_all
+        self._subscription: Subscription | None = None
+        self._check = asyncio.Event()
+        self._events: set[str] = set()
+        self.bound = False
+
+    async def run(self) -> None:
+        """Bind, consume, and bind again after each reconnection and now and then, until cancelled.
+
+        Ironic's exchange is not durable: it goes with the broker and takes the binding along, and may be made anew
+        while we are connected. So the binding is repeated with each read of all; repeating it costs nothing.
+        """
+        self._transport.on_reconnect(self._check.set)
+        try:
+            while True:
+                self._check.clear()
+                was_bound, self.bound = self.bound, await self._bind()
+                metrics.BOUND.set(self.bound)
+                if self.bound and not was_bound:
+                    self._read_all()
+                wait_s = self._config.resync_s if self.bound else self._config.bind_retry_s
+                if await event_or_time(self._check, self._clock, wait_s):
+                    self.bound = False  # the connection is new: bind first, then read all
+        finally:
+            self.bound = False
+            metrics.BOUND.set(0)
+            if self._subscription is not None:
+                await self._subscription.cancel()
+
+    async def _bind(self) -> bool:
+        config = self._config
+        try:
+            # Never `#`: Ironic's RPC goes through the same exchange.
+            await self._transport.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
+            if self._subscription is None:
+                self._subscription = await self._transport.consume(
+                    config.queue, self.on_delivery, prefetch=config.prefetch
+                )
+        except QueueMissing:
+            log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
+            return False
+        except BusUnavailable as error:
+            log.warning("ironic.bus_unavailable", reason=str(error))
+            return False
+        except BusError as error:
+            log.error("ironic.cannot_bind", exchange=config.exchange, queue=config.queue, code=error.code)
+            return False
+        return True
+
+    def on_delivery(self, delivery: Delivery) -> None:
+        """Take one message. Never blocks, never raises, never shows a body."""
+        heard = parse(delivery.body)
+        if isinstance(heard, Rejected):
+            metrics.REJECTED.labels(heard.code).inc()
+            log.warning("ironic.rejected", code=heard.code, reason=heard.reason, cause=heard.request_id)
+            delivery.ack()  # it says nothing that reading all nodes would not tell
+            return
+        metrics.NOTIFICATIONS.labels(self._event(heard)).inc()
+        if self._act(heard):
+            self._ledger.deliveries.append(delivery)
+        else:
+            delivery.ack()
+
+    def _act(self, heard: Notification) -> bool:
+        """True when something must be saved before the message is acknowledged."""
+        known = self._ledger.positions.get(heard.subject or "")
+        means = meaning(heard, seen_updated_at=known.updated_at if known else None)
+        log.debug("ironic.heard", event=heard.event, node=means.read, take_away=means.take_away, cause=heard.request_id)
+        if means == NOTHING:
+            return False
+        if means.allocation is not None:
+            self._look_at_allocation(means.allocation)
+            return False
+        return self._ledger.hear(means, heard.request_id or heard.message_id)
+
+    def _event(self, heard: Notification) -> str:
+        """A label from outside, so the number of different ones is bounded."""
+        if len(self._events) < RECOUNTED_EVENTS:
+            self._events.add(heard.event)
+        return heard.event if heard.event in self._events else "other"

@@ -1,0 +1,171 @@
+"""One term after another: wait to be the only writer, load, listen, read, save and publish until that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import structlog
+
+from bus.clock import Clock
+from bus.faults import Transient
+from bus.port import Transport
+from ironic_sync import metrics
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.domain.position import Timing
+from ironic_sync.ledger import Ledger
+from ironic_sync.listener import Listener
+from ironic_sync.reader import Reader
+from ironic_sync.source.port import IronicSource
+from ironic_sync.store.port import NotLeader, Positions, Term
+from ironic_sync.waiting import Backoff
+from ironic_sync.writer import PublishAll, Writer
+
+log = structlog.get_logger(__name__)
+
+
+class SyncLoop:
+    """Keeps the book true to Ironic. Several may run on the same positions; one of them works, the others wait."""
+
+    def __init__(
+        self,
+        source: IronicSource,
+        positions: Positions,
+        transport: Transport,
+        publish_all: PublishAll,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        config: IronicSyncConfig,
+    ) -> None:
+        self._source = source
+        self._positions = positions
+        self._transport = transport
+        self._publish_all = publish_all
+        self._clock = clock
+        self._rng = rng
+        self._config = config
+        self._waiting = False
+        self._term: _Term | None = None
+
+    @property
+    def leading(self) -> bool:
+        """Whether this process is the writer now."""
+        return self._term is not None
+
+    @property
+    def healthy(self) -> bool:
+        """Waiting for another writer is fine; a writer must have Ironic's notifications and answers."""
+        term = self._term
+        if term is None:
+            return self._waiting
+        return term.listener.bound and term.reader.reachable and term.reader.last_all_at is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the book has all that is known of Ironic now (for tests and demonstrations)."""
+        term = self._term
+        return term is not None and term.reader.idle and term.writer.idle and term.reader.last_all_at is not None
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The positions while this process is the writer."""
+        return self._term.ledger if self._term else None
+
+    def problems(self) -> dict[str, str]:
+        """{node: code} of nodes that cannot be placed on as they are; known to the writer only."""
+        return self._term.ledger.problems() if self._term else {}
+
+    def read_all(self) -> None:
+        """Read all nodes now."""
+        if self._term is not None:
+            self._term.reader.read_all()
+
+    async def run(self) -> None:
+        """Work, or wait to, until cancelled."""
+        backoff = Backoff(self._clock, self._config.leader_poll_s, self._config.leader_poll_s)
+        while True:
+            try:
+                async with self._positions.lead() as term:
+                    log.info("ironic.leading")
+                    self._waiting = False
+                    await self._lead(term)
+            except NotLeader as fault:
+                if not self._waiting:
+                    log.info("ironic.standing_by", reason=fault.reason)
+                self._waiting = True
+            except Transient as fault:
+                self._waiting = False
+                log.warning("ironic.term_ended", code=fault.code, reason=fault.reason)
+            await backoff.wait()
+
+    async def _lead(self, kept: Term) -> None:
+        config = self._config
+        timing = Timing(
+            transient_s=config.transient_s,
+            transient_max_s=config.transient_max_s,
+            failed_s=config.failed_s,
+            failed_max_s=config.failed_max_s,
+        )
+        ledger = Ledger(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
+        reader = Reader(self._source, ledger, clock=self._clock, rng=self._rng, config=config)
+        writer = Writer(kept, ledger, self._publish_all, clock=self._clock)
+        listener = Listener(
+            self._transport,
+            ledger,
+            clock=self._clock,
+            config=config,
+            look_at_allocation=reader.look_at_allocation,
+            read_all=reader.read_all,
+        )
+        self._term = _Term(ledger, reader, writer, listener)
+        metrics.LEADER.set(1)
+        try:
+            await self._run_together(self._term, kept)
+        finally:
+            self._term = None
+            metrics.LEADER.set(0)
+            ledger.give_back()
+
+    async def _run_together(self, term: _Term, kept: Term) -> None:
+        """All side tasks live and die together; the first fault is the term's end."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(term.writer.save())
+                tasks.create_task(term.writer.publish())
+                tasks.create_task(term.reader.run())
+                tasks.create_task(term.reader.run_all())
+                tasks.create_task(term.listener.run())
+                tasks.create_task(self._check(term, kept))
+                term.reader.read_all()  # the exchange may be missing for long; Ironic can be read without it
+        except* Exception as faults:
+            raise _first(faults) from faults
+
+    async def _check(self, term: _Term, kept: Term) -> None:
+        """Notice soon when another process has become the writer, and forget what was removed long ago."""
+        forget_at = self._clock.time()
+        while True:
+            await self._clock.sleep(self._config.leader_poll_s)
+            await kept.check()
+            if self._clock.time() >= forget_at:
+                forget_at = self._clock.time() + self._config.retell_s
+                told_before = self._clock.time() - self._config.forget_removed_s
+                await kept.forget(told_before)
+                term.ledger.forget(told_before)
+
+
+class _Term:
+    """What one term consists of."""
+
+    def __init__(self, ledger: Ledger, reader: Reader, writer: Writer, listener: Listener) -> None:
+        self.ledger = ledger
+        self.reader = reader
+        self.writer = writer
+        self.listener = listener
+
+
+def _first(faults: BaseExceptionGroup[BaseException]) -> BaseException:
+    fault: BaseException = faults
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return fault

@@ -1,0 +1,22 @@
+"""What ironic_sync counts."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+NOTIFICATIONS = Counter("berth_ironic_notifications", "Notifications of Ironic, by event", ["event"])
+REJECTED = Counter("berth_ironic_rejected", "Messages in Ironic's exchange that are no notification, by code", ["code"])
+READS = Counter("berth_ironic_reads", "Reads of one node from Ironic's REST API, by outcome", ["outcome"])
+RESYNCS = Counter("berth_ironic_resyncs", "Reads of all nodes, by outcome", ["outcome"])
+RESYNC_S = Histogram("berth_ironic_resync_seconds", "How long reading all nodes took")
+TOLD = Counter("berth_ironic_updates", "Inventory updates published, by kind", ["kind"])
+NODES = Gauge("berth_ironic_nodes", "Nodes that the book was told about")
+PROBLEMS = Gauge("berth_ironic_node_problems", "Nodes that cannot be placed on as they are, by code", ["code"])
+LEADER = Gauge("berth_ironic_leader", "1 while this process is the writer")
+BOUND = Gauge("berth_ironic_bound", "1 while our queue is bound to Ironic's exchange")
+LATENCY_S = Histogram(
+    "berth_ironic_latency_seconds",
+    "From a notification's arrival to the confirm of the update it led to",
+    ["kind"],
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60),
+)

@@ -1,0 +1,197 @@
+"""Reading nodes: those that were asked for, those on their way somewhere, and all of them now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+import structlog
+
+from bus.clock import Clock
+from bus.faults import Fault
+from ironic_sync import metrics
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.domain.node import Unreadable
+from ironic_sync.ledger import Ledger
+from ironic_sync.source.port import IronicSource
+from ironic_sync.waiting import Backoff, event_or_time
+
+log = structlog.get_logger(__name__)
+
+JITTER = 0.1  # of the time between two reads of all, so that several systems do not ask in step
+MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all finds what they did
+
+
+class Reader:
+    """Reads nodes when the ledger says they are due, at most one read a node and a bounded number in all.
+
+    What was heard about a node while it is being read is one more read, however much it was.
+    """
+
+    def __init__(
+        self, source: IronicSource, ledger: Ledger, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
+    ) -> None:
+        self._source = source
+        self._ledger = ledger
+        self._clock = clock
+        self._rng = rng
+        self._config = config
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._again: set[str] = set()
+        self._allocations: dict[str, asyncio.Task[None]] = {}
+        self._all = asyncio.Event()
+        self._reading_all = False
+        self.last_all_at: float | None = None
+        self.reachable = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being read and nothing is due now."""
+        due_at = self._ledger.next_due()
+        is_due = due_at is not None and due_at <= self._clock.time()
+        return not (is_due or self._reading or self._allocations or self._reading_all or self._all.is_set())
+
+    def read_all(self) -> None:
+        """Read all nodes now (once more, when they are being read)."""
+        self._all.set()
+
+    async def run(self) -> None:
+        """Read what is due, until cancelled."""
+        try:
+            while True:
+                self._ledger.planned.clear()
+                self._start_due()
+                due_at = None if len(self._reading) >= self._config.reads_in_flight else self._ledger.next_due()
+                wait_s = None if due_at is None else due_at - self._clock.time()
+                await event_or_time(self._ledger.planned, self._clock, wait_s)
+        finally:
+            await _cancel(self._reading, self._allocations)
+
+    async def run_all(self) -> None:
+        """Read all nodes when asked, and now and then, until cancelled."""
+        backoff = Backoff(self._clock, self._config.failed_s, self._config.failed_max_s)
+        retell_at = self._clock.time()
+        while True:
+            wait_s = self._config.resync_s * (1 + JITTER * self._rng.uniform(-1, 1))
+            await event_or_time(self._all, self._clock, wait_s)
+            self._reading_all = True
+            self._all.clear()
+            if self._clock.time() >= retell_at:
+                self._ledger.retell_all()
+                retell_at = self._clock.time() + self._config.retell_s
+            complete = await self._read_all()
+            if not complete:
+                self._all.set()
+            self._reading_all = False
+            if complete:
+                backoff.reset()
+            else:
+                await backoff.wait()
+
+    def look_at_allocation(self, uuid: str) -> None:
+        """Look at an allocation of Ironic's until it is made, then read the node it took."""
+        if uuid in self._allocations:
+            return
+        if len(self._allocations) >= MAX_ALLOCATIONS:
+            self.read_all()
+            return
+        task = asyncio.get_running_loop().create_task(self._follow_allocation(uuid))
+        self._allocations[uuid] = task
+        task.add_done_callback(lambda _: self._allocations.pop(uuid, None))
+
+    def _start_due(self) -> None:
+        now = self._clock.time()
+        while len(self._reading) < self._config.reads_in_flight:
+            uuid = self._ledger.take_due(now)
+            if uuid is None:
+                return
+            if uuid in self._reading:
+                self._again.add(uuid)
+                continue
+            task = asyncio.get_running_loop().create_task(self._read(uuid))
+            self._reading[uuid] = task
+            task.add_done_callback(partial(self._ended, uuid))
+
+    def _ended(self, uuid: str, _: object) -> None:
+        del self._reading[uuid]
+        if uuid in self._again:
+            self._again.discard(uuid)
+            self._ledger.want(uuid)
+        self._ledger.planned.set()
+
+    async def _read(self, uuid: str) -> None:
+        seq = self._ledger.next_seq()
+        try:
+            node = await self._source.get_node(uuid)
+        except Fault as fault:
+            self.reachable = False
+            metrics.READS.labels(fault.code).inc()
+            log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)
+            self._ledger.failed(uuid)
+            return
+        self.reachable = True
+        if node is None:
+            metrics.READS.labels("gone").inc()
+            self._ledger.gone(uuid, seq=seq)
+            return
+        metrics.READS.labels("unreadable" if isinstance(node, Unreadable) else "read").inc()
+        self._ledger.read(node, seq=seq)
+
+    async def _read_all(self) -> bool:
+        """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
+        ledger, began = self._ledger, self._clock.monotonic()
+        first = seq = ledger.next_seq()
+        try:
+            async for page in self._source.list_nodes():
+                for node in page:
+                    ledger.read(node, seq=seq)
+                seq = ledger.next_seq()
+                await asyncio.sleep(0)  # a page is some milliseconds of work; notifications go in between
+        except Fault as fault:
+            self.reachable = False
+            metrics.RESYNCS.labels(fault.code).inc()
+            log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
+            return False
+        self.reachable = True
+        for uuid in ledger.known():
+            if ledger.positions[uuid].read_seq < first:
+                ledger.want(uuid)
+        self.last_all_at = self._clock.time()
+        self._say_all(self._clock.monotonic() - began)
+        return True
+
+    def _say_all(self, took_s: float) -> None:
+        nodes, problems = len(self._ledger.known()), self._ledger.problems()
+        metrics.RESYNCS.labels("read").inc()
+        metrics.RESYNC_S.observe(took_s)
+        metrics.NODES.set(nodes)
+        log.info("ironic.resync", nodes=nodes, took_s=round(took_s, 3), problems=len(problems))
+        if problems:
+            log.warning("ironic.problems", nodes=dict(list(problems.items())[:100]), of=len(problems))
+
+    async def _follow_allocation(self, uuid: str) -> None:
+        """Ironic says nothing when an allocation leaves `allocating` and takes a node (trap 4)."""
+        backoff = Backoff(self._clock, self._config.allocation_s, self._config.failed_max_s)
+        for _ in range(self._config.allocation_tries):
+            await backoff.wait()
+            try:
+                allocation = await self._source.get_allocation(uuid)
+            except Fault as fault:
+                log.warning("ironic.allocation_unread", allocation=uuid, code=fault.code)
+                continue
+            if allocation is None:
+                break
+            if allocation.node_uuid is not None:
+                self._ledger.want(allocation.node_uuid)
+                return
+            if allocation.state not in ("allocating", None):
+                return
+        self.read_all()  # gone, or never made, as far as we can tell: whatever it took is found this way
+
+
+async def _cancel(*groups: dict[str, asyncio.Task[None]]) -> None:
+    tasks = [task for group in groups for task in group.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

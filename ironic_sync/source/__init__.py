@@ -1,0 +1,1 @@
+"""Where nodes are read: the port and its adapters."""

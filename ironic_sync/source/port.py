@@ -1,0 +1,37 @@
+"""The port to Ironic: reading nodes. Adapters: `source.rest` (HTTP), `source.recorded` (captured runs)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from bus.faults import Fault, Transient
+from ironic_sync.domain.node import Allocation, Node, Unreadable
+
+
+class SourceUnavailable(Transient):
+    """Ironic cannot be reached, is overloaded or answers with a server error: try again later."""
+
+    code = "ironic.unavailable"
+
+
+class SourceRefused(Fault):
+    """Ironic answers, but not with what was asked for: wrong credentials, version or address. For an operator."""
+
+    code = "ironic.refused"
+
+
+class IronicSource(Protocol):
+    """Reads nodes. Every call is bounded in time; a fault is SourceUnavailable or SourceRefused."""
+
+    async def get_node(self, uuid: str) -> Node | Unreadable | None:
+        """One node; None: Ironic itself says that it does not exist."""
+
+    def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
+        """All nodes, a page at a time."""
+
+    async def get_allocation(self, uuid: str) -> Allocation | None:
+        """One of Ironic's allocations; None: it does not exist, or this Ironic has none."""
+
+    async def close(self) -> None:
+        """Let go of connections."""

@@ -1,0 +1,150 @@
+"""Ironic over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import msgspec
+
+from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
+from ironic_sync.source.port import SourceRefused, SourceUnavailable
+
+VERSION_HEADER = "X-OpenStack-Ironic-API-Version"
+MAX_NODE_BYTES = 4 * 1024 * 1024  # driver_info, properties and extra are free-form
+MAX_PAGE_BYTES = 64 * 1024 * 1024
+MAX_PAGES = 10_000
+# `fields` keeps a page at 600 bytes a node. Ironic refuses updated_at there, and fails on allocation_uuid.
+FIELDS = "uuid,provision_state,power_state,maintenance,instance_uuid,resource_class,traits"
+
+# Answers that another try may change. 409 is not among them: no read is refused for a lock.
+BUSY = frozenset({408, 425, 429})
+
+
+class RestSource:
+    """Ironic's REST API. Connections are kept and bounded; every call is bounded in time and size."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        microversion: str,
+        timeout_s: float,
+        list_timeout_s: float,
+        page_size: int,
+        connections: int,
+        auth: httpx.Auth | None = None,
+        token: str = "",
+        verify_tls: bool = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        headers = {"Accept": "application/json", VERSION_HEADER: microversion}
+        if token:
+            headers["X-Auth-Token"] = token
+        self._timeout_s = timeout_s
+        self._list_timeout_s = list_timeout_s
+        self._page_size = page_size
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            headers=headers,
+            auth=auth,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            verify=verify_tls,
+            transport=transport,
+            trust_env=False,  # a proxy meant for the world outside must not stand between us and Ironic
+        )
+
+    async def get_node(self, uuid: str) -> Node | Unreadable | None:
+        """One node; None: Ironic itself says that it does not exist."""
+        raw = await self._get(f"/v1/nodes/{uuid}", {}, self._timeout_s, MAX_NODE_BYTES)
+        if raw is None:
+            return None
+        node = parse_node(raw)
+        if node.uuid != uuid:
+            return Unreadable(uuid=uuid, reason="the answer is about another node, or about none")
+        return node
+
+    async def list_nodes(self) -> AsyncIterator[Sequence[Node | Unreadable]]:
+        """All nodes, by `next` links; of a link only its marker is used, so that it cannot lead elsewhere."""
+        params = {"fields": FIELDS, "limit": str(self._page_size)}
+        for _ in range(MAX_PAGES):
+            raw = await self._get("/v1/nodes", params, self._list_timeout_s, MAX_PAGE_BYTES)
+            if not isinstance(raw, dict) or not isinstance(raw.get("nodes"), list):
+                raise SourceRefused("the node list has no nodes", code="ironic.not_a_list")
+            yield [parse_node(node) for node in raw["nodes"]]
+            marker = _marker(raw.get("next"))
+            if marker is None:
+                return
+            if marker == params.get("marker"):
+                raise SourceRefused("the node list goes round in circles", code="ironic.endless_list")
+            params["marker"] = marker
+        raise SourceRefused(f"more than {MAX_PAGES} pages of nodes", code="ironic.endless_list")
+
+    async def get_allocation(self, uuid: str) -> Allocation | None:
+        """One of Ironic's allocations."""
+        raw = await self._get(f"/v1/allocations/{uuid}", {}, self._timeout_s, MAX_NODE_BYTES)
+        if raw is None:
+            return None
+        try:
+            return msgspec.convert(raw, Allocation)
+        except msgspec.ValidationError as error:
+            raise SourceRefused(str(error), code="ironic.not_an_allocation") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> Any:
+        """Decoded JSON of a 200; None for a 404 that Ironic itself gave."""
+        try:
+            async with asyncio.timeout(timeout_s), self._client.stream("GET", path, params=params) as answer:
+                body = await _body(answer, max_bytes)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise SourceUnavailable(f"{path}: {type(error).__name__}: {error}") from error
+        if answer.status_code == 200:
+            return _decode(path, body)
+        if answer.status_code == 404 and _is_ironics(answer, body):
+            return None
+        if answer.status_code >= 500 or answer.status_code in BUSY:
+            raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
+        raise SourceRefused(f"{path}: HTTP {answer.status_code}", code=f"ironic.http_{answer.status_code}")
+
+
+async def _body(answer: httpx.Response, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in answer.aiter_bytes():
+        body += chunk
+        if len(body) > max_bytes:
+            raise SourceRefused(f"an answer of more than {max_bytes} bytes", code="ironic.too_large")
+    return bytes(body)
+
+
+def _decode(path: str, body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SourceUnavailable(f"{path}: the answer is not JSON", code="ironic.not_json") from error
+
+
+def _is_ironics(answer: httpx.Response, body: bytes) -> bool:
+    """Whether a 404 is Ironic's word about the node and not a proxy's about a path: one removes a provider."""
+    if not any(name.lower().startswith("x-openstack-ironic-api-") for name in answer.headers):
+        return False
+    try:
+        return "error_message" in msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def _marker(link: object) -> str | None:
+    if not isinstance(link, str) or not link:
+        return None
+    try:
+        markers = parse_qs(urlsplit(link).query).get("marker")
+    except ValueError as error:
+        raise SourceRefused("the node list has a next link that is none", code="ironic.not_a_list") from error
+    return markers[-1] if markers else None

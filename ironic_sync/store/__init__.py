@@ -1,0 +1,1 @@
+"""Where sync positions are kept: the port and its adapters."""

@@ -1,0 +1,42 @@
+"""The port to the sync positions: who may write them, and what was told about each node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from bus.faults import Fault
+from ironic_sync.domain.position import Position
+
+
+class NotLeader(Fault):
+    """Another process is the writer, or has become it: step back and wait."""
+
+    code = "ironic_sync.not_leader"
+
+
+class Term(Protocol):
+    """One term of being the only writer. Every call raises NotLeader once another process has taken over."""
+
+    async def load(self) -> tuple[Mapping[str, Position], Mapping[str, int]]:
+        """All positions by node, and for each the version that is known to have been published."""
+
+    async def save(self, positions: Sequence[Position]) -> None:
+        """Keep these, all or none."""
+
+    async def published(self, versions: Mapping[str, int]) -> None:
+        """These were published and confirmed; a newer one may have been saved since."""
+
+    async def forget(self, told_before: float) -> int:
+        """Drop positions of removed nodes last told about before this time; returns how many."""
+
+    async def check(self) -> None:
+        """Whether this is still the only writer."""
+
+
+class Positions(Protocol):
+    """Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
+
+    def lead(self) -> AbstractAsyncContextManager[Term]:
+        """Become the only writer. Raises NotLeader at once while another process is."""

@@ -1,0 +1,147 @@
+"""What moved is saved, then published, then noted as published. The saved position is the outbox.
+
+A position is whole, so only a node's newest one is worth publishing: while the bus is away nothing piles up but one
+update a node, and a process that starts publishes every position that was saved and not confirmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.faults import Transient
+from bus.port import BusError
+from ironic_sync import metrics
+from ironic_sync.domain.position import Position, update_of
+from ironic_sync.ledger import Ledger
+from ironic_sync.store.port import Term
+from ironic_sync.waiting import Backoff
+
+log = structlog.get_logger(__name__)
+
+PublishAll = Callable[[Sequence[tuple[Message, str]]], Awaitable[None]]
+
+SAVE_BATCH = 1000  # positions a transaction
+PUBLISH_BATCH = 500  # updates under way at once
+RETRY_FIRST_S = 0.1
+RETRY_LONGEST_S = 5.0
+NO_CAUSE = "ironic.resync"
+
+
+class Writer:
+    """Saves and publishes what the ledger says has moved."""
+
+    def __init__(self, term: Term, ledger: Ledger, publish_all: PublishAll, *, clock: Clock) -> None:
+        self._term = term
+        self._ledger = ledger
+        self._publish_all = publish_all
+        self._clock = clock
+        self._saved: dict[str, Position] = {}  # saved, not published
+        self._to_publish = asyncio.Event()
+        self._busy = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that moved is saved and confirmed."""
+        return not (self._busy or self._saved or self._ledger.unsaved or self._ledger.deliveries)
+
+    async def save(self) -> None:
+        """Save what moves, until cancelled; raises NotLeader."""
+        backoff = Backoff(self._clock, RETRY_FIRST_S, RETRY_LONGEST_S)
+        while True:
+            await self._ledger.moved.wait()
+            self._busy += 1
+            try:
+                await self._save_once(backoff)
+            finally:
+                self._busy -= 1
+
+    async def publish(self) -> None:
+        """Publish what is saved, until cancelled; raises NotLeader."""
+        backoff = Backoff(self._clock, RETRY_FIRST_S, RETRY_LONGEST_S)
+        while True:
+            await self._to_publish.wait()
+            self._busy += 1
+            try:
+                await self._publish_once(backoff)
+            finally:
+                self._busy -= 1
+
+    async def _save_once(self, backoff: Backoff) -> None:
+        ledger = self._ledger
+        ledger.moved.clear()
+        nodes = list(ledger.unsaved)[:SAVE_BATCH]
+        deliveries, ledger.deliveries = ledger.deliveries, []
+        for node in nodes:
+            del ledger.unsaved[node]
+        positions = [ledger.positions[node] for node in nodes if node in ledger.positions]
+        saved = False
+        try:
+            if positions:
+                await self._term.save(positions)
+            saved = True
+        except Transient as fault:
+            log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(nodes))
+        finally:
+            if not saved:
+                ledger.unsaved.update(dict.fromkeys(nodes))
+                ledger.deliveries = deliveries + ledger.deliveries
+        if not saved:
+            await backoff.wait()
+            ledger.moved.set()
+            return
+        backoff.reset()
+        self._after_save(positions)
+        if ledger.unsaved:
+            ledger.deliveries = deliveries + ledger.deliveries  # they may be about nodes of the next batch
+            ledger.moved.set()
+            return
+        for delivery in deliveries:
+            delivery.ack()
+
+    def _after_save(self, positions: Sequence[Position]) -> None:
+        for position in positions:
+            if position.version > self._ledger.published.get(position.uuid, 0):
+                self._saved[position.uuid] = position
+                self._to_publish.set()
+
+    async def _publish_once(self, backoff: Backoff) -> None:
+        batch = {uuid: self._saved[uuid] for uuid in list(self._saved)[:PUBLISH_BATCH]}
+        causes = {uuid: self._ledger.heard_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
+        try:
+            await self._publish_all([(update_of(position), causes[uuid]) for uuid, position in batch.items()])
+            await self._term.published({uuid: position.version for uuid, position in batch.items()})
+        except (BusError, Transient) as fault:
+            log.warning("ironic.publish_waits", code=fault.code, reason=str(fault), updates=len(batch))
+            await backoff.wait()
+            return
+        backoff.reset()
+        for uuid, position in batch.items():
+            self._confirmed(uuid, position, causes[uuid])
+        if not self._saved:
+            self._to_publish.clear()
+
+    def _confirmed(self, uuid: str, position: Position, cause: str) -> None:
+        ledger = self._ledger
+        ledger.published[uuid] = position.version
+        if self._saved.get(uuid) is position:
+            del self._saved[uuid]
+        kind = _kind(position)
+        metrics.TOLD.labels(kind).inc()
+        arrived = ledger.heard_at.get(uuid)
+        if arrived is not None:
+            metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
+            if position.read_seq > position.heard_seq:  # the read that it asked for is in this update
+                del ledger.heard_at[uuid]
+        log.info("ironic.told", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
+
+
+def _kind(position: Position) -> str:
+    if position.report is None:
+        return "removed"
+    held = all(inventory.reserved >= inventory.total for inventory in position.report.inventories.values())
+    return "held" if held else "offered"
