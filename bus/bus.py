@@ -1,0 +1,151 @@
+"""One bus as its users see it: publish, ask, declare, consume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from bus.clock import Clock, new_uuid
+from bus.consumer import Consumer
+from bus.contracts.base import Message, Meta
+from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
+from bus.faults import Fault
+from bus.link import BusLimits, Mode, Publisher, Waiter
+from bus.outcome import Handler
+from bus.port import Transport
+from bus.requester import Requester
+from bus.topology import fill_in
+from bus.wire import Malformed, pack
+
+__all__ = ["API", "Bus", "BusLimits"]
+
+R = TypeVar("R", bound=Message)
+
+API = "api"  # the name of the bus that clients speak to; every other bus is a cell's
+
+
+class Bus:
+    """One bus: "api", or a cell's name."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        process: str,
+        clock: Clock,
+        rng: random.Random,
+        limits: BusLimits = BusLimits(),  # noqa: B008  (frozen)
+    ) -> None:
+        self.name = name
+        self.transport = transport
+        self.process = process
+        self.clock = clock
+        self.rng = rng
+        self.limits = limits
+        self.publisher = Publisher(name, transport, limits)
+        self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
+        self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
+
+    async def open(self) -> None:
+        """Connect and declare the exchanges."""
+        await self.transport.open()
+        await self.transport.declare_exchanges()
+
+    async def close(self) -> None:
+        """Send what is gathered, within the bound, and close the connection."""
+        await self.publisher.close()
+        await self.transport.close()
+
+    async def publish(
+        self, message: Message, *, cause: str = "", reply_to: str | None = None, correlation_id: str | None = None
+    ) -> None:
+        """Publish one message; returns after the broker's confirm.
+
+        Raises BusUnavailable (it may have arrived), Unroutable or PublishRefused.
+        """
+        waiter = Waiter()
+        await self.publisher.room()
+        self._post(message, cause, waiter, reply_to, correlation_id)
+        self.publisher.pump()
+        await waiter.wait()
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        """Publish many messages, each with its cause; raises the first error after all are settled."""
+        waiter = Waiter()
+        for message, cause in messages:
+            if self.publisher.waiting >= self.limits.waiting:
+                self.publisher.pump()
+                await self.publisher.room()
+            self._post(message, cause, waiter, None, None)
+        self.publisher.pump()
+        await waiter.wait()
+
+    async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
+        """Ask and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's code)."""
+        answer = (await self._requester.ask([message], reply, timeout_s=timeout_s, causes=[cause]))[0]
+        if isinstance(answer, Fault):
+            raise answer
+        return answer
+
+    async def request_all(
+        self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
+    ) -> list[R | Fault]:
+        """Ask many at once, in one round trip; each place holds its reply or its fault."""
+        return await self._requester.ask(messages, reply, timeout_s=timeout_s, causes=causes)
+
+    async def declare(self, queue: str, **fill: str) -> str:
+        """Declare a queue of the catalogue by its row's name; returns its real name.
+
+        `{process}` is this bus's own process unless another is given.
+        """
+        row = BY_QUEUE[queue]
+        name, bindings = fill_in(row, {"process": self.process, **fill})
+        await self.transport.declare_queue(row, name, bindings)
+        return name
+
+    def consumer(
+        self,
+        queue: str,
+        handler: Handler,
+        *,
+        max_batch: int = 64,
+        concurrency: int = 2,
+        prefetch: int = 256,
+        on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
+        **fill: str,
+    ) -> Consumer:
+        """A consumer of a queue of the catalogue; it declares the queue when it starts."""
+        return Consumer(
+            self,
+            queue,
+            handler,
+            max_batch=max_batch,
+            concurrency=concurrency,
+            prefetch=prefetch,
+            on_malformed=on_malformed,
+            fill=fill,
+        )
+
+    def _post(
+        self, message: Message, cause: str, waiter: Waiter, reply_to: str | None, correlation_id: str | None
+    ) -> None:
+        row, mode = self._row(type(message))
+        meta = Meta(
+            id=new_uuid(self.rng),
+            cause=cause,
+            sent_at=self.clock.time(),
+            reply_to=reply_to,
+            correlation_id=correlation_id,
+        )
+        self.publisher.post(row.exchange, routing_key(message), mode, pack(message, meta), waiter)
+
+    def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
+        found = self._modes.get(kind)
+        if found is None:
+            row = BY_TYPE[kind]
+            # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
+            batches = not (row.public and row.exchange == EVENTS and self.name == API)
+            found = self._modes[kind] = (row, Mode(batches, row.persistent, row.mandatory))
+        return found

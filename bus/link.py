@@ -1,0 +1,230 @@
+"""Publishing with coalescing: an idle link sends at once, a busy one sends what has gathered as one broker message.
+
+A link is one exchange and routing key. A broker message costs a hundred microseconds and more, an item in a batch
+about ten; so while one batch waits for its confirm the next one gathers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus import metrics
+from bus.port import BusError, BusUnavailable, Outgoing, Transport
+from bus.wire import Packed, batch, single
+
+log = structlog.get_logger("bus.link")
+
+
+class BusLimits(Struct, frozen=True, kw_only=True):
+    """The bounds of one bus.
+
+    batch_items, batch_bytes: the most that is sent as one broker message.
+    link_flights: broker messages of one batching link that wait for their confirm at once.
+    flights: the same over all links; waiting: messages gathered over all links before publishers must wait.
+    close_s: how long close() waits for what is gathered.
+    """
+
+    batch_items: int = 128
+    batch_bytes: int = 512 * 1024
+    link_flights: int = 2
+    flights: int = 256
+    waiting: int = 50_000
+    close_s: float = 5.0
+
+
+class Mode(Struct, frozen=True):
+    """How the messages of a link travel. `batches` False: each one alone, as anybody can read it."""
+
+    batches: bool
+    persistent: bool = True
+    mandatory: bool = False
+
+
+class Waiter:
+    """Waits for any number of messages to be settled; raises the first error after all are."""
+
+    __slots__ = ("_future", "error", "pending")
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.error: BaseException | None = None
+        self._future: asyncio.Future[None] | None = None
+
+    def settle(self, error: BaseException | None) -> None:
+        """One message is confirmed (None) or failed."""
+        self.pending -= 1
+        if error is not None and self.error is None:
+            self.error = error
+        if not self.pending and self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> None:
+        """Until all are settled."""
+        if self.pending:
+            self._future = asyncio.get_running_loop().create_future()
+            await self._future
+        if self.error is not None:
+            raise self.error
+
+
+class _Entry(Struct):
+    packed: Packed
+    waiter: Waiter
+    expiration_s: float | None
+
+
+class _Link:
+    __slots__ = ("entries", "exchange", "flying", "key", "mode")
+
+    def __init__(self, exchange: str, key: str, mode: Mode) -> None:
+        self.exchange = exchange
+        self.key = key
+        self.mode = mode
+        self.entries: deque[_Entry] = deque()
+        self.flying = 0
+
+    def take(self, limits: BusLimits) -> list[_Entry]:
+        """What goes into the next broker message."""
+        if not self.mode.batches:
+            return [self.entries.popleft()]
+        taken: list[_Entry] = []
+        size = 0
+        while self.entries and len(taken) < limits.batch_items:
+            size += len(self.entries[0].packed.body)
+            if taken and size > limits.batch_bytes:
+                break
+            taken.append(self.entries.popleft())
+        return taken
+
+    def message(self, entries: Sequence[_Entry]) -> Outgoing:
+        """The broker message that carries them."""
+        waits = [entry.expiration_s for entry in entries]
+        expiration_s = None if None in waits else max(wait for wait in waits if wait is not None)
+        options = {
+            "persistent": self.mode.persistent,
+            "mandatory": self.mode.mandatory,
+            "expiration_s": expiration_s,
+        }
+        if len(entries) == 1:
+            return single(entries[0].packed, self.exchange, self.key, **options)
+        return batch([entry.packed for entry in entries], self.exchange, self.key, **options)
+
+
+class Publisher:
+    """All links of one bus. A link exists while it has something to send."""
+
+    def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._links: dict[tuple[str, str, Mode], _Link] = {}
+        self._stalled: dict[_Link, None] = {}  # have entries, but all flights of the bus are taken
+        self._flights: set[asyncio.Task[None]] = set()
+        self._room: deque[asyncio.Future[None]] = deque()
+        self.waiting = 0
+        self._bus = bus
+        self._published = metrics.PUBLISHED.labels(bus)
+        self._items = metrics.ITEMS.labels(bus)
+        metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._flights))
+
+    async def room(self) -> None:
+        """Waits while as much is gathered as may be."""
+        while self.waiting >= self._limits.waiting:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._room.append(future)
+            await future
+
+    def post(  # noqa: PLR0917  (hot, so no keywords)
+        self, exchange: str, key: str, mode: Mode, packed: Packed, waiter: Waiter, expires_s: float | None = None
+    ) -> None:
+        """Queue one message; it leaves when `pump` is called. Ask for `room` first."""
+        name = (exchange, key, mode)
+        link = self._links.get(name)
+        if link is None:
+            link = self._links[name] = _Link(exchange, key, mode)
+            self._stalled[link] = None
+        elif not link.flying:
+            self._stalled[link] = None
+        link.entries.append(_Entry(packed, waiter, expires_s))
+        waiter.pending += 1
+        self.waiting += 1
+
+    def pump(self) -> None:
+        """Send what may be sent now."""
+        while self._stalled and len(self._flights) < self._limits.flights:
+            link = next(iter(self._stalled))
+            del self._stalled[link]
+            self._pump_link(link)
+
+    async def close(self) -> None:
+        """Wait for what is gathered, within the bound; what is left then fails as unavailable."""
+        if self._flights:
+            await self._drained()
+        for task in list(self._flights):
+            task.cancel()
+        await asyncio.gather(*self._flights, return_exceptions=True)
+        for link in list(self._links.values()):
+            while link.entries:
+                self._settle([link.entries.popleft()], BusUnavailable("the bus is closed"))
+        self._links.clear()
+        self._stalled.clear()
+
+    async def _drained(self) -> None:
+        deadline = asyncio.get_running_loop().time() + self._limits.close_s
+        while self._flights and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(list(self._flights), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    def _pump_link(self, link: _Link) -> None:
+        most = self._limits.link_flights if link.mode.batches else self._limits.flights
+        while link.entries and link.flying < most:
+            if len(self._flights) >= self._limits.flights:
+                self._stalled[link] = None
+                return
+            link.flying += 1
+            task = asyncio.get_running_loop().create_task(self._fly(link, link.take(self._limits)))
+            self._flights.add(task)
+            task.add_done_callback(self._flights.discard)
+        if not link.entries and not link.flying:
+            self._links.pop((link.exchange, link.key, link.mode), None)
+
+    async def _fly(self, link: _Link, entries: list[_Entry]) -> None:
+        error: BaseException | None = None
+        try:
+            await self._transport.publish(link.message(entries))
+        except BusError as fault:
+            error = fault
+        except asyncio.CancelledError:
+            error = BusUnavailable("the bus is closed")
+        except Exception as fault:  # a defect of ours must reach the publisher, not vanish with this task
+            log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
+            error = fault
+        self._count(len(entries), error)
+        link.flying -= 1
+        self._settle(entries, error)
+        task = asyncio.current_task()
+        if task is not None:
+            self._flights.discard(task)
+        self._pump_link(link)
+        self.pump()
+
+    def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
+        self.waiting -= len(entries)
+        for entry in entries:
+            entry.waiter.settle(error)
+        free = self._limits.waiting - self.waiting
+        while self._room and free > 0:
+            future = self._room.popleft()
+            if not future.done():
+                future.set_result(None)
+                free -= 1
+
+    def _count(self, items: int, error: BaseException | None) -> None:
+        if error is None:
+            self._published.inc()
+            self._items.inc(items)
+        else:
+            metrics.PUBLISH_ERRORS.labels(self._bus, getattr(error, "code", "bus.error")).inc()

@@ -1,0 +1,15 @@
+"""Counters of the bus, in the process's Prometheus registry. Children are looked up once and kept."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+PUBLISHED = Counter("berth_bus_published", "Broker messages confirmed.", ["bus"])
+ITEMS = Counter("berth_bus_items", "Messages confirmed; several may share one broker message.", ["bus"])
+PUBLISH_ERRORS = Counter("berth_bus_publish_errors", "Broker messages not confirmed.", ["bus", "code"])
+IN_FLIGHT = Gauge("berth_bus_in_flight", "Broker messages that wait for their confirm.", ["bus"])
+CONSUMED = Counter("berth_bus_consumed", "Messages taken from a queue.", ["bus", "queue"])
+OUTCOMES = Counter("berth_bus_outcomes", "What became of messages taken.", ["bus", "queue", "outcome"])
+STALLS = Counter("berth_bus_stalls", "Handler calls put off because a dependency was away.", ["bus", "queue", "code"])
+LATE_REPLIES = Counter("berth_bus_late_replies", "Replies that nobody waits for any more.", ["bus"])
+REPLY_TIMEOUTS = Counter("berth_bus_reply_timeouts", "Requests without a reply at their deadline.", ["bus"])

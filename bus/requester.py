@@ -1,0 +1,159 @@
+"""Requests with a deadline: one private reply queue per bus, replies found again by their correlation id."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+import structlog
+
+from bus import metrics
+from bus.clock import Clock, new_uuid
+from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
+from bus.faults import Fault, RequestRefused, RequestTimeout
+from bus.link import Mode, Publisher, Waiter
+from bus.port import BusError, BusForbidden, Delivery, Transport
+from bus.wire import REPLY_PREFIX, Codec, Malformed, pack
+
+log = structlog.get_logger("bus.requester")
+
+R = TypeVar("R", bound=Message)
+
+# Replies are taken off the queue as they come; this only bounds what the broker may send ahead.
+REPLY_PREFETCH = 1_000
+# The first and the longest wait before a request that could not be published is published again.
+FIRST_WAIT_S = 0.02
+LONGEST_WAIT_S = 1.0
+
+
+class _Asked:
+    """The requests of one call, and what has come back for each."""
+
+    def __init__(self, count: int) -> None:
+        self.answers: list[Message | None] = [None] * count
+        self.missing = count
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def answer(self, index: int, reply: Message) -> None:
+        if self.answers[index] is None:
+            self.answers[index] = reply
+            self.missing -= 1
+            if not self.missing and not self.done.done():
+                self.done.set_result(None)
+
+
+class Requester:
+    """Asks and waits. Opens its reply queue at the first request."""
+
+    def __init__(
+        self, bus: str, transport: Transport, publisher: Publisher, *, process: str, clock: Clock, rng: random.Random
+    ) -> None:
+        self._transport = transport
+        self._publisher = publisher
+        self._clock = clock
+        self._rng = rng
+        self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
+        self._codec = Codec(REPLIES, queue=self._queue)
+        self._pending: dict[str, tuple[_Asked, int]] = {}
+        self._opening = asyncio.Lock()
+        self._is_open = False
+        self._late = metrics.LATE_REPLIES.labels(bus)
+        self._timeouts = metrics.REPLY_TIMEOUTS.labels(bus)
+
+    async def ask(
+        self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
+    ) -> list[R | Fault]:
+        """Ask for all of them at once; each gets its reply or its fault."""
+        asked = _Asked(len(messages))
+        if not messages:
+            return []
+        ids = [new_uuid(self._rng) for _ in messages]
+        for index, one in enumerate(ids):
+            self._pending[one] = (asked, index)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._open()
+                await self._exchange(messages, causes, ids, asked, timeout_s)
+        except TimeoutError:
+            self._timeouts.inc(asked.missing)
+        finally:
+            for one in ids:
+                self._pending.pop(one, None)
+        return [_result(answer, reply, timeout_s) for answer in asked.answers]
+
+    async def _open(self) -> None:
+        async with self._opening:
+            wait = FIRST_WAIT_S
+            while not self._is_open:
+                try:
+                    await self._transport.declare_reply_queue(self._queue)
+                    await self._transport.consume(self._queue, self._on_delivery, prefetch=REPLY_PREFETCH)
+                    self._is_open = True
+                except BusForbidden:
+                    raise
+                except BusError:
+                    await self._clock.sleep(wait)
+                    wait = min(wait * 2, LONGEST_WAIT_S)
+
+    async def _exchange(
+        self, messages: Sequence[Message], causes: Sequence[str], ids: Sequence[str], asked: _Asked, timeout_s: float
+    ) -> None:
+        """Publish until the broker takes them: the other side may be starting, and whoever asks may ask again."""
+        deadline = self._clock.time() + timeout_s
+        wait = FIRST_WAIT_S
+        while not asked.done.done():
+            waiter = Waiter()
+            for index, message in enumerate(messages):
+                if asked.answers[index] is None:
+                    await self._publisher.room()
+                    self._post(message, causes[index], ids[index], deadline, waiter)
+            self._publisher.pump()
+            try:
+                await waiter.wait()
+                await asked.done
+            except BusForbidden:
+                raise
+            except BusError as error:
+                log.info("bus.request_again", code=error.code, asked=len(ids), cause=causes[0])
+                await self._clock.sleep(wait * (0.5 + self._rng.random() / 2))
+                wait = min(wait * 2, LONGEST_WAIT_S)
+
+    def _post(self, message: Message, cause: str, correlation_id: str, deadline: float, waiter: Waiter) -> None:
+        now = self._clock.time()
+        row = BY_TYPE[type(message)]
+        meta = Meta(
+            id=correlation_id,
+            cause=cause,
+            sent_at=now,
+            reply_to=self._queue,
+            correlation_id=correlation_id,
+            deadline=deadline,
+        )
+        mode = Mode(True, row.persistent, row.mandatory)
+        packed = pack(message, meta)
+        self._publisher.post(row.exchange, routing_key(message), mode, packed, waiter, max(deadline - now, 0.001))
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        for read in self._codec.read(delivery, "reply"):
+            if isinstance(read, Malformed):
+                log.warning("bus.bad_reply", code=read.code, reason=read.reason)
+                continue
+            found = self._pending.get(read.meta.correlation_id or "")
+            if found is None:
+                self._late.inc()
+            else:
+                found[0].answer(found[1], read.message)
+        delivery.ack()
+
+
+def _result(answer: Message | None, reply: type[R], timeout_s: float) -> R | Fault:
+    if answer is None:
+        return RequestTimeout(f"no reply within {timeout_s} s")
+    if isinstance(answer, reply):
+        return answer
+    if isinstance(answer, Refusal):
+        return RequestRefused(answer.reason, code=answer.code)
+    return RequestRefused(f"the reply is a {type(answer).__name__}, not a {reply.__name__}", code="reply.unexpected")

@@ -1,0 +1,271 @@
+"""Messages as bytes: one to a broker message, or several. What cannot be read is a value, never an exception.
+
+One message: content-type `application/json`, the body is the message, its metadata are AMQP properties and the
+headers named here. Several: content-type `application/vnd.berth.batch+json`, the body is a JSON array of
+`{"meta": ..., "body": ...}`; only berth's own processes send it, and only to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Union
+
+import msgspec
+from msgspec import Struct
+
+from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
+from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
+from bus.port import Delivery, Outgoing
+
+JSON = "application/json"
+BATCH = "application/vnd.berth.batch+json"
+
+CAUSE = "berth-cause"
+SENT_AT = "berth-sent-at"
+ATTEMPT = "berth-attempt"
+DEADLINE = "berth-deadline"
+ORIGINAL_KEY = "berth-key"
+TRACEPARENT = "traceparent"
+
+# Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
+MAX_BODY_BYTES = 16 * 2**20
+# A batch with more items than this was not made by a link of ours.
+MAX_BATCH_ITEMS = 10_000
+# Ids and causes from outside are stored and logged, so they are bounded.
+MAX_ID = 255
+
+REPLY_PREFIX = "berth.reply."
+
+MALFORMED = "message.malformed"
+UNKNOWN_TYPE = "message.unknown_type"
+INVALID = "message.invalid"
+TOO_LARGE = "message.too_large"
+
+_ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
+_encode_meta = msgspec.json.Encoder().encode
+_decode_meta = msgspec.json.Decoder(Meta).decode
+
+
+class Packed(Struct, frozen=True):
+    """One message ready to be sent, alone or with others."""
+
+    body: bytes
+    meta: Meta
+    type: str
+
+
+class Read(Struct, frozen=True):
+    """One message that could be read."""
+
+    message: Message
+    meta: Meta
+
+
+class Malformed(Struct, frozen=True):
+    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it."""
+
+    body: bytes
+    code: str
+    reason: str
+    meta: Meta
+    queue: str = ""
+
+
+class _RawItem(Struct):
+    meta: msgspec.Raw = msgspec.Raw(b"")
+    body: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Peek(Struct):
+    type: str | None = None
+
+
+_decode_raw = msgspec.json.Decoder(list[_RawItem]).decode
+_decode_peek = msgspec.json.Decoder(_Peek).decode
+
+
+@cache
+def tag(kind: type[Message]) -> str:
+    """The versioned tag of a message type."""
+    return tag_of(kind)
+
+
+def pack(message: Message, meta: Meta) -> Packed:
+    """Encode a message; raises what msgspec raises when it holds something that is not JSON."""
+    return Packed(encode(message), meta, tag(type(message)))
+
+
+def single(packed: Packed, exchange: str, key: str, **options: Any) -> Outgoing:
+    """One message as a broker message that any AMQP client can read."""
+    meta = packed.meta
+    return Outgoing(
+        exchange=exchange,
+        routing_key=key,
+        body=packed.body,
+        content_type=JSON,
+        message_id=meta.id,
+        type=packed.type,
+        correlation_id=meta.correlation_id,
+        reply_to=meta.reply_to,
+        headers=headers_of(meta),
+        **options,
+    )
+
+
+def batch(items: Sequence[Packed], exchange: str, key: str, **options: Any) -> Outgoing:
+    """Several messages as one broker message."""
+    body = b",".join([b'{"meta":' + _encode_meta(item.meta) + b',"body":' + item.body + b"}" for item in items])
+    return Outgoing(
+        exchange=exchange,
+        routing_key=key,
+        body=b"[" + body + b"]",
+        content_type=BATCH,
+        message_id=items[0].meta.id,
+        **options,
+    )
+
+
+def headers_of(meta: Meta) -> dict[str, str | int | float]:
+    """The headers that carry what AMQP has no property for."""
+    headers: dict[str, str | int | float] = {}
+    if meta.cause:
+        headers[CAUSE] = meta.cause
+    if meta.sent_at:
+        headers[SENT_AT] = meta.sent_at
+    if meta.attempt:
+        headers[ATTEMPT] = meta.attempt
+    if meta.deadline is not None:
+        headers[DEADLINE] = meta.deadline
+    if meta.traceparent:
+        headers[TRACEPARENT] = meta.traceparent
+    return headers
+
+
+class Codec:
+    """Reads what arrives on one queue, which admits these message types and no others."""
+
+    def __init__(self, kinds: Sequence[type[Message]], *, queue: str = "") -> None:
+        self._queue = queue
+        self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
+        self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
+        self._heads = [(_head(BY_TYPE[kind].key), tag_of(kind)) for kind in kinds if kind in BY_TYPE]
+        self._heads.sort(key=lambda pair: -len(pair[0]))
+        item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[tuple(kinds)])])  # noqa: UP007
+        self._batch: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[item])  # type: ignore[valid-type]
+
+    def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
+        """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id."""
+        if len(delivery.body) > MAX_BODY_BYTES:
+            reason = f"the body has {len(delivery.body)} bytes, {MAX_BODY_BYTES} are allowed"
+            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id))]
+        if delivery.content_type == BATCH:
+            return self._read_batch(delivery.body, new_id)
+        meta, problem = _meta(delivery, new_id)
+        if problem:
+            return [self._malformed(delivery.body, INVALID, problem, meta)]
+        return [self._read_one(delivery.body, meta, delivery.type, _original_key(delivery))]
+
+    def _read_batch(self, body: bytes, new_id: str) -> list[Read | Malformed]:
+        try:
+            items = self._batch.decode(body)
+            if len(items) <= MAX_BATCH_ITEMS:
+                return [Read(item.body, item.meta) for item in items]
+        except msgspec.DecodeError:
+            pass
+        except RecursionError:
+            return [self._malformed(body, MALFORMED, "nested too deeply", Meta(id=new_id))]
+        return self._read_apart(body, new_id)
+
+    def _read_apart(self, body: bytes, new_id: str) -> list[Read | Malformed]:
+        """The slow way, when one item at least is bad: its neighbours must not suffer."""
+        try:
+            items = _decode_raw(body)
+        except msgspec.DecodeError as error:
+            return [self._malformed(body, MALFORMED, str(error), Meta(id=new_id))]
+        if len(items) > MAX_BATCH_ITEMS:
+            reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
+            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id))]
+        return [self._read_item(item, f"{new_id}.{number}") for number, item in enumerate(items)]
+
+    def _read_item(self, item: _RawItem, new_id: str) -> Read | Malformed:
+        body = bytes(item.body)
+        try:
+            meta = _decode_meta(item.meta)
+        except msgspec.DecodeError as error:
+            return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id))
+        return self._read_one(body, meta, None, "")
+
+    def _read_one(self, body: bytes, meta: Meta, named: str | None, key: str) -> Read | Malformed:
+        try:
+            name = named or _decode_peek(body).type or self._by_key(key) or self._only
+            decoder = self._by_tag.get(name or "")
+            if decoder is None:
+                return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta)
+            return Read(decoder.decode(body), meta)
+        except msgspec.ValidationError as error:
+            return self._malformed(body, INVALID, str(error), meta)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return self._malformed(body, MALFORMED, str(error), meta)
+        except RecursionError:
+            return self._malformed(body, MALFORMED, "nested too deeply", meta)
+
+    def _by_key(self, key: str) -> str | None:
+        return next((name for head, name in self._heads if key == head or key.startswith(head + ".")), None)
+
+    def _unknown(self, name: str | None) -> str:
+        said = f"{name[:MAX_ID]!r} is not taken here" if name else "no type is given"
+        return f"{said}; taken are: {', '.join(self._by_tag)}"
+
+    def _malformed(self, body: bytes, code: str, reason: str, meta: Meta) -> Malformed:
+        return Malformed(body, code, reason[:MAX_REASON], meta, self._queue)
+
+
+def kind_of(name: str) -> type[Message] | None:
+    """The message type of a tag, None when there is none."""
+    return _ROWS_BY_TAG.get(name)
+
+
+def _head(template: str) -> str:
+    """The words of a key template before its first placeholder."""
+    return template.partition(".{")[0]
+
+
+def _original_key(delivery: Delivery) -> str:
+    """The key it was first published with: a message back from a retry queue comes under its queue's name."""
+    key = delivery.headers.get(ORIGINAL_KEY)
+    return key if isinstance(key, str) else delivery.routing_key
+
+
+def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
+    """Metadata from properties and headers, and what is wrong with them (empty: nothing)."""
+    headers = delivery.headers
+    numbers, problem = _numbers(headers)
+    meta = Meta(
+        id=(delivery.message_id or new_id)[:MAX_ID],
+        cause=_text(headers, CAUSE) or "",
+        sent_at=numbers[SENT_AT] or 0.0,
+        reply_to=delivery.reply_to or None,
+        correlation_id=delivery.correlation_id or None,
+        deadline=numbers[DEADLINE],
+        traceparent=_text(headers, TRACEPARENT),
+        attempt=max(0, min(1000, int(numbers[ATTEMPT] or 0))),
+    )
+    return meta, problem
+
+
+def _text(headers: Mapping[str, object], name: str) -> str | None:
+    value = headers.get(name)
+    return value[:MAX_ID] if isinstance(value, str) else None
+
+
+def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
+    found: dict[str, float | None] = {}
+    problem = ""
+    for name in (SENT_AT, DEADLINE, ATTEMPT):
+        value = headers.get(name)
+        sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
+        found[name] = float(value) if sound else None  # type: ignore[arg-type]
+        if value is not None and not sound:
+            problem = f"header {name} is not a number"
+    return found, problem
