@@ -1,17 +1,42 @@
-"""The book in columns (signatures; the body follows within minutes)."""
+"""The book in columns: what every provider has, what is used, and what is in flight.
+
+One writer, no awaits: between two calls a reader sees one consistent state. A row is a provider; rows of removed
+providers are used again. Python objects per provider are strings only, which the cyclic collector never visits.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from bus.contracts.placement import Change, ProviderState
+from placement_worker.replica.assumptions import Assumptions
+from placement_worker.replica.columns import (
+    Amounts,
+    ClassColumns,
+    Distinct,
+    Moves,
+    Numbers,
+    Rows,
+    grown,
+)
 
-Rows = NDArray[np.intp]
-Amounts = NDArray[np.int64]
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from placement_worker.replica.plan import Plan
+
+FIRST_SIZE = 1024
+
+# Distinct values are swept when this many have gathered, and then when they have doubled.
+SWEEP_FROM = 4096
+
+NOBODY = -1
 
 
 class Gap(Struct, frozen=True):
@@ -22,37 +47,505 @@ class Gap(Struct, frozen=True):
 
 
 class Book:
-    """All providers that the feed has told of, and the claims in flight that it has not."""
+    """All providers that the feed has told of, and the claims in flight that it has not.
 
-    sequence: int
+    `sequence` is the number of the last change in it. Rows are stable while their provider exists. Arrays that it
+    hands out are read-only views or copies; indices are rows.
+    """
 
     def __init__(self) -> None:
-        raise NotImplementedError
+        self.sequence = 0
+        self.moves = Moves()  # roots whose tree moved in any way
+        self.shape_moves = Moves()  # roots whose tree changed in more than usage
+        self.epoch = 0  # moves when the numbers of distinct values are dealt anew
+        self.plans: OrderedDict[Hashable, Plan] = OrderedDict()  # what searches keep beside the columns
+        self.assumptions = Assumptions()
+        self._clear()
 
-    def load(self, providers: Sequence[ProviderState], sequence: int) -> None: raise NotImplementedError
-    def apply(self, changes: Sequence[Change]) -> Gap | None: raise NotImplementedError
-    def assume(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None: raise NotImplementedError
-    def settle(self, key: str, generations: Mapping[str, int] | None) -> None: raise NotImplementedError
+    def _clear(self) -> None:
+        size = FIRST_SIZE
+        self.size = size
+        self.top = 0  # rows at and above this were never used
+        self.parent = np.full(size, NOBODY, dtype=np.int32)
+        self.root = np.full(size, NOBODY, dtype=np.int32)
+        # A tree's other members hang on its root as a doubly linked list, in no order.
+        self.first_member = np.full(size, NOBODY, dtype=np.int32)
+        self.next_member = np.full(size, NOBODY, dtype=np.int32)
+        self.previous_member = np.full(size, NOBODY, dtype=np.int32)
+        self.live = np.zeros(size, dtype=np.bool_)
+        self.is_root = np.zeros(size, dtype=np.bool_)
+        self.named_by = np.zeros(size, dtype=np.int32)  # rows that name this one as parent or root
+        self.generation = np.zeros(size, dtype=np.int64)
+        self.shape = np.zeros(size, dtype=np.int64)
+        self.traits = np.zeros(size, dtype=np.int32)
+        self.aggregates = np.zeros(size, dtype=np.int32)
+        self.classes = np.zeros(size, dtype=np.int32)
+        self.trait_sets: Distinct[tuple[str, ...]] = Distinct(())
+        self.aggregate_sets: Distinct[tuple[str, ...]] = Distinct(())
+        self.class_sets: Distinct[tuple[int, ...]] = Distinct(())
+        self._columns: dict[str, ClassColumns] = {}
+        self._by_number: list[ClassColumns] = []
+        self._uuids: list[str] = []
+        self._names: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._free_rows: list[int] = []
+        self._providers = 0
+        self._roots: Rows | None = None
+        self._sweep_at = SWEEP_FROM
+        self.epoch += 1
+        self.moves.forget()
+        self.shape_moves.forget()
+
+    # --- what the feed and the claims say
+
+    def load(self, providers: Sequence[ProviderState], sequence: int) -> None:
+        """Replace all providers by a snapshot that is true at `sequence`. Claims in flight stay in flight."""
+        self._clear()
+        self._reserve_room(len(providers))
+        for state in providers:
+            self._put(state)
+        self._settle_all()
+        self.sequence = sequence
+        self.moves.forget()
+        self.shape_moves.forget()
+
+    def apply(self, changes: Sequence[Change]) -> Gap | None:
+        """Fold in changes, in order. Known ones are ignored; at a hole it stops and says so."""
+        for change in changes:
+            if change.sequence <= self.sequence:
+                continue
+            if change.sequence != self.sequence + 1:
+                return Gap(self.sequence + 1, change.sequence)
+            self._fold(change)
+            self.sequence = change.sequence
+        self._sweep()
+        return None
+
+    def assume(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
+        """Count a claim in flight as if it were used, at once. A key assumed again replaces what it had."""
+        self._restore(self.assumptions.drop(key))
+        self._restore(self.assumptions.add(key, allocations))
+
+    def settle(self, key: str, generations: Mapping[str, int] | None) -> None:
+        """The claim has ended. None: it failed, drop it now.
+
+        Otherwise it stands, and its share on each provider is dropped when the feed has brought that provider to
+        the given generation, which then counts it as used. A share on a provider not named is dropped now.
+        """
+        if generations is None:
+            self._restore(self.assumptions.drop(key))
+            return
+        reached = [
+            uuid
+            for uuid in self.assumptions.providers_of(key)
+            if uuid not in generations
+            or (row := self.row_of(uuid)) is None
+            or self.generation[row] >= generations[uuid]
+        ]
+        self._restore(self.assumptions.settle(key, generations, reached))
+
+    def assumed_keys(self) -> Iterator[str]:
+        """Keys of the claims in flight."""
+        return self.assumptions.keys()
+
+    # --- reading
+
     @property
-    def version(self) -> int: raise NotImplementedError   # moves with every change of any row
-    def changed_roots(self, since: int) -> Rows | None: raise NotImplementedError  # since a version; None: too long ago
-    def __len__(self) -> int: raise NotImplementedError   # providers
-    def rows_of_roots(self) -> Rows: raise NotImplementedError   # cached, read-only
-    def row_of(self, uuid: str) -> int | None: raise NotImplementedError
-    def uuid_of(self, row: int) -> str: raise NotImplementedError
-    def name_of(self, row: int) -> str: raise NotImplementedError
-    def root_of(self, row: int) -> int: raise NotImplementedError
-    def parent_of(self, row: int) -> int | None: raise NotImplementedError
-    def tree(self, root_row: int) -> list[int]: raise NotImplementedError
-    def generation_of(self, row: int) -> int: raise NotImplementedError
-    def shape_of(self, row: int) -> int: raise NotImplementedError
-    def traits_of(self, row: int) -> tuple[str, ...]: raise NotImplementedError
-    def has_trait(self, row: int, trait: str) -> bool: raise NotImplementedError
-    def with_trait(self, trait: str, rows: Rows) -> NDArray[np.bool_]: raise NotImplementedError
-    def aggregates_of(self, row: int) -> tuple[str, ...]: raise NotImplementedError
-    def in_aggregate(self, aggregate: str, rows: Rows) -> NDArray[np.bool_]: raise NotImplementedError
-    def resource_classes(self) -> list[str]: raise NotImplementedError
-    def free(self, resource_class: str, roots: Rows) -> Amounts: raise NotImplementedError
-    def totals(self, resource_class: str, roots: Rows) -> Amounts: raise NotImplementedError  # capacity
-    def usage(self, resource_class: str, roots: Rows) -> Amounts: raise NotImplementedError   # used + assumed
-    def assumed_keys(self) -> Iterator[str]: raise NotImplementedError
+    def version(self) -> int:
+        """Moves with everything that can change an answer; see `changed_roots`."""
+        return self.moves.end
+
+    def changed_roots(self, since: int) -> Rows | None:
+        """Roots whose tree moved since that version, ascending; None: too long ago, look at everything.
+
+        A row in it may meanwhile be no root any more.
+        """
+        return self.moves.since(since)
+
+    def __len__(self) -> int:
+        return self._providers
+
+    def rows_of_roots(self) -> Rows:
+        """Rows of all root providers, ascending. Shared: do not write to it."""
+        if self._roots is None:
+            self._roots = np.flatnonzero(self.is_root[: self.top])
+            self._roots.flags.writeable = False
+        return self._roots
+
+    def row_of(self, uuid: str) -> int | None:
+        """The row of a provider, None when there is no such provider."""
+        row = self._rows.get(uuid)
+        return row if row is not None and self.live[row] else None
+
+    def uuid_of(self, row: int) -> str:
+        """The provider's uuid."""
+        return self._uuids[row]
+
+    def name_of(self, row: int) -> str:
+        """The provider's name."""
+        return self._names[row]
+
+    def root_of(self, row: int) -> int:
+        """The row of the provider's root."""
+        return int(self.root[row])
+
+    def parent_of(self, row: int) -> int | None:
+        """The row of the provider's parent, None for a root."""
+        parent = int(self.parent[row])
+        return None if parent == NOBODY else parent
+
+    def tree(self, root_row: int) -> list[int]:
+        """Rows of the tree: the root, then depth by depth, each depth by name."""
+        members = self._members(root_row)
+        return sorted(members, key=lambda row: (self._depth(row), self._names[row], self._uuids[row]))
+
+    def generation_of(self, row: int) -> int:
+        """The provider's generation, as Placement's API has it."""
+        return int(self.generation[row])
+
+    def shape_of(self, row: int) -> int:
+        """The provider's shape generation: inventory, traits, aggregates, parentage."""
+        return int(self.shape[row])
+
+    def traits_of(self, row: int) -> tuple[str, ...]:
+        """The provider's traits, sorted."""
+        return self.trait_sets.values[int(self.traits[row])]
+
+    def has_trait(self, row: int, trait: str) -> bool:
+        """Whether the provider itself has the trait."""
+        return trait in self.traits_of(row)
+
+    def with_trait(self, trait: str, rows: Rows) -> NDArray[np.bool_]:
+        """Which of the rows have the trait themselves."""
+        has = np.array([trait in traits for traits in self.trait_sets.values], dtype=np.bool_)
+        return has[self.traits[rows]]
+
+    def aggregates_of(self, row: int) -> tuple[str, ...]:
+        """The provider's own aggregates, sorted."""
+        return self.aggregate_sets.values[int(self.aggregates[row])]
+
+    def in_aggregate(self, aggregate: str, rows: Rows) -> NDArray[np.bool_]:
+        """Which of the rows are in the aggregate themselves."""
+        has = np.array([aggregate in aggregates for aggregates in self.aggregate_sets.values], dtype=np.bool_)
+        return has[self.aggregates[rows]]
+
+    def resource_classes(self) -> list[str]:
+        """Classes that any provider has or had, sorted."""
+        return sorted(self._columns)
+
+    def column(self, resource_class: str) -> ClassColumns | None:
+        """One class's columns (for search); None while nobody has it."""
+        return self._columns.get(resource_class)
+
+    def free(self, resource_class: str, roots: Rows) -> Amounts:
+        """Per root: the sum over its tree of what is free and above zero."""
+        column = self._columns.get(resource_class)
+        return np.zeros(len(roots), dtype=np.int64) if column is None else column.root_free[roots]
+
+    def totals(self, resource_class: str, roots: Rows) -> Amounts:
+        """Per root: the capacity of its tree."""
+        column = self._columns.get(resource_class)
+        if column is None:
+            return np.zeros(len(roots), dtype=np.int64)
+        capacity = np.array([numbers.capacity for numbers in column.kinds.values], dtype=np.int64)
+        return self._sum_over_trees(capacity[column.kind[: self.top]], roots)
+
+    def usage(self, resource_class: str, roots: Rows) -> Amounts:
+        """Per root: what is used in its tree and what claims in flight assume."""
+        column = self._columns.get(resource_class)
+        if column is None:
+            return np.zeros(len(roots), dtype=np.int64)
+        capacity = np.array([numbers.capacity for numbers in column.kinds.values], dtype=np.int64)
+        return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
+
+    def inventory_of(self, row: int) -> dict[str, tuple[Numbers, int, int]]:
+        """The provider's inventories by class: their numbers, what is used, and what is free with claims in flight."""
+        found = {}
+        for number in self.class_sets.values[self.classes[row]]:
+            column = self._by_number[number]
+            if kind := column.kind[row]:
+                found[column.name] = (column.kinds.values[kind], int(column.used[row]), int(column.free[row]))
+        return dict(sorted(found.items()))
+
+    def members(self, roots: Rows) -> tuple[Rows, Rows]:
+        """All rows of these trees, the roots first, and beside each the position of its root in `roots`."""
+        rows, owners = [roots], [np.arange(len(roots))]
+        frontier, owner = self.first_member[roots], owners[0]
+        while True:  # ends: each round follows the lists by one member
+            more = frontier != NOBODY
+            if not more.any():
+                return np.concatenate(rows), np.concatenate(owners)
+            frontier, owner = frontier[more].astype(np.intp), owner[more]
+            rows.append(frontier)
+            owners.append(owner)
+            frontier = self.next_member[frontier]
+
+    # --- writing
+
+    def _fold(self, change: Change) -> None:
+        if change.state is not None:
+            self._put(change.state)
+        elif change.used is not None:
+            self._use(change.provider, change.generation, change.used)
+        elif change.removed:
+            # No look at generations: a provider made again under the same uuid starts from 0, and every later
+            # change of it follows in the feed anyway.
+            self._remove(change.provider)
+
+    def _put(self, state: ProviderState) -> None:
+        """The whole of one provider; an older generation than the known one loses."""
+        row = self._rows.get(state.uuid)
+        if row is None:
+            row = self._new_row(state.uuid)
+        if self.live[row] and self.generation[row] > state.generation:
+            return
+        if not self.live[row]:
+            self.live[row] = True
+            self._providers += 1
+        old_root = int(self.root[row])
+        classes = self.class_sets.values[self.classes[row]]
+        for number in classes:
+            self._set_free(self._by_number[number], row, 0)
+        self._link(row, state)
+        self._names[row] = state.name
+        self.generation[row] = state.generation
+        self.shape[row] = state.shape
+        self.traits[row] = self.trait_sets.id_of(tuple(sorted(state.traits)))
+        self.aggregates[row] = self.aggregate_sets.id_of(tuple(sorted(state.aggregates)))
+        self._stock(row, classes, state)
+        if old_root not in {NOBODY, self.root[row]}:
+            self._moved(old_root, shape=True)
+        self._moved(int(self.root[row]), shape=True)
+        self._reached(state.uuid, state.generation)
+
+    def _stock(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
+        """Set inventories and usage; classes it had before and has no more become nothing."""
+        numbers = [self._column(name).number for name in {**state.inventories, **state.used}]
+        for number in before:
+            column = self._by_number[number]
+            column.kind[row] = 0
+            column.used[row] = 0
+        for name, inventory in state.inventories.items():
+            column = self._columns[name]
+            column.kind[row] = column.kinds.id_of(Numbers(int(inventory[0]), *inventory[1:]))
+        for name, amount in state.used.items():
+            self._columns[name].used[row] = amount
+        self.classes[row] = self.class_sets.id_of(tuple(sorted(numbers)))
+        for number in numbers:
+            self._recount(self._by_number[number], row, state.uuid)
+
+    def _use(self, uuid: str, generation: int, used: Mapping[str, int]) -> None:
+        """Only usage moved. Of a provider that is not known (it came and went within a snapshot): nothing."""
+        row = self.row_of(uuid)
+        if row is None or self.generation[row] > generation:
+            return
+        for name, amount in used.items():
+            column = self._column(name)
+            if not column.kind[row] and not column.used[row]:
+                self._add_class(row, column)
+            column.used[row] = amount
+            self._recount(column, row, uuid)
+        self.generation[row] = generation
+        self._moved(int(self.root[row]))
+        self._reached(uuid, generation)
+
+    def _remove(self, uuid: str) -> None:
+        row = self.row_of(uuid)
+        if row is None:
+            return
+        for number in self.class_sets.values[self.classes[row]]:
+            column = self._by_number[number]
+            self._set_free(column, row, 0)
+            column.kind[row] = 0
+            column.used[row] = 0
+        root = int(self.root[row])
+        self._unlink(row)
+        for column_of_row in (self.classes, self.traits, self.aggregates, self.generation, self.shape):
+            column_of_row[row] = 0
+        self.live[row] = False
+        self._providers -= 1
+        self._names[row] = ""
+        self._moved(root, shape=True)
+        # What was in flight on it cannot land any more: drop what was settled, the rest ends by its own settle.
+        self.assumptions.reached(uuid, None)
+        self._drop_row_if_unnamed(row)
+
+    def _restore(self, touched: Mapping[str, Sequence[str]]) -> None:
+        """Count anew what assumptions moved: {provider: classes}."""
+        for uuid, names in touched.items():
+            row = self.row_of(uuid)
+            if row is None:
+                continue
+            for name in names:
+                column = self._column(name)
+                if not column.kind[row] and not column.used[row]:
+                    self._add_class(row, column)
+                self._recount(column, row, uuid)
+            self._moved(int(self.root[row]))
+
+    def _reached(self, uuid: str, generation: int) -> None:
+        if self.assumptions.is_awaited(uuid):
+            self._restore(self.assumptions.reached(uuid, generation))
+
+    def _settle_all(self) -> None:
+        """After a snapshot: drop what is settled and has been reached, or whose provider is gone."""
+        for uuid in self.assumptions.awaited():
+            row = self.row_of(uuid)
+            generation = None if row is None else int(self.generation[row])
+            self._restore(self.assumptions.reached(uuid, generation))
+
+    def _recount(self, column: ClassColumns, row: int, uuid: str) -> None:
+        capacity = column.kinds.values[column.kind[row]].capacity
+        assumed = self.assumptions.amount(uuid, column.name)
+        self._set_free(column, row, capacity - int(column.used[row]) - assumed)
+
+    def _set_free(self, column: ClassColumns, row: int, free: int) -> None:
+        before = int(column.free[row])
+        column.free[row] = free
+        if step := max(0, free) - max(0, before):
+            column.root_free[self.root[row]] += step
+
+    def _moved(self, root: int, *, shape: bool = False) -> None:
+        self.moves.add(root)
+        if shape:
+            self.shape_moves.add(root)
+
+    # --- rows and trees
+
+    def _link(self, row: int, state: ProviderState) -> None:
+        """Put the row into its tree. Parents and roots that are not known yet get a row that is not live."""
+        root = row if state.root_uuid == state.uuid else self._named(state.root_uuid)
+        parent = NOBODY if state.parent_uuid is None else self._named(state.parent_uuid)
+        if self.root[row] == root and self.parent[row] == parent and self.is_root[row] == (root == row):
+            return
+        for named in (root, parent):  # before the old names are dropped: a row in both must not be freed between
+            if named not in {row, NOBODY}:
+                self.named_by[named] += 1
+        self._unlink(row)
+        self.root[row] = root
+        self.parent[row] = parent
+        if root == row:
+            self.is_root[row] = True
+            self._roots = None
+            return
+        first = self.first_member[root]
+        self.next_member[row] = first
+        self.previous_member[row] = NOBODY
+        if first != NOBODY:
+            self.previous_member[first] = row
+        self.first_member[root] = row
+
+    def _unlink(self, row: int) -> None:
+        root, parent = int(self.root[row]), int(self.parent[row])
+        self.root[row] = self.parent[row] = NOBODY
+        if root == NOBODY:
+            return
+        if root == row:
+            self.is_root[row] = False
+            self._roots = None
+        else:
+            after, before = self.next_member[row], self.previous_member[row]
+            if before == NOBODY:
+                self.first_member[root] = after
+            else:
+                self.next_member[before] = after
+            if after != NOBODY:
+                self.previous_member[after] = before
+            self.next_member[row] = self.previous_member[row] = NOBODY
+        for named in (root, parent):
+            if named not in {row, NOBODY}:
+                self.named_by[named] -= 1
+                self._drop_row_if_unnamed(named)
+
+    def _members(self, root_row: int) -> list[int]:
+        members, row = [root_row], int(self.first_member[root_row])
+        while row != NOBODY:
+            members.append(row)
+            row = int(self.next_member[row])
+        return members
+
+    def _depth(self, row: int) -> int:
+        depth = 0
+        while (parent := int(self.parent[row])) != NOBODY and depth <= self._providers:
+            row, depth = parent, depth + 1
+        return depth
+
+    def _named(self, uuid: str) -> int:
+        row = self._rows.get(uuid)
+        return self._new_row(uuid) if row is None else row
+
+    def _new_row(self, uuid: str) -> int:
+        if self._free_rows:
+            row = self._free_rows.pop()
+            self._uuids[row] = uuid
+        else:
+            self._reserve_room(1)
+            row = self.top
+            self.top += 1
+            self._uuids.append(uuid)
+            self._names.append("")
+        self._rows[uuid] = row
+        return row
+
+    def _drop_row_if_unnamed(self, row: int) -> None:
+        if not self.live[row] and not self.named_by[row] and (uuid := self._uuids[row]) in self._rows:
+            del self._rows[uuid]
+            self._uuids[row] = ""
+            for column in self._by_number:
+                column.root_free[row] = 0
+            self._free_rows.append(row)
+
+    def _reserve_room(self, rows: int) -> None:
+        size = self.size
+        while size < self.top + rows:
+            size *= 2
+        if size == self.size:
+            return
+        for name in ("parent", "root", "first_member", "next_member", "previous_member"):
+            setattr(self, name, grown(getattr(self, name), size, NOBODY))
+        for name in ("live", "is_root", "named_by", "generation", "shape", "traits", "aggregates", "classes"):
+            setattr(self, name, grown(getattr(self, name), size))
+        for column in self._by_number:
+            column.grow(size)
+        self.size = size
+
+    def _column(self, name: str) -> ClassColumns:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = ClassColumns(name, len(self._by_number), self.size)
+            self._by_number.append(column)
+        return column
+
+    def _add_class(self, row: int, column: ClassColumns) -> None:
+        classes = self.class_sets.values[self.classes[row]]
+        if column.number not in classes:
+            self.classes[row] = self.class_sets.id_of(tuple(sorted((*classes, column.number))))
+
+    def _sum_over_trees(self, amounts: Amounts, roots: Rows) -> Amounts:
+        if not (self.first_member[roots] != NOBODY).any():
+            return amounts[roots]
+        rows, owners = self.members(roots)
+        sums = np.zeros(len(roots), dtype=np.int64)
+        np.add.at(sums, owners, amounts[rows])
+        return sums
+
+    def _sweep(self) -> None:
+        """Forget distinct values that no row has any more, once enough have gathered."""
+        gathered = len(self.trait_sets) + len(self.aggregate_sets) + len(self.class_sets)
+        gathered += sum(len(column.kinds) for column in self._by_number)
+        if gathered < self._sweep_at:
+            return
+        for values, numbers in self._numbered():
+            numbers[: self.top] = values.keep(np.unique(numbers[: self.top]))[numbers[: self.top]]
+        left = sum(len(values) for values, _ in self._numbered())
+        self._sweep_at = max(SWEEP_FROM, 2 * left)
+        self.epoch += 1
+
+    def _numbered(
+        self,
+    ) -> Iterator[tuple[Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[Numbers], NDArray[np.int32]]]:
+        yield self.trait_sets, self.traits
+        yield self.aggregate_sets, self.aggregates
+        yield self.class_sets, self.classes
+        for column in self._by_number:
+            yield column.kinds, column.kind

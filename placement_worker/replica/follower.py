@@ -21,11 +21,24 @@ class Follower:
     def __init__(self, bus: Bus, book: Book, *, process: str, clock: Clock) -> None:
         raise NotImplementedError
 
-    async def start(self) -> None: raise NotImplementedError  # queue declared and consumed; snapshot goes on behind
-    async def run(self) -> None: raise NotImplementedError    # for Service.task: ends only with a fault
-    async def close(self) -> None: raise NotImplementedError
-    def on_change(self, callback: Callable[[], None]) -> None: raise NotImplementedError  # the book moved
-    async def wait_until(self, sequence: int, *, timeout_s: float) -> bool: raise NotImplementedError
-    async def refresh(self, *, timeout_s: float) -> bool: raise NotImplementedError  # ask for newest changes now (shared)
+    async def start(self) -> None:
+        raise NotImplementedError  # queue declared and consumed; snapshot goes on behind
+
+    async def run(self) -> None:
+        raise NotImplementedError  # for Service.task: ends only with a fault
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        raise NotImplementedError  # the book moved
+
+    async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
+        raise NotImplementedError
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        raise NotImplementedError  # ask for newest changes now (shared)
+
     @property
-    def lag(self) -> int: raise NotImplementedError  # changes behind the newest head heard
+    def lag(self) -> int:
+        raise NotImplementedError  # changes behind the newest head heard

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from bus.contracts.build import FunnelStep
-
-Rows = NDArray[np.intp]
+from placement_worker.replica.columns import Rows
 
 
 class Query(Struct, frozen=True, kw_only=True):
@@ -19,7 +16,7 @@ class Query(Struct, frozen=True, kw_only=True):
     member_of: AND of any-of groups of aggregates, met by one provider itself or by its root (P-47);
     forbidden_aggregates: neither the provider nor its root is in any of them.
     in_tree: only the tree that this provider is in. root_required, root_forbidden: traits of the root (P-1.35).
-    only_roots, ignore_roots: uuids of roots; None = any. An empty only_roots leaves nothing.
+    only_roots, ignore_roots: uuids of roots; an empty only_roots means any.
     """
 
     resources: dict[str, int]
@@ -30,7 +27,7 @@ class Query(Struct, frozen=True, kw_only=True):
     in_tree: str | None = None
     root_required: tuple[tuple[str, ...], ...] = ()
     root_forbidden: tuple[str, ...] = ()
-    only_roots: tuple[str, ...] | None = None
+    only_roots: tuple[str, ...] = ()
     ignore_roots: tuple[str, ...] = ()
 
 

@@ -1,0 +1,98 @@
+"""Claims in flight: what has been asked of placement and is not yet seen in the feed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+# {class: amount} of one claim on one provider.
+Share = dict[str, int]
+
+
+class Assumptions:
+    """Amounts by key and provider, and their sums by provider. Every change says which sums moved."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, dict[str, Share]] = {}
+        self._sums: dict[str, Share] = {}
+        # Provider -> {key: generation at which that key's share there is counted by the feed}.
+        self._awaited: dict[str, dict[str, int]] = {}
+
+    def keys(self) -> Iterator[str]:
+        """Keys that still assume something."""
+        return iter(self._by_key)
+
+    def providers_of(self, key: str) -> list[str]:
+        """Providers that the key assumes something of."""
+        return list(self._by_key.get(key, ()))
+
+    def amount(self, uuid: str, resource_class: str) -> int:
+        """What is assumed of one class of one provider, over all keys."""
+        sums = self._sums.get(uuid)
+        return 0 if sums is None else sums.get(resource_class, 0)
+
+    def add(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> Mapping[str, Sequence[str]]:
+        """A new key (an old one of that name has been dropped)."""
+        assert key not in self._by_key, key
+        if allocations:
+            self._by_key[key] = {uuid: dict(share) for uuid, share in allocations.items()}
+        for uuid, share in allocations.items():
+            sums = self._sums.setdefault(uuid, {})
+            for name, amount in share.items():
+                sums[name] = sums.get(name, 0) + amount
+        return {uuid: list(share) for uuid, share in allocations.items()}
+
+    def drop(self, key: str) -> Mapping[str, Sequence[str]]:
+        """The whole key."""
+        return self._drop(key, self.providers_of(key))
+
+    def settle(self, key: str, generations: Mapping[str, int], reached: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """The key stands: drop its shares on `reached`, await the others' generations."""
+        touched = self._drop(key, reached)
+        for uuid in self.providers_of(key):
+            self._awaited.setdefault(uuid, {})[key] = generations[uuid]
+        return touched
+
+    def is_awaited(self, uuid: str) -> bool:
+        """Whether a settled share waits for this provider."""
+        return uuid in self._awaited
+
+    def awaited(self) -> list[str]:
+        """Providers that settled shares wait for."""
+        return list(self._awaited)
+
+    def reached(self, uuid: str, generation: int | None) -> dict[str, list[str]]:
+        """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it."""
+        touched: dict[str, list[str]] = {}
+        for key, wanted in list(self._awaited.get(uuid, {}).items()):
+            if generation is None or generation >= wanted:
+                for provider, names in self._drop(key, [uuid]).items():
+                    touched.setdefault(provider, []).extend(names)
+        return touched
+
+    def _drop(self, key: str, providers: Sequence[str]) -> dict[str, list[str]]:
+        shares = self._by_key.get(key)
+        touched: dict[str, list[str]] = {}
+        if shares is None:
+            return touched
+        for uuid in providers:
+            share = shares.pop(uuid)
+            touched[uuid] = list(share)
+            self._subtract(uuid, share)
+            waiting = self._awaited.get(uuid)
+            if waiting is not None and waiting.pop(key, None) is not None and not waiting:
+                del self._awaited[uuid]
+        if not shares:
+            del self._by_key[key]
+        return touched
+
+    def _subtract(self, uuid: str, share: Share) -> None:
+        sums = self._sums[uuid]
+        for name, amount in share.items():
+            left = sums[name] - amount
+            assert left >= 0, (uuid, name, left)
+            if left:
+                sums[name] = left
+            else:
+                del sums[name]
+        if not sums:
+            del self._sums[uuid]

@@ -1,0 +1,134 @@
+"""The parts a book is made of: distinct values with small numbers, one class's columns, and the log of what moved.
+
+Nearly everything static about a provider is shared with many others: its traits, its aggregates, its inventory's
+numbers. Such values are kept once and a row holds their small number, so that a question about traits is asked once
+per distinct set of traits and answered for a million rows by one gather.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.intp]
+Amounts = NDArray[np.int64]
+Ids = NDArray[np.int32]
+
+T = TypeVar("T", bound=Hashable)
+
+# Moves remembered. A search that last looked longer ago than this evaluates everything anew.
+MOVES_KEPT = 1 << 15
+
+
+class Distinct(Generic[T]):
+    """Distinct values, numbered from 0 in order of first sight; 0 is the empty value. Numbers are never reused."""
+
+    def __init__(self, empty: T) -> None:
+        self.values: list[T] = [empty]
+        self._ids: dict[T, int] = {empty: 0}
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def id_of(self, value: T) -> int:
+        """The value's number, new when it is new."""
+        found = self._ids.get(value)
+        if found is None:
+            found = self._ids[value] = len(self.values)
+            self.values.append(value)
+        return found
+
+    def keep(self, used: NDArray[np.int32]) -> Ids:
+        """Forget the values whose number is not in `used`; returns new numbers by old number."""
+        survivors = sorted({0, *used.tolist()})
+        moved = np.zeros(len(self.values), dtype=np.int32)
+        moved[survivors] = np.arange(len(survivors), dtype=np.int32)
+        self.values = [self.values[old] for old in survivors]
+        self._ids = {value: number for number, value in enumerate(self.values)}
+        return moved
+
+
+class Numbers(NamedTuple):
+    """One inventory's numbers. Capacity is what placement computed when the inventory was written (P-41)."""
+
+    capacity: int
+    min_unit: int
+    max_unit: int
+    step_size: int
+    total: int
+    reserved: int
+    allocation_ratio: float
+
+
+NO_INVENTORY = Numbers(0, 1, 0, 1, 0, 0, 1.0)
+
+
+class ClassColumns:
+    """One resource class over all rows. Arrays start as untouched zero pages, so a rare class costs little.
+
+    kind: which inventory (0: none); free: capacity - used - assumed, may be negative;
+    root_free: at a root's row, the sum over its tree of what is free and above zero.
+    """
+
+    __slots__ = ("free", "kind", "kinds", "name", "number", "root_free", "used")
+
+    def __init__(self, name: str, number: int, size: int) -> None:
+        self.name = name
+        self.number = number
+        self.kinds: Distinct[Numbers] = Distinct(NO_INVENTORY)
+        self.kind: Ids = np.zeros(size, dtype=np.int32)
+        self.used: Amounts = np.zeros(size, dtype=np.int64)
+        self.free: Amounts = np.zeros(size, dtype=np.int64)
+        self.root_free: Amounts = np.zeros(size, dtype=np.int64)
+
+    def grow(self, size: int) -> None:
+        """Make room for `size` rows."""
+        for column in ("kind", "used", "free", "root_free"):
+            setattr(self, column, grown(getattr(self, column), size))
+
+
+class Moves:
+    """The last rows that moved, in order; a position is how many moved before it."""
+
+    __slots__ = ("_ring", "end", "start")
+
+    def __init__(self) -> None:
+        self._ring = array("q", bytes(8 * MOVES_KEPT))
+        self.end = 0
+        self.start = 0
+
+    def add(self, row: int) -> None:
+        """A row moved."""
+        self._ring[self.end % MOVES_KEPT] = row
+        self.end += 1
+
+    def forget(self) -> None:
+        """Everything may have moved: nobody's position is good any more."""
+        self.end += 1
+        self.start = self.end
+
+    def since(self, position: int) -> Rows | None:
+        """Distinct rows that moved at or after `position`, ascending; None when that is too long ago to tell."""
+        if position < self.start or self.end - position > MOVES_KEPT:
+            return None
+        low, high = position % MOVES_KEPT, self.end % MOVES_KEPT
+        if self.end == position:
+            rows: set[int] = set()
+        elif low < high:
+            rows = set(self._ring[low:high])
+        else:
+            rows = set(self._ring[low:]) | set(self._ring[:high])
+        return np.array(sorted(rows), dtype=np.intp)
+
+
+def grown(column: NDArray[np.generic], size: int, fill: int = 0) -> NDArray[np.generic]:
+    """A longer copy of a column; new places hold `fill`."""
+    longer = np.zeros(size, dtype=column.dtype)
+    if fill:
+        longer[column.size :] = fill
+    longer[: column.size] = column
+    return longer
