@@ -24,7 +24,8 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import Claimed, ClaimRefused, Event, Released, TimedOut
 from .domain.instance import Instance, State
-from .domain.table import Patience, step, wanted
+from .domain.rules import Patience
+from .domain.table import step, wanted
 from .store.port import InstanceStore, StaleWrite, Transaction
 
 R = TypeVar("R", bound=Message)

@@ -36,17 +36,15 @@ def _diagram() -> list[str]:
 
 
 def _matrix() -> list[str]:
-    lines = [
+    return [
         "## Every state, every event",
         "",
         "`-`: nothing changes (late, doubled or already taken care of). `x`: cannot happen; the process stops.",
         "",
         "| event | " + " | ".join(State) + " |",
         "| --- |" + " --- |" * len(State),
+        *(f"| {event.__name__} | {' | '.join(_cell(TABLE[state][event]) for state in State)} |" for event in EVENTS),
     ]
-    for event in EVENTS:
-        lines.append(f"| {event.__name__} | " + " | ".join(_cell(TABLE[state][event]) for state in State) + " |")
-    return lines
 
 
 def _cell(rule: Rule | None) -> str:
@@ -54,7 +52,7 @@ def _cell(rule: Rule | None) -> str:
         return "x"
     if rule == KEEP:
         return "-"
-    return f"`{rule.name}`" + "".join(f" → {state}" for state in rule.to)
+    return f"`{rule.name}`" + (" → " + " or ".join(rule.to) if rule.to else "")
 
 
 def _rules() -> list[str]:

@@ -46,7 +46,7 @@ class Unknown(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """What does not agree: events for instances, and what nobody has on record (also among the events, if destroyed)."""
+    """What does not agree: events for instances, and what no record knows (among the events too, if destroyed)."""
 
     events: tuple[tuple[str, Event], ...] = ()
     unknown: tuple[Unknown, ...] = ()

@@ -22,6 +22,7 @@ from .events import (
     Destroyed,
     HostMissing,
     HostRuns,
+    Released,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -179,21 +180,13 @@ def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> St
 
 def let_go(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    if event.host_uuid != instance.host_uuid:
-        return Step(instance)
-    gone = (
-        event.attempt >= instance.attempt if isinstance(event, Destroyed) else _is_past_grace(instance, event, patience)
-    )
+    gone = _is_gone(instance, event, patience)
     return Step(_ask(instance, State.RELEASING, event.at, patience)) if gone else Step(instance)
 
 
 def lose(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
-    if event.host_uuid != instance.host_uuid:
-        return Step(instance)
-    gone = (
-        event.attempt >= instance.attempt if isinstance(event, Destroyed) else _is_past_grace(instance, event, patience)
-    )
+    gone = _is_gone(instance, event, patience)
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
@@ -351,7 +344,12 @@ def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
     return attempt == instance.attempt and host_uuid == instance.host_uuid
 
 
-def _is_past_grace(instance: Instance, event: HostMissing, patience: Patience) -> bool:
+def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> bool:
+    """Whether the current host's word means that the current attempt does not run (any more)."""
+    if event.host_uuid != instance.host_uuid:
+        return False
+    if isinstance(event, Destroyed):
+        return event.attempt >= instance.attempt
     return event.seen_at > instance.since + patience.report_grace_s
 
 

@@ -36,7 +36,7 @@ class Transaction(Protocol):
         """The instances on record among these, locked until the end."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, oldest first, locked; those that another conductor holds are left out."""
+        """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises StaleWrite when one is on record meanwhile."""

@@ -1,0 +1,328 @@
+"""The instance state machine, pair by pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.placement import Claim, ClaimOutcome, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
+from cell_conductor.domain.render import render
+from cell_conductor.domain.rules import Patience, Step
+from cell_conductor.domain.table import TABLE, IllegalStep, step, wanted
+
+PATIENCE = Patience(cell="c1", ask_again_s=15.0, destroy_again_s=30.0, report_grace_s=30.0)
+UUID = "00000000-0000-4000-8000-000000000001"
+
+
+def host(n: int) -> str:
+    return f"10000000-0000-4000-8000-{n:012d}"
+
+
+def selection(n: int) -> Selection:
+    return Selection(
+        host_uuid=host(n), host=f"host-{n}", service="s1", allocations={host(n): {"VCPU": n}}, shapes={host(n): n}
+    )
+
+
+SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", user_id="u")
+
+
+def asked(hosts: int = 3, at: float = 100.0) -> e.BuildAsked:
+    return e.BuildAsked(
+        at=at,
+        spec=SPEC,
+        selections=tuple(selection(n) for n in range(1, hosts + 1)),
+        consumer_generation=7,
+        build_timeout_s=60.0,
+        cause="why",
+    )
+
+
+def run(*happened: e.Event, start: Instance | None = None) -> Step:
+    """The last step of a story."""
+    stepped = Step(start or Instance(uuid=UUID))
+    for event in happened:
+        stepped = step(stepped.instance, event, PATIENCE)
+    return stepped
+
+
+def spawned(attempt: int = 1, n: int | None = None, at: float = 110.0) -> e.Spawned:
+    return e.Spawned(at=at, attempt=attempt, host_uuid=host(n or attempt), service="s1")
+
+
+def failed(attempt: int = 1, n: int | None = None, *, final: bool = False) -> e.SpawnFailed:
+    return e.SpawnFailed(
+        at=110.0, attempt=attempt, host_uuid=host(n or attempt), code="spawn.no_disk", reason="full", final=final
+    )
+
+
+def claimed(attempt: int = 2, option: int = 0, generation: int = 9) -> e.Claimed:
+    outcomes = (ClaimOutcome.FULL,) * option + (ClaimOutcome.CLAIMED,)
+    return e.Claimed(at=111.0, attempt=attempt, option=option, consumer_generation=generation, outcomes=outcomes)
+
+
+def refused(attempt: int = 2, *, changed: bool = False) -> e.ClaimRefused:
+    return e.ClaimRefused(
+        at=111.0, attempt=attempt, consumer_changed=changed, outcomes=(ClaimOutcome.FULL, ClaimOutcome.RACED)
+    )
+
+
+DELETE = e.DeleteAsked(at=120.0)
+TIMED_OUT = e.TimedOut(at=170.0)
+RELEASED = e.Released(at=130.0)
+
+
+def said(stepped: Step) -> list[BuildEvent]:
+    return [command for command in stepped.commands if isinstance(command, BuildEvent)]
+
+
+def destroys(stepped: Step) -> list[tuple[int, str]]:
+    return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Destroy)]
+
+
+def spawns(stepped: Step) -> list[tuple[int, str]]:
+    return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Spawn)]
+
+
+def test_total_over_states_and_events() -> None:
+    assert set(TABLE) == set(State)
+    for state, row in TABLE.items():
+        assert set(row) == set(e.EVENTS), state
+
+
+def test_every_state_is_reached_and_left_except_the_last() -> None:
+    targets = {target for row in TABLE.values() for rule in row.values() if rule for target in rule.to}
+    assert targets == set(State) - {State.ABSENT}
+    ending = {state for state, row in TABLE.items() if not any(rule and rule.to for rule in row.values())}
+    assert ending == {State.DELETED}
+
+
+def test_docs_are_what_the_table_says() -> None:
+    page = Path(__file__).parents[3] / "docs" / "states.md"
+    assert page.read_text() == render(), "python -m cell_conductor.domain.render > docs/states.md"
+
+
+def test_build_spawns_on_the_first_selection_and_announces() -> None:
+    stepped = run(asked())
+    spawn, event = stepped.commands
+    assert isinstance(spawn, Spawn) and isinstance(event, BuildEvent)
+    assert (spawn.attempt, spawn.host_uuid, spawn.allocations) == (1, host(1), {host(1): {"VCPU": 1}})
+    assert (event.state, event.sequence, event.terminal) == (BuildState.BUILDING, FIRST_SEQUENCE, False)
+    assert stepped.instance.deadline == 160.0
+
+
+def test_success_is_terminal_and_forgets_the_alternates() -> None:
+    stepped = run(asked(), spawned())
+    (event,) = said(stepped)
+    assert (event.state, event.terminal, event.sequence, event.host) == (BuildState.ACTIVE, True, 11, "host-1")
+    assert stepped.instance.deadline is None and len(stepped.instance.selections) == 1
+    assert [record.outcome for record in event.history] == ["active"]
+
+
+def test_failure_destroys_there_and_asks_for_the_alternates_in_order() -> None:
+    stepped = run(asked(), failed())
+    assert stepped.instance.state is State.RECLAIMING
+    assert destroys(stepped) == [(1, host(1))] and not said(stepped)
+    claim = wanted(stepped.instance)
+    assert isinstance(claim, Claim)
+    assert (claim.attempt, claim.consumer_generation, claim.release_first) == (2, 7, True)
+    assert [list(option.allocations) for option in claim.options] == [[host(2)], [host(3)]]
+    assert claim.options[0].shapes == {host(2): 2}
+
+
+def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
+    stepped = run(asked(), failed(), claimed(option=1))
+    assert spawns(stepped) == [(2, host(3))]
+    assert stepped.instance.consumer_generation == 9
+    assert [(r.host, r.outcome, r.code) for r in stepped.instance.history] == [
+        ("host-1", "failed", "spawn.no_disk"),
+        ("host-2", "not_claimed", "full"),
+    ]
+
+
+def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
+    over = run(asked(hosts=1), failed())
+    assert over.instance.state is State.GIVING_UP and not said(over)
+    assert wanted(over.instance) == Release(consumer=UUID, attempt=1)
+    (event,) = said(run(RELEASED, start=over.instance))
+    assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
+    assert "host-1: failed (spawn.no_disk: full)" in event.reason
+    assert len(event.history) == 1
+
+
+def test_exhausted_by_the_claim_is_failed_at_once_because_nothing_is_held() -> None:
+    stepped = run(asked(), failed(), refused())
+    (event,) = said(stepped)
+    assert (stepped.instance.state, event.code, event.terminal) == (State.FAILED, "max_retries_exceeded", True)
+    assert [r.code for r in event.history] == ["spawn.no_disk", "full", "raced"]
+    assert wanted(stepped.instance) is None
+
+
+def test_changed_consumer_is_fatal() -> None:
+    """Trap 6."""
+    stepped = run(asked(), failed(), refused(changed=True))
+    assert stepped.instance.state is State.FAILED and not spawns(stepped)
+    assert said(stepped)[0].code == "placement.consumer_changed"
+
+
+def test_a_final_failure_tries_no_alternate() -> None:
+    stepped = run(asked(), failed(final=True))
+    assert stepped.instance.state is State.GIVING_UP
+    assert said(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
+
+
+def test_a_host_that_never_answers_is_fenced_and_left() -> None:
+    stepped = run(asked(), TIMED_OUT)
+    assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
+    assert stepped.instance.history[0].code == "spawn.timeout"
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        (asked(), TIMED_OUT),
+        (asked(), TIMED_OUT, claimed()),
+        (asked(), TIMED_OUT, claimed(), spawned(2)),
+        (asked(), TIMED_OUT, refused()),
+        (asked(), TIMED_OUT, DELETE),
+        (asked(hosts=1), TIMED_OUT, RELEASED),
+        (asked(), TIMED_OUT, claimed(), DELETE),
+    ],
+)
+def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, ...]) -> None:
+    before = run(*story).instance
+    stepped = step(before, spawned(1), PATIENCE)
+    assert stepped.instance == before
+    assert destroys(stepped) == [(1, host(1))] and len(stepped.commands) == 1
+
+
+def test_an_attempt_never_commanded_is_destroyed() -> None:
+    assert destroys(run(asked(), spawned(2))) == [(2, host(2))]
+    assert destroys(run(asked(), spawned(1, n=3))) == [(1, host(3))]
+    assert destroys(run(spawned())) == [(1, host(1))]
+
+
+def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
+    leaving = run(asked(), spawned(), DELETE)
+    assert (leaving.instance.state, destroys(leaving)) == (State.DELETING, [(1, host(1))])
+    assert wanted(leaving.instance) is None
+    again = run(e.TimedOut(at=150.0), start=leaving.instance)
+    assert destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and wanted(again.instance) is None
+    other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2)), start=again.instance)
+    assert other.instance.state is State.DELETING
+    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
+    assert wanted(gone.instance) == Release(consumer=UUID, attempt=1)
+    (event,) = said(run(RELEASED, start=gone.instance))
+    assert (event.state, event.terminal) == (BuildState.DELETED, True)
+
+
+def test_delete_while_building_announces_one_terminal_event() -> None:
+    leaving = run(asked(), DELETE)
+    gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED, start=leaving.instance)
+    assert [(s.state, s.terminal) for s in said(leaving) + said(gone)] == [
+        (BuildState.DELETING, False),
+        (BuildState.DELETED, True),
+    ]
+
+
+def test_delete_while_claiming_gives_the_alternate_back() -> None:
+    waiting = run(asked(), failed(), DELETE)
+    assert waiting.instance.state is State.ABANDONING
+    assert isinstance(wanted(waiting.instance), Claim), "a claim may be under way: only its answer makes releasing safe"
+    back = run(claimed(), start=waiting.instance)
+    assert not spawns(back) and wanted(back.instance) == Release(consumer=UUID, attempt=2)
+    assert run(refused(), start=waiting.instance).instance.state is State.DELETED
+
+
+def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
+    """Trap 8, C-5."""
+    grave = run(DELETE)
+    assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
+    late = run(asked(), start=grave.instance)
+    assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=1)
+    (event,) = said(run(RELEASED, start=late.instance))
+    assert (event.state, event.terminal) == (BuildState.DELETED, True)
+
+
+def test_delete_while_giving_up_ends_deleted_once() -> None:
+    leaving = run(asked(hosts=1), failed(), DELETE)
+    assert leaving.instance.state is State.RELEASING
+    end = run(RELEASED, start=leaving.instance)
+    assert [s.state for s in said(end)] == [BuildState.DELETED]
+    assert run(RELEASED, start=end.instance).commands == ()
+
+
+def test_delete_of_a_failed_instance() -> None:
+    assert said(run(asked(), failed(), refused(), DELETE))[0].state is BuildState.DELETED
+
+
+def test_report_finds_a_lost_success() -> None:
+    runs = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0)
+    assert run(asked(), runs).instance.state is State.ACTIVE
+
+
+def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event() -> None:
+    up = run(asked(), spawned(at=110.0))
+    young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9)
+    assert run(young, start=up.instance).instance.state is State.ACTIVE
+    lost = run(replace(young, seen_at=140.1), start=up.instance)
+    assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
+    (event,) = said(run(RELEASED, start=lost.instance))
+    assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
+
+
+def test_a_young_build_is_not_killed_by_a_report() -> None:
+    building = run(asked()).instance
+    assert run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0), start=building).instance == building
+
+
+def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
+    leaving = run(asked(), spawned(), DELETE).instance
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0), start=leaving).instance == leaving
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
+
+
+def test_an_unfulfilled_question_is_asked_again() -> None:
+    waiting = run(asked(), failed()).instance
+    again = run(e.TimedOut(at=125.0), start=waiting)
+    assert again.instance.deadline == 140.0 and wanted(again.instance) == wanted(waiting)
+
+
+def test_illegal_pairs_raise_with_the_history() -> None:
+    with pytest.raises(IllegalStep, match=r"spawn\.no_disk"):
+        run(RELEASED, start=run(asked(), failed(), claimed()).instance)
+    with pytest.raises(IllegalStep):
+        run(TIMED_OUT)
+    with pytest.raises(IllegalStep, match="claim of attempt 2"):
+        run(claimed(), start=run(asked()).instance)
+
+
+def test_answers_to_older_questions_change_nothing() -> None:
+    second = run(asked(), failed(), claimed(), failed(2)).instance
+    assert second.state is State.RECLAIMING
+    for late in (claimed(), refused(), claimed(option=1)):
+        assert run(late, start=second).instance == second
+
+
+def test_sequence_rises_with_every_announcement() -> None:
+    instance, numbers = Instance(uuid=UUID), []
+    story = (
+        asked(),
+        failed(),
+        claimed(),
+        spawned(2),
+        DELETE,
+        e.Destroyed(at=1.0, attempt=2, host_uuid=host(2)),
+        RELEASED,
+    )
+    for event in story:
+        stepped = step(instance, event, PATIENCE)
+        instance = stepped.instance
+        numbers += [s.sequence for s in said(stepped)]
+    assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))
