@@ -110,7 +110,7 @@ class Listener:
         """True when something must be saved before the message is acknowledged."""
         known = self._ledger.positions.get(heard.subject or "")
         means = meaning(heard, seen_updated_at=known.updated_at if known else None)
-        log.debug("ironic.heard", event=heard.event, node=means.read, take_away=means.take_away, cause=heard.request_id)
+        log.debug("ironic.heard", what=heard.event, node=means.read, take_away=means.take_away, cause=heard.request_id)
         if means == NOTHING:
             return False
         if means.allocation is not None:

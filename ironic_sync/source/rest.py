@@ -132,8 +132,8 @@ def _decode(path: str, body: bytes) -> Any:
 
 def _is_ironics(answer: httpx.Response, body: bytes) -> bool:
     """Whether a 404 is Ironic's word about the node and not a proxy's about a path: one removes a provider."""
-    if not any(name.lower().startswith("x-openstack-ironic-api-") for name in answer.headers):
-        return False
+    if any(name.lower().startswith("x-openstack-ironic-api-") for name in answer.headers):
+        return True
     try:
         return "error_message" in msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

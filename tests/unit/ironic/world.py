@@ -1,0 +1,197 @@
+"""A sync loop on a virtual clock, fed from the recordings, telling a book that remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bus.contracts.base import Message
+from bus.contracts.placement import InventoryUpdate, ProviderReport
+from bus.memory import MemoryBroker
+from bus.port import Outgoing
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.loop import SyncLoop
+from ironic_sync.source.port import IronicSource
+from ironic_sync.source.recorded import RecordedSource, load_steps
+from ironic_sync.store.memory import MemoryPositions
+
+RECORDINGS = Path(__file__).parents[2] / "data" / "ironic"
+SCENARIOS = tuple(sorted(path.stem for path in RECORDINGS.glob("*.jsonl")))
+EXPECTED: Mapping[str, list[dict[str, Any]]] = json.loads((RECORDINGS / "nova-expected.json").read_text())
+QUIET_TURNS = 40  # turns of the event loop without anything to do, after which nothing will come of itself
+
+
+class VirtualClock:
+    """Time that moves only when told to."""
+
+    def __init__(self, start: float = 1_800_000_000.0) -> None:
+        self.now = start
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._number = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self._number += 1
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.now + seconds, self._number, waiting))
+        await waiting
+
+    def advance(self, until: float | None = None) -> None:
+        """To the next sleeper, or to a given time (waking one after another all who sleep until then)."""
+        while self._sleepers and self._sleepers[0][2].done():
+            heapq.heappop(self._sleepers)
+        if self._sleepers and (until is None or self._sleepers[0][0] <= until):
+            at, _, waiting = heapq.heappop(self._sleepers)
+            self.now = max(self.now, at)
+            waiting.set_result(None)
+        elif until is not None:
+            self.now = max(self.now, until)
+        else:
+            raise AssertionError("nobody sleeps, so time would never bring anything")
+
+
+class Book:
+    """What a placement worker would hold: the newest version of each root. Keeps all it was told."""
+
+    def __init__(self) -> None:
+        self.updates: list[InventoryUpdate] = []
+        self.causes: list[str] = []
+        self.versions: dict[str, int] = {}
+        self.providers: dict[str, ProviderReport | None] = {}
+        self.fault: Exception | None = None
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        await asyncio.sleep(0)
+        if self.fault is not None:
+            raise self.fault
+        for message, cause in messages:
+            assert isinstance(message, InventoryUpdate)
+            self.causes.append(cause)
+            self.updates.append(message)
+            if message.version > self.versions.get(message.root_uuid, 0):
+                self.versions[message.root_uuid] = message.version
+                self.providers[message.root_uuid] = message.providers[0] if message.providers else None
+
+    def seen(self, uuid: str) -> Any:
+        """A provider in the form of nova-expected.json."""
+        report = self.providers.get(uuid)
+        return None if report is None else as_expected(report)
+
+
+def as_expected(report: ProviderReport) -> dict[str, Any]:
+    (name, inventory), *others = report.inventories.items() or [("", None)]
+    assert not others
+    if inventory is None:
+        return {"resource_class": None, "traits": list(report.traits)}
+    assert (inventory.min_unit, inventory.max_unit, inventory.step_size, inventory.allocation_ratio) == (1, 1, 1, 1.0)
+    assert (report.name, report.parent_uuid) == (report.uuid, None)
+    return {
+        "resource_class": name,
+        "total": inventory.total,
+        "reserved": inventory.reserved,
+        "traits": list(report.traits),
+    }
+
+
+class World:
+    """One broker, one Ironic, one loop, one book."""
+
+    def __init__(self, source: IronicSource, *, positions: MemoryPositions | None = None, **settings: Any) -> None:
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.broker.declare_exchange("ironic")
+        self.source = source
+        self.book = Book()
+        self.config = msgspec.convert({"resync_s": 3600.0, **settings}, IronicSyncConfig)
+        self.positions = positions or MemoryPositions()
+        self.transport = self.broker.transport("ironic_sync")
+        self.ironic = self.broker.transport("ironic")
+        self.loop = self.make_loop()
+
+    def make_loop(self) -> SyncLoop:
+        return SyncLoop(
+            self.source,
+            self.positions,
+            self.transport,
+            self.book.publish_all,
+            clock=self.clock,
+            rng=random.Random(1),
+            config=self.config,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[World]:
+        await self.transport.open()
+        await self.ironic.open()
+        task = asyncio.create_task(self.loop.run())
+        try:
+            yield self
+            assert not task.done(), task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.transport.close()
+            await self.ironic.close()
+
+    async def say(self, body: bytes, key: str = "ironic_versioned_notifications.info") -> None:
+        await self.ironic.publish(Outgoing(exchange="ironic", routing_key=key, body=body))
+
+    async def settle(self, tries: int = 200) -> None:
+        """Until all that was heard is done with; time moves only while something is left to do."""
+        for _ in range(tries):
+            if await self._quiet():
+                return
+            self.clock.advance()
+        raise AssertionError("it never settles")
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let time pass, everything taking its turn."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            await self._quiet()
+            self.clock.advance(until)
+        await self.settle()
+
+    async def _quiet(self) -> bool:
+        quiet = 0
+        for _ in range(2000):
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if self.loop.idle and await self._drained() else 0
+            if quiet >= QUIET_TURNS:
+                return True
+        return False
+
+    async def _drained(self) -> bool:
+        return await self.transport.depth(self.config.queue) == 0
+
+
+class Recording:
+    """One recorded scenario: its steps, and the notifications that had arrived by each."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps = load_steps(RECORDINGS / f"{name}.nodes.json")
+        self.source = RecordedSource(self.steps)
+        self.expected = EXPECTED[name]
+        lines = [json.loads(line) for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines()]
+        self.messages: list[list[tuple[bytes, str]]] = []
+        for step in self.steps:
+            at = datetime.fromisoformat(step.at).timestamp()
+            arrived = [line for line in lines if line["received"] <= at]
+            lines = lines[len(arrived) :]
+            self.messages.append([(json.dumps(line["body"]).encode(), line["routing_key"]) for line in arrived])
+        assert not lines
