@@ -25,8 +25,8 @@ RESTART_PAUSE_S = 0.1
 MAX_SOCKET_PATH = 90  # the kernel allows 107 characters for the whole path; the file name takes 17
 ACCOUNTS = ("postgres", "nobody")  # PostgreSQL refuses to run as root; both of these exist on Debian
 
-# Written into postgresql.auto.conf. The durable set survives a power cut. The fast one survives a killed server (a commit
-# still reaches the kernel, so synchronous_commit stays on) but not a killed machine.
+# Written into postgresql.auto.conf. The durable set survives a power cut. The fast one survives a killed server (a
+# commit still reaches the kernel, so synchronous_commit stays on) but not a killed machine.
 COMMON = {
     "max_connections": "200",
     "shared_buffers": "'128MB'",

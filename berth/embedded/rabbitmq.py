@@ -25,6 +25,7 @@ from berth.embedded.process import (
 
 ADMIN = "berth"
 COMMAND_TIMEOUT_S = 60.0
+LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 
 # The distribution's /usr/sbin wrappers change to the machine's rabbitmq user and home; these scripts do not.
@@ -180,8 +181,8 @@ class RabbitMQ:
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
-            "RABBITMQ_CTL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1} +sbwt none +sbwtdcpu none",
+            "RABBITMQ_CTL_ERL_ARGS": LOCAL_ONLY,
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{LOCAL_ONLY} +sbwt none +sbwtdcpu none",
             "RABBITMQ_CONF_ENV_FILE": "/dev/null",
             "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(home / "advanced.config"),

@@ -1,0 +1,375 @@
+"""The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
+
+`add` writes all that a transaction has to say as one row. After the commit the process hands the same messages to its
+`Relay`, which publishes them and forgets the row once the broker has confirmed. A process that dies in between leaves
+its rows behind; the relay of any process of that role finds them when they are old enough. Readers are idempotent, so
+twice is harmless and never is not possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import asyncpg
+import msgspec
+import sqlalchemy as sa
+import structlog
+from msgspec import Struct
+from prometheus_client import Counter, Gauge
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.catalogue import MESSAGES
+from bus.faults import Transient
+from bus.port import BusError, BusUnavailable
+
+if TYPE_CHECKING:
+    from bus.bus import Bus
+    from bus.service.database import Database
+
+log = structlog.get_logger(__name__)
+
+MAX_ROWS = 10_000  # rows a relay holds in memory; one more stays in the table for the sweep
+LANE_PUBLISHES = 4  # publishes of one bus under way at a time, so that a confirm's round trip is not idle
+LANE_BATCH = 512  # messages handed to the bus at once
+FORGET_BATCH = 2_000  # rows deleted by one statement
+FORGET_PAUSE_S = 0.02  # confirmed rows gather this long before they are deleted together
+SWEEP_EVERY_S = 1.0
+SWEEP_AGE_S = 5.0  # a row this old belongs to a process that died, or to one whose broker is away: publish it again
+SWEEP_BATCH = 200
+RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
+HANDLED_BATCH = 5_000
+HANDLED_EVERY_S = 30.0
+
+_published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
+_swept = Counter("berth_outbox_swept_rows", "Outbox rows that a sweep found left behind")
+_left = Counter("berth_outbox_left_rows", "Outbox rows left to the sweep", ["reason"])
+_held = Gauge("berth_outbox_held_rows", "Outbox rows that wait for the broker's confirm")
+
+
+class Addressed(Struct, frozen=True):
+    """A message, and the bus it is for ("api" or a cell's name). `cause` as in Meta."""
+
+    bus: str
+    message: Message
+    cause: str = ""
+
+
+class _Stored(Struct, frozen=True):
+    """An Addressed as it is read back: the message's type is its tag, so any process of the role can publish it."""
+
+    bus: str
+    message: Union[tuple(row.message for row in MESSAGES)]  # type: ignore[valid-type]  # noqa: UP007
+    cause: str = ""
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[_Stored]).decode
+
+# For a worker's first migration: `op.execute(statement)` each. The tables are short-lived heaps, so they are
+# vacuumed by count and not by share.
+OUTBOX_DDL: tuple[str, ...] = (
+    """
+    CREATE TABLE outbox (
+        id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        created_at timestamptz NOT NULL DEFAULT now(),
+        taken_at timestamptz NOT NULL DEFAULT now(),
+        body bytea NOT NULL
+    ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000)
+    """,
+)
+HANDLED_DDL: tuple[str, ...] = (
+    """
+    CREATE TABLE handled (
+        handler text NOT NULL,
+        message_id text NOT NULL,
+        at timestamptz NOT NULL DEFAULT now(),
+        PRIMARY KEY (handler, message_id)
+    )
+    """,
+    "CREATE INDEX handled_at ON handled (at)",
+)
+
+
+def outbox_table(metadata: sa.MetaData) -> sa.Table:
+    """The outbox as a SQLAlchemy table, the same as OUTBOX_DDL."""
+    now = sa.text("now()")
+    return sa.Table(
+        "outbox",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
+        sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
+        sa.Column("body", sa.LargeBinary, nullable=False),
+        postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},
+    )
+
+
+def handled_table(metadata: sa.MetaData) -> sa.Table:
+    """The record of handled messages as a SQLAlchemy table, the same as HANDLED_DDL."""
+    return sa.Table(
+        "handled",
+        metadata,
+        sa.Column("handler", sa.Text, primary_key=True),
+        sa.Column("message_id", sa.Text, primary_key=True),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()"), index=True),
+    )
+
+
+async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | None:
+    """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
+    if not outgoing:
+        return None
+    row_id: int = await conn.fetchval("INSERT INTO outbox (body) VALUES ($1) RETURNING id", _encode(outgoing))
+    return row_id
+
+
+async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequence[str]) -> set[str]:
+    """Record message ids as handled by this transaction; returns those not seen before."""
+    # In one order, so that two processes with the same messages wait for each other instead of deadlocking.
+    rows = await conn.fetch(
+        "INSERT INTO handled (handler, message_id) SELECT $1, unnest($2::text[]) ON CONFLICT DO NOTHING "
+        "RETURNING message_id",
+        handler,
+        sorted(set(message_ids)),
+    )
+    return {row["message_id"] for row in rows}
+
+
+class _Ticket:
+    """One outbox row under way: it is forgotten when all its messages are confirmed."""
+
+    __slots__ = ("failed", "row_id", "waiting")
+
+    def __init__(self, row_id: int, waiting: int) -> None:
+        self.row_id = row_id
+        self.waiting = waiting
+        self.failed = False
+
+
+_Item = tuple[_Ticket, Message, str]
+
+
+class Relay:
+    """Publishes after the commit, forgets the row after the confirm, and sweeps what a dead process left.
+
+    Each bus has its own lane: a cell that is away does not hold up the others.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        buses: Mapping[str, Bus],
+        *,
+        clock: Clock,
+        max_rows: int = MAX_ROWS,
+        sweep_every_s: float = SWEEP_EVERY_S,
+        sweep_age_s: float = SWEEP_AGE_S,
+    ) -> None:
+        self._database = database
+        self._lanes = {name: _Lane(bus, clock, self._settle) for name, bus in buses.items()}
+        self._clock = clock
+        self._max_rows = max_rows
+        self._sweep_every_s = sweep_every_s
+        self._sweep_age_s = sweep_age_s
+        self._tickets: dict[int, _Ticket] = {}
+        self._confirmed: list[int] = []
+        self._some_confirmed = asyncio.Event()
+        self._changed = asyncio.Event()  # pulsed when a ticket ends
+        self._running = False
+
+    @property
+    def held(self) -> int:
+        """Rows that wait for the broker's confirm or for being forgotten."""
+        return len(self._tickets) + len(self._confirmed)
+
+    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+        """Publish the messages of a committed row soon. Never blocks: past the bound the row waits for the sweep."""
+        if row_id is None or row_id in self._tickets:
+            assert row_id is not None or not outgoing, "messages without their outbox row would not survive a crash"
+            return
+        if len(self._tickets) >= self._max_rows:
+            _left.labels("full").inc()
+            return
+        unknown = {item.bus for item in outgoing} - self._lanes.keys()
+        if unknown:
+            log.error("outbox.unknown_bus", row=row_id, buses=sorted(unknown))
+            _left.labels("unknown_bus").inc()
+            return
+        ticket = self._tickets[row_id] = _Ticket(row_id, len(outgoing))
+        _held.inc()
+        for item in outgoing:
+            self._lanes[item.bus].put((ticket, item.message, item.cause))
+
+    async def room(self) -> None:
+        """Return when `send` would keep a row in memory."""
+        while len(self._tickets) >= self._max_rows:
+            await self._change()
+
+    async def run(self) -> None:
+        """Publish, forget and sweep until cancelled."""
+        self._running = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in self._lanes.values():
+                    for _ in range(LANE_PUBLISHES):
+                        group.create_task(lane.run())
+                group.create_task(self._forget())
+                group.create_task(self._sweep())
+                group.create_task(self._forget_handled())
+        finally:
+            self._running = False
+
+    async def drain(self, grace_s: float) -> None:
+        """Return when all that was sent is confirmed and forgotten; after the grace time the rest is the sweep's."""
+        try:
+            async with asyncio.timeout(grace_s):
+                while self._running and self.held:
+                    await self._change()
+        except TimeoutError:
+            log.warning("outbox.left_behind", rows=self.held)
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _settle(self, items: Iterable[_Item], *, failed: bool = False) -> None:
+        for ticket, _message, _cause in items:
+            ticket.waiting -= 1
+            ticket.failed |= failed
+            if ticket.waiting:
+                continue
+            del self._tickets[ticket.row_id]
+            _held.dec()
+            self._changed.set()
+            if ticket.failed:  # a later sweep tries again: the row stays
+                _left.labels("failed").inc()
+                continue
+            self._confirmed.append(ticket.row_id)
+            self._some_confirmed.set()
+
+    async def _forget(self) -> None:
+        pause = RETRY_FIRST_S
+        while True:
+            await self._some_confirmed.wait()
+            await self._clock.sleep(FORGET_PAUSE_S)
+            ids = self._confirmed[:FORGET_BATCH]
+            try:
+                async with self._database.raw() as connection:
+                    await connection.execute("DELETE FROM outbox WHERE id = ANY($1::bigint[])", ids)
+            except Transient as fault:
+                log.warning("outbox.database_away", code=fault.code, rows=len(self._confirmed))
+                await self._clock.sleep(pause)
+                pause = min(pause * 2, RETRY_MAX_S)
+                continue
+            pause = RETRY_FIRST_S
+            del self._confirmed[: len(ids)]
+            if not self._confirmed:
+                self._some_confirmed.clear()
+            self._changed.set()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                found = await self._take_old()
+            except Transient as fault:
+                log.warning("outbox.database_away", code=fault.code)
+                found = []
+            for row_id, body in found:
+                if row_id in self._tickets or row_id in self._confirmed:
+                    continue
+                try:
+                    outgoing = [Addressed(item.bus, item.message, item.cause) for item in _decode(body)]
+                except msgspec.DecodeError as error:  # written by another version; it stays for that one
+                    log.error("outbox.unreadable", row=row_id, reason=str(error))
+                    continue
+                _swept.inc()
+                await self.room()
+                self.send(row_id, outgoing)
+            if len(found) < SWEEP_BATCH:
+                await self._clock.sleep(self._sweep_every_s)
+
+    async def _take_old(self) -> list[tuple[int, bytes]]:
+        # Taking renews the row's age, so that two processes do not sweep the same rows at once.
+        async with self._database.raw() as connection:
+            rows = await connection.fetch(
+                "UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox "
+                "WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) "
+                "RETURNING id, body",
+                self._sweep_age_s,
+                SWEEP_BATCH,
+            )
+        return sorted((row["id"], row["body"]) for row in rows)
+
+    async def _forget_handled(self) -> None:
+        while True:
+            await self._clock.sleep(HANDLED_EVERY_S)
+            try:
+                async with self._database.raw() as connection:
+                    if await connection.fetchval("SELECT to_regclass('handled') IS NOT NULL"):
+                        await connection.execute(
+                            "DELETE FROM handled WHERE ctid = ANY(ARRAY(SELECT ctid FROM handled "
+                            "WHERE at < now() - make_interval(secs => $1) LIMIT $2))",
+                            HANDLED_KEEP_S,
+                            HANDLED_BATCH,
+                        )
+            except Transient as fault:
+                log.warning("outbox.database_away", code=fault.code)
+
+
+class _Lane:
+    """What waits for one bus. Bounded by the relay's rows."""
+
+    def __init__(self, bus: Bus, clock: Clock, settle: Any) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._settle = settle
+        self._waiting: deque[_Item] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, item: _Item) -> None:
+        self._waiting.append(item)
+        self._some.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._some.wait()
+            items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
+            if not self._waiting:
+                self._some.clear()
+            if items:
+                await self._publish(items)
+
+    async def _publish(self, items: list[_Item]) -> None:
+        pause = RETRY_FIRST_S
+        while True:
+            try:
+                await self._bus.publish_all([(message, cause) for _ticket, message, cause in items])
+            except BusUnavailable as error:  # nobody knows which of them arrived: all of them again, when it is back
+                log.warning("outbox.bus_away", bus=self._bus.name, messages=len(items), reason=str(error))
+                await self._clock.sleep(pause)
+                pause = min(pause * 2, RETRY_MAX_S)
+            except BusError as error:
+                log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
+                await self._one_by_one(items)
+                return
+            else:
+                _published.labels(self._bus.name).inc(len(items))
+                self._settle(items)
+                return
+
+    async def _one_by_one(self, items: list[_Item]) -> None:
+        """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""
+        for item in items:
+            try:
+                await self._bus.publish(item[1], cause=item[2])
+            except BusError as error:
+                log.warning("outbox.kept", bus=self._bus.name, row=item[0].row_id, code=error.code, reason=str(error))
+                self._settle([item], failed=True)
+            else:
+                _published.labels(self._bus.name).inc()
+                self._settle([item])

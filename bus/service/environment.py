@@ -1,0 +1,63 @@
+"""What a worker's `app.py` is given: who it is, the clock, randomness, buses and databases. It chooses none of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from bus.bus import API, Bus, BusLimits
+from bus.clock import Clock, SystemClock
+from bus.faults import Fault
+from bus.port import Transport
+from bus.service.database import Database
+
+DEFAULT_POOL_SIZE = 8
+
+
+class NotConfigured(Fault):
+    """This process has no settings for the bus or database that its worker asks for."""
+
+    code = "environment.not_configured"
+
+
+class Environment:
+    """The surroundings of one process (or of one worker among several in a process).
+
+    transports: makes a fresh transport for a bus by name ("api" or a cell's), so every bus has its own connection.
+    database_url: one PostgreSQL for all roles, a schema each; None where the worker needs none.
+    """
+
+    def __init__(
+        self,
+        process: str,
+        *,
+        transports: Callable[[str], Transport],
+        database_url: str | None = None,
+        cells: tuple[str, ...] = (),
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        limits: BusLimits | None = None,
+        pool_size: int = DEFAULT_POOL_SIZE,
+    ) -> None:
+        self.process = process
+        self.clock: Clock = clock if clock is not None else SystemClock()
+        self.rng = rng if rng is not None else random.Random()
+        self.cells = cells
+        self._transports = transports
+        self._database_url = database_url
+        self._limits = limits if limits is not None else BusLimits()
+        self._pool_size = pool_size
+
+    def bus(self, name: str = API) -> Bus:
+        """A fresh bus with its own connection: "api", or a cell's name."""
+        transport = self._transports(name)
+        rng = random.Random(self.rng.getrandbits(64))  # its own stream: one bus's traffic does not move another's ids
+        return Bus(name, transport, process=self.process, clock=self.clock, rng=rng, limits=self._limits)
+
+    def database(self, role: str, *, pool_size: int | None = None) -> Database:
+        """The schema of one role: "placement", "scheduler", "cell_<name>", "ironic_sync"."""
+        if self._database_url is None:
+            raise NotConfigured(f"{self.process} has no database URL, and {role} needs one")
+        return Database(
+            self._database_url, role, pool_size=pool_size or self._pool_size, application_name=f"berth {self.process}"
+        )

@@ -1,0 +1,94 @@
+"""/healthz, /readyz and /metrics of one process, on a port of its own. GET only, small, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+
+log = structlog.get_logger(__name__)
+
+MAX_HEAD_BYTES = 8192
+MAX_CONNECTIONS = 64
+REQUEST_TIMEOUT_S = 5.0
+JSON = "application/json"
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+
+Answer = tuple[int, str, bytes]
+
+
+class Health:
+    """The health server. `not_ready` names what is not ready; an empty answer means ready."""
+
+    def __init__(
+        self,
+        not_ready: Callable[[], Sequence[str]],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._not_ready = not_ready
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+        self._open = 0
+
+    async def open(self) -> None:
+        """Listen; with port 0 on a free one, which `port` then names."""
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=MAX_HEAD_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+        log.info("health.listening", host=self.host, port=self.port)
+
+    async def close(self) -> None:
+        """Stop listening; answers under way have their own time limit."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def answer(self, method: str, path: str) -> Answer:
+        """Status, content type and body for one request."""
+        if method not in {"GET", "HEAD"}:
+            return 405, JSON, b'{"error":"only GET"}'
+        match path.partition("?")[0]:
+            case "/healthz":
+                return 200, JSON, b'{"alive":true}'
+            case "/readyz":
+                missing = list(self._not_ready())
+                body = msgspec.json.encode({"ready": not missing, "not_ready": missing})
+                return (503 if missing else 200), JSON, body
+            case "/metrics":
+                return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+            case _:
+                return 404, JSON, b'{"error":"there are /healthz, /readyz and /metrics"}'
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= MAX_CONNECTIONS:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    await self._exchange(reader, writer)
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+            pass  # the other side went away or was too slow: its own affair
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            method, path, _version = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
+        except (asyncio.LimitOverrunError, ValueError):
+            method, (status, kind, body) = "GET", (400, JSON, b'{"error":"not an HTTP request that we serve"}')
+        else:
+            status, kind, body = self.answer(method, path)
+        headers = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        writer.write(headers.encode() + (b"" if method == "HEAD" else body))
+        await writer.drain()

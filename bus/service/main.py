@@ -1,0 +1,115 @@
+"""A worker as a process: logs, loop, signals, health, and an exit status that says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+import structlog
+import uvloop
+
+from bus.faults import BrokenInvariant
+from bus.port import BusForbidden
+from bus.service.database import DatabaseForbidden
+from bus.service.environment import Environment, NotConfigured
+from bus.service.health import Health
+from bus.service.service import Service
+from bus.service.settings import SettingsError
+from bus.service.telemetry import configure_logging
+
+EXIT_CLEAN = 0
+EXIT_FAULT = 1
+EXIT_SETTINGS = 2  # wrong settings or credentials: starting again does not help
+EXIT_INVARIANT = 70  # what must never happen did (EX_SOFTWARE)
+EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
+
+# The book lives in columns and the rest is short-lived acyclic values, so the cyclic collector need not look often.
+GC_THRESHOLD = (50_000, 20, 50)
+
+log = structlog.get_logger(__name__)
+
+
+def run_process(
+    build: Callable[[Environment], Service],
+    environment: Callable[[], Environment],
+    *,
+    role: str,
+    process: str,
+    http: tuple[str, int] | None = None,
+    log_level: str = "info",
+    log_style: str = "auto",
+) -> int:
+    """Run one worker until SIGTERM or SIGINT (drain, 0) or until it dies; returns the exit status.
+
+    `environment` is called inside the loop. `http`: where to answer /healthz, /readyz and /metrics (port 0 = a
+    free one, named in the log).
+    """
+    configure_logging(process=process, role=role, level=log_level, style=log_style)
+    try:
+        uvloop.run(live(build, environment, http=http))
+    except BrokenInvariant as fault:
+        log.critical("process.invariant_broken", code=fault.code, reason=fault.reason, exc_info=True)
+        return EXIT_INVARIANT
+    except (DatabaseForbidden, BusForbidden, NotConfigured, SettingsError) as fault:
+        log.error("process.cannot_start", code=fault.code, reason=str(fault))
+        return EXIT_SETTINGS
+    except Exception as fault:  # the process's last word
+        log.critical(
+            "process.died", code=getattr(fault, "code", type(fault).__name__), reason=str(fault), exc_info=True
+        )
+        return EXIT_FAULT
+    log.info("process.ended")
+    return EXIT_CLEAN
+
+
+async def live(
+    build: Callable[[Environment], Service],
+    environment: Callable[[], Environment],
+    *,
+    http: tuple[str, int] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """The life of one worker on the running loop, signals included."""
+    stop = stop if stop is not None else asyncio.Event()
+    _on_signals(stop)
+    service = build(environment())
+    health = Health(service.not_ready, host=http[0], port=http[1]) if http is not None else None
+    if health is not None:
+        await health.open()  # before the worker opens: /readyz says what it waits for
+    freezing = asyncio.create_task(_freeze_when_ready(service))
+    try:
+        await service.run(stop)
+    finally:
+        freezing.cancel()
+        if health is not None:
+            await health.close()
+
+
+async def _freeze_when_ready(service: Service) -> None:
+    """What was loaded to get ready stays for the life of the process: the collector need not walk it again."""
+    await service.ready.wait()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLD)
+
+
+def _on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def first(number: int) -> None:
+        log.info("process.stopping", signal=signal.Signals(number).name)
+        stop.set()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+            signal.signal(each, _end_now)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, first, number)
+
+
+def _end_now(number: int, _frame: FrameType | None) -> None:
+    os._exit(EXIT_SIGNAL + number)

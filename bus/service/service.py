@@ -1,0 +1,203 @@
+"""One lifecycle for every worker: open, declare, ready, consume, drain within a grace time, close.
+
+A side task that ends while the service runs ends the service, and `run` raises the first fault. After a fault nothing
+is drained: what was not acknowledged goes back to its queue, and another process, or this one restarted, takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import structlog
+
+from bus.clock import Clock
+from bus.faults import BrokenInvariant, Fault
+
+DEFAULT_GRACE_S = 10.0
+CLOSE_TIMEOUT_S = 5.0  # one resource; a connection that does not close is left to the operating system
+CANCEL_TIMEOUT_S = 5.0  # side tasks, together
+
+
+class SideTaskEnded(Fault):
+    """A task that must run as long as the service ended without saying why."""
+
+    code = "service.task_ended"
+
+
+class Consumes(Protocol):
+    """What the lifecycle needs of a consumer."""
+
+    async def start(self) -> None:
+        """Declare and begin."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, finish what is in hand."""
+
+    async def run(self) -> None:
+        """Until drained; raises what ended it otherwise."""
+
+
+class Service:
+    """One worker's life. Register everything, then `run(stop)`; `ready` is set while it consumes."""
+
+    def __init__(self, name: str, *, clock: Clock, grace_s: float = DEFAULT_GRACE_S, log: Any = None) -> None:
+        self.name = name
+        self.clock = clock
+        self.grace_s = grace_s
+        self.log = log if log is not None else structlog.get_logger("service").bind(service=name)
+        self.ready = asyncio.Event()
+        self.phase = "new"
+        self._resources: list[tuple[Callable[[], Awaitable[Any]], Callable[[], Awaitable[Any]]]] = []
+        self._declarations: list[Callable[[], Awaitable[Any]]] = []
+        self._preparations: list[Callable[[], Awaitable[Any]]] = []
+        self._consumers: list[Consumes] = []
+        self._task_makers: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = []
+        self._drains: list[Callable[[float], Awaitable[Any]]] = []
+        self._checks: dict[str, Callable[[], bool]] = {}
+        self._closings: list[Callable[[], Awaitable[Any]]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failed: asyncio.Future[None] | None = None
+
+    def resource(self, opening: Callable[[], Awaitable[Any]], closing: Callable[[], Awaitable[Any]]) -> None:
+        """Opened in order before anything else; closed in the opposite order at the end, if it was opened."""
+        self._resources.append((opening, closing))
+
+    def declares(self, declaring: Callable[[], Awaitable[Any]]) -> None:
+        """Done when everything is open: queues that must exist before this worker says it is ready."""
+        self._declarations.append(declaring)
+
+    def prepare(self, preparing: Callable[[], Awaitable[Any]]) -> None:
+        """Done with the side tasks running and before the first message is taken: a replica is loaded here."""
+        self._preparations.append(preparing)
+
+    def consumer(self, consumer: Consumes) -> None:
+        """Started last, drained first."""
+        self._consumers.append(consumer)
+
+    def task(self, name: str, body: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """A side task. It runs until it is cancelled; when it ends before that, the service ends."""
+        self._task_makers.append((name, body))
+
+    def drain(self, draining: Callable[[float], Awaitable[Any]]) -> None:
+        """Called with what is left of the grace time after the consumers have drained (an outbox relay, a batcher)."""
+        self._drains.append(draining)
+
+    def check(self, name: str, fn: Callable[[], bool]) -> None:
+        """One line of /readyz: true while that part can do its work."""
+        self._checks[name] = fn
+
+    def not_ready(self) -> list[str]:
+        """Names of what is not ready now; empty when the service can do its work."""
+        failing = [name for name, fn in self._checks.items() if not fn()]
+        return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Live until `stop` is set (drain, close, return) or something dies (close, raise the first fault)."""
+        self._failed = asyncio.get_running_loop().create_future()
+        stopping = asyncio.create_task(stop.wait(), name=f"{self.name} stop")
+        starting = asyncio.create_task(self._start(), name=f"{self.name} start")
+        clean = False
+        try:
+            await asyncio.wait({starting, stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                await asyncio.wait({stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                await self._failed
+            clean = starting.done()
+        finally:
+            self.ready.clear()
+            await _cancel({starting, stopping})
+            try:
+                if clean:
+                    self._phase("draining")
+                    await self._drain()
+            finally:
+                self._phase("closing")
+                await self._close()
+                self._phase("closed")
+        if self._failed.done():  # something died while draining
+            await self._failed
+
+    async def _start(self) -> None:
+        self._phase("opening")
+        for opening, closing in self._resources:
+            self._closings.append(closing)  # before it is opened: half open still needs closing
+            await opening()
+        self._phase("declaring")
+        for step in self._declarations:
+            await step()
+        for name, body in self._task_makers:
+            self._spawn(name, body())
+        self._phase("preparing")
+        for step in self._preparations:
+            await step()
+        for consumer in self._consumers:
+            await consumer.start()
+            self._spawn(f"consumer {getattr(consumer, 'queue', '')}", consumer.run())
+        self._phase("ready")
+        self.ready.set()
+
+    def _spawn(self, name: str, body: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(body, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        assert self._failed is not None
+        if task.cancelled() and self.phase in {"closing", "closed"}:
+            return
+        error = None if task.cancelled() else task.exception()
+        if error is None and self.phase in {"draining", "closing", "closed"}:
+            return
+        first = _first(error) if error is not None else SideTaskEnded(f"{task.get_name()} ended")
+        self.log.error("service.task_died", task=task.get_name(), error=type(first).__name__, reason=str(first))
+        if not self._failed.done():
+            self._failed.set_exception(first)
+            self._failed.exception()  # read once, so that nobody is warned when `run` raises something else
+
+    async def _drain(self) -> None:
+        until = self.clock.monotonic() + self.grace_s
+        await _gather(consumer.drain(self.grace_s) for consumer in self._consumers)
+        await _gather(draining(max(0.0, until - self.clock.monotonic())) for draining in self._drains)
+
+    async def _close(self) -> None:
+        await _cancel(self._tasks)
+        for closing in reversed(self._closings):
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await closing()
+            except Exception as error:  # the others still have to be closed
+                self.log.warning("service.close_failed", error=type(error).__name__, reason=str(error))
+        self._closings.clear()
+
+    def _phase(self, phase: str) -> None:
+        self.phase = phase
+        self.log.info("service.phase", phase=phase)
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    waiting = {task for task in tasks if not task.done()}
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        await asyncio.wait(waiting, timeout=CANCEL_TIMEOUT_S)
+
+
+async def _gather(work: Any) -> None:
+    """Let all finish, then raise the first failure."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _first(error: BaseException) -> BaseException:
+    """The fault worth reporting: out of a group, a broken invariant before all else, otherwise the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    broken = error.subgroup(BrokenInvariant)
+    return _first((broken or error).exceptions[0])

@@ -1,0 +1,103 @@
+"""Logs that a machine can read, one JSON object a line, each with its process and role; and trace contexts.
+
+A line about a build carries `cause` (and `instance` where it is known): `log.info("claimed", cause=meta.cause)`.
+Inside `about(...)` every line carries them without being told.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import msgspec
+import structlog
+from structlog.typing import Processor
+
+log = structlog.get_logger("berth")
+
+MAX_TEXT = 4000  # one value of a log line; a hostile message must not fill the disk
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+# Libraries that say at INFO what is ours to say, or nobody's.
+QUIET = ("aio_pika", "aiormq", "alembic", "asyncio", "httpx", "httpcore", "sqlalchemy", "uvicorn")
+
+_json = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def configure_logging(
+    *, process: str, role: str, level: str = "info", style: str = "auto", stream: TextIO | None = None
+) -> None:
+    """Set up structlog and the standard library's logging for this process.
+
+    style: "json", "pretty", or "auto" (pretty on a terminal). Everything goes to standard error: standard output
+    belongs to the command.
+    """
+    out = stream if stream is not None else sys.stderr
+    number = logging.getLevelNamesMapping()[level.upper()]
+    pretty = style == "pretty" or (style == "auto" and out.isatty())
+    structlog.contextvars.bind_contextvars(process=process, role=role)
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    last: list[Processor] = (
+        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        if pretty
+        else [structlog.processors.format_exc_info, _cut, structlog.processors.JSONRenderer(serializer=_dumps)]
+    )
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=out),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(number)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+@contextmanager
+def about(**values: str) -> Iterator[None]:
+    """Every line inside carries these values (`cause`, `instance`)."""
+    with structlog.contextvars.bound_contextvars(**values):
+        yield
+
+
+def new_traceparent(rng: random.Random) -> str:
+    """A W3C trace context for something that begins here; sampled."""
+    return f"00-{rng.getrandbits(128) or 1:032x}-{rng.getrandbits(64) or 1:016x}-01"
+
+
+def child_traceparent(parent: str | None, rng: random.Random) -> str:
+    """A trace context under a parent; a new one when the parent is missing or not well-formed."""
+    match = _TRACEPARENT.fullmatch(parent or "")
+    if match is None or match[1] == "0" * 32 or match[2] == "0" * 16:
+        return new_traceparent(rng)
+    return f"00-{match[1]}-{rng.getrandbits(64) or 1:016x}-{match[3]}"
+
+
+def _cut(_logger: Any, _method: str, event: Any) -> Any:
+    for key, value in event.items():
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            event[key] = value[:MAX_TEXT] + "…"
+    return event
+
+
+def _dumps(event: Any, **_: Any) -> str:
+    return _json(event).decode()
