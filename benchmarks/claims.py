@@ -1,0 +1,148 @@
+"""How many claims a second the book takes: groups of claims against PostgreSQL, and a start-up wave of inventory.
+
+    python benchmarks/claims.py [--url postgresql://...] [--hosts 10000] [--seconds 4] [--workers 2] [--durable]
+
+Without a URL it starts a private PostgreSQL. It prints figures and judges nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from berth.embedded.postgres import Postgres
+from bus.clock import new_uuid
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimResult,
+    Inventory,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+)
+from bus.service.database import Database
+from placement_worker.store.postgres import PostgresStore
+
+RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
+REPORT_BATCH = 128
+
+
+def report(uuid: str, number: int, version: int) -> InventoryUpdate:
+    """One flat host with room for thousands."""
+    inventories = {
+        "VCPU": Inventory(total=4096, allocation_ratio=4.0),
+        "MEMORY_MB": Inventory(total=2**30, reserved=512),
+        "DISK_GB": Inventory(total=2**24),
+    }
+    host = ProviderReport(uuid=uuid, name=f"host-{number}", inventories=inventories, traits=("HW_CPU_X86_AVX2",))
+    return InventoryUpdate(source="bench", version=version, root_uuid=uuid, providers=(host,))
+
+
+async def report_all(store: PostgresStore, hosts: Sequence[str], version: int) -> float:
+    """Seconds until every host is in the book."""
+    started = time.perf_counter()
+    for at in range(0, len(hosts), REPORT_BATCH):
+        batch = [report(uuid, at + n, version) for n, uuid in enumerate(hosts[at : at + REPORT_BATCH])]
+        results = await store.report(batch)
+        assert len(results) == len(batch)
+    return time.perf_counter() - started
+
+
+async def claim_for(stores: Sequence[PostgresStore], hosts: Sequence[str], group: int, seconds: float) -> tuple[int, int]:
+    """(claims, groups) applied in about that many seconds, one group under way per store."""
+    done = groups = 0
+    until = time.perf_counter() + seconds
+
+    async def work(store: PostgresStore, rng: random.Random) -> None:
+        nonlocal done, groups
+        while time.perf_counter() < until:
+            claims = [
+                Claim(
+                    consumer=new_uuid(rng),
+                    options=(ClaimOption(allocations={rng.choice(hosts): RESOURCES}),),
+                    project_id="p",
+                )
+                for _ in range(group)
+            ]
+            results = await store.apply(claims)
+            assert all(isinstance(result, ClaimResult) and result.option == 0 for result in results)
+            done += group
+            groups += 1
+
+    await asyncio.gather(*(work(store, random.Random(n)) for n, store in enumerate(stores)))
+    return done, groups
+
+
+async def release_all(store: PostgresStore, hosts: Sequence[str], group: int) -> float:
+    """Releases a second, of claims made for this."""
+    rng = random.Random(99)
+    consumers = [new_uuid(rng) for _ in range(5000)]
+    for at in range(0, len(consumers), 100):
+        options = (ClaimOption(allocations={rng.choice(hosts): RESOURCES}),)
+        await store.apply([Claim(consumer=c, options=options, project_id="p") for c in consumers[at : at + 100]])
+    started = time.perf_counter()
+    for at in range(0, len(consumers), group):
+        await store.apply([Release(consumer=consumer, attempt=1) for consumer in consumers[at : at + group]])
+    return len(consumers) / (time.perf_counter() - started)
+
+
+async def measure(url: str, arguments: argparse.Namespace) -> None:
+    """Everything, printed."""
+    stores = [PostgresStore(Database(url, "placement")) for _ in range(arguments.workers)]
+    for store in stores:
+        await store.open()
+    gc.freeze()
+    rng = random.Random(1)
+    hosts = [new_uuid(rng) for _ in range(arguments.hosts)]
+    print(f"{len(hosts)} hosts reported, all new:    {await report_all(stores[0], hosts, 1):6.2f} s")
+    print(f"{len(hosts)} hosts reported, all as before: {await report_all(stores[0], hosts, 2):6.2f} s")
+    for group in (1, 10, 50, 100, 200):
+        for under_way in sorted({1, len(stores)}):
+            started = time.perf_counter()
+            done, groups = await claim_for(stores[:under_way], hosts, group, arguments.seconds)
+            took = time.perf_counter() - started
+            print(
+                f"groups of {group:3d}, {under_way} under way: {done / took:8.0f} claims/s, "
+                f"{1000 * took * under_way / groups:6.2f} ms a group"
+            )
+    print(f"releases in groups of 100: {await release_all(stores[0], hosts, 100):8.0f} /s")
+
+    published = 0
+
+    async def send(changes: Sequence[object]) -> None:
+        nonlocal published
+        published += len(changes)
+
+    started = time.perf_counter()
+    while await stores[0].publish(send, 1000):
+        pass
+    print(f"feed read and numbered: {published / (time.perf_counter() - started):8.0f} changes/s")
+    for store in stores:
+        await store.close()
+
+
+def main() -> None:
+    """Parse, start a server when none is given, measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--url")
+    parser.add_argument("--hosts", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--durable", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.url:
+        uvloop.run(measure(arguments.url, arguments))
+        return
+    with Postgres(durable=arguments.durable) as server:
+        uvloop.run(measure(server.url("postgres"), arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What placement decides: plain functions and values, no I/O."""

@@ -1,0 +1,335 @@
+"""Decides a group of claims, releases and swaps, in order, against the rows that were loaded and locked for them.
+
+Two generations (FEATURES P-gen): a provider's `generation` moves with every write, allocations included; its `shape`
+only with inventory, traits, aggregates and parentage. A claim never conflicts because of usage alone: it is `raced`
+when the shape it was chosen for is gone, and `full` when it does not fit (P-63).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from bus.contracts.placement import (
+    Change,
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ConsumerAllocations,
+    Release,
+    Swap,
+)
+from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
+
+ClaimItem = Claim | Release | Swap
+
+# What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
+_HOPE = (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.INVALID)
+_NO_AMOUNTS: Mapping[str, int] = {}
+_CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number."""
+
+    outcome: str
+    option: int | None = None
+    outcomes: tuple[ClaimOutcome, ...] = ()
+    consumer: str | None = None
+    consumer_generation: int | None = None
+    generations: dict[str, int] = {}
+    changed: bool = False
+    reason: str = ""
+
+
+class Decision(Struct, frozen=True):
+    """Every item's verdict, and what is to be written: absolute values, each row once.
+
+    consumers: the new state of those that changed; None = the row goes. changes: one a touched provider.
+    """
+
+    verdicts: list[Verdict]
+    consumers: dict[str, Consumer | None]
+    used: dict[str, dict[str, int]]
+    generations: dict[str, int]
+
+
+def decide(
+    items: Sequence[ClaimItem],
+    consumers: Mapping[str, Consumer],
+    providers: Mapping[str, ClaimedProvider],
+    known_classes: Mapping[str, int],
+) -> Decision:
+    """Evaluate a group in order; each item sees what the ones before it did.
+
+    `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
+    """
+    ledger = _Ledger(consumers, providers, known_classes)
+    verdicts: list[Verdict] = []
+    for item in items:
+        if isinstance(item, Claim):
+            verdicts.append(_claim(ledger, item))
+        elif isinstance(item, Release):
+            verdicts.append(_release(ledger, item))
+        else:
+            assert isinstance(item, Swap)
+            verdicts.append(_swap(ledger, item))
+    return Decision(verdicts, ledger.changed_consumers, ledger.used, ledger.generations)
+
+
+def changes_of(decision: Decision) -> list[Change]:
+    """The feed's words for a decision: usage merged per provider, numbers still to be given."""
+    return [
+        Change(sequence=0, provider=uuid, generation=generation, used=decision.used[uuid])
+        for uuid, generation in decision.generations.items()
+    ]
+
+
+class _Ledger:
+    """The running state of one group: what was loaded, overlaid by what has been decided so far."""
+
+    def __init__(
+        self,
+        consumers: Mapping[str, Consumer],
+        providers: Mapping[str, ClaimedProvider],
+        known_classes: Mapping[str, int],
+    ) -> None:
+        self._consumers = consumers
+        self.providers = providers
+        self.known_classes = known_classes
+        self.changed_consumers: dict[str, Consumer | None] = {}
+        self.used: dict[str, dict[str, int]] = {}
+        self.generations: dict[str, int] = {}
+
+    def consumer(self, uuid: str) -> Consumer | None:
+        if uuid in self.changed_consumers:
+            return self.changed_consumers[uuid]
+        return self._consumers.get(uuid)
+
+    def used_of(self, uuid: str, name: str) -> int:
+        touched = self.used.get(uuid)
+        if touched is not None and name in touched:
+            return touched[name]
+        return self.providers[uuid].rooms[name].used
+
+    def write(self, uuid: str, consumer: Consumer | None) -> None:
+        self.changed_consumers[uuid] = consumer
+
+    def move(self, before: Holding, after: Holding) -> None:
+        """Usage follows one consumer's holding; every provider named moves its generation once."""
+        for uuid, resources in after.items():
+            self._touch(uuid, resources, 1)
+        for uuid, resources in before.items():
+            self._touch(uuid, resources, -1, again=uuid in after)
+
+    def _touch(self, uuid: str, resources: Mapping[str, int], sign: int, *, again: bool = False) -> None:
+        provider = self.providers[uuid]
+        touched = self.used.get(uuid)
+        if touched is None:
+            touched = self.used[uuid] = {}
+        for name, amount in resources.items():
+            used = touched[name] if name in touched else provider.rooms[name].used
+            touched[name] = used + sign * amount
+        if not again:
+            self.generations[uuid] = self.generations.get(uuid, provider.generation) + 1
+
+    def generations_of(self, holding: Holding) -> dict[str, int]:
+        generations = self.generations
+        return {uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in holding}
+
+
+def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
+    known = ledger.consumer(claim.consumer)
+    held = known.holding if known is not None else NOTHING
+    if known is not None and held and known.attempt == claim.attempt and known.project_id == claim.project_id:
+        return _claimed_before(ledger, claim, known)
+    if not _may_claim(known, claim):
+        generation = known.generation if known is not None and held else None
+        return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
+    outcomes: list[ClaimOutcome] = []
+    for number, option in enumerate(claim.options):
+        outcome = _fits(ledger, option, held)
+        outcomes.append(outcome)
+        if outcome is _CLAIMED:
+            return _take(ledger, claim, known, number, tuple(outcomes))
+    overall = next(hope for hope in _HOPE if hope in outcomes)
+    if claim.release_first and known is not None and held:
+        return _give_back_only(ledger, claim, known, overall, tuple(outcomes))
+    generation = known.generation if known is not None and held else None
+    return Verdict(outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation)
+
+
+def _may_claim(known: Consumer | None, claim: Claim) -> bool:
+    """Whether this attempt is the newest, and the consumer is still as the asker knew it (P-44, P-1.28)."""
+    if known is not None and claim.attempt <= known.attempt:
+        return False
+    if known is None or not known.holding:
+        # A release_first that found nothing to release has what it wanted: it is being repeated after a crash.
+        return claim.consumer_generation is None or claim.release_first
+    return claim.consumer_generation == known.generation
+
+
+def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> Verdict:
+    option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
+    return Verdict(
+        outcome=_CLAIMED,
+        option=option,
+        consumer_generation=known.generation,
+        generations=ledger.generations_of(known.holding),
+    )
+
+
+def _take(
+    ledger: _Ledger, claim: Claim, known: Consumer | None, number: int, outcomes: tuple[ClaimOutcome, ...]
+) -> Verdict:
+    wanted = claim.options[number].allocations
+    ledger.move(known.holding if known is not None else NOTHING, wanted)
+    generation = 1 if known is None else known.generation + 1
+    ledger.write(
+        claim.consumer,
+        Consumer(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted),
+    )
+    return Verdict(
+        outcome=_CLAIMED,
+        option=number,
+        outcomes=outcomes,
+        consumer_generation=generation,
+        generations=ledger.generations_of(wanted),
+        changed=True,
+    )
+
+
+def _give_back_only(
+    ledger: _Ledger, claim: Claim, known: Consumer, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
+) -> Verdict:
+    """release_first, and nothing fits: the older attempts are over, this one may still be repeated (C-9)."""
+    ledger.move(known.holding, NOTHING)
+    ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
+    return Verdict(outcome=overall, outcomes=outcomes, changed=True, generations=ledger.generations_of(known.holding))
+
+
+def _fence(known: Consumer, attempt: int) -> Consumer:
+    return Consumer(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
+
+
+def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
+    """What one option would come to. Full is said before raced, raced before invalid: each asks for less."""
+    invalid = raced = False
+    shapes = option.shapes
+    for uuid, resources in option.allocations.items():
+        provider = ledger.providers.get(uuid)
+        if provider is None:
+            return _GONE
+        if not resources:
+            invalid = True
+        if uuid in shapes and shapes[uuid] != provider.shape:
+            raced = True
+    for uuid, resources in option.allocations.items():
+        rooms = ledger.providers[uuid].rooms
+        before = held.get(uuid, _NO_AMOUNTS)
+        for name, amount in resources.items():
+            more = amount - before.get(name, 0)
+            if more <= 0:
+                continue  # over capacity or not, what does not worsen it is allowed (P-42)
+            room = rooms.get(name)
+            if room is None:
+                if name not in ledger.known_classes:
+                    invalid = True
+                    continue
+                return _FULL
+            if ledger.used_of(uuid, name) + more > room.capacity:
+                return _FULL
+            if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+                invalid = True
+    if raced:
+        return ClaimOutcome.RACED
+    return ClaimOutcome.INVALID if invalid else _CLAIMED
+
+
+def _release(ledger: _Ledger, release: Release) -> Verdict:
+    known = ledger.consumer(release.consumer)
+    attempt = release.attempt
+    if known is None or not known.holding:
+        if attempt is not None and (known is None or known.attempt < attempt):
+            # A claim of this attempt may still be on its way; the fence turns it down when it comes.
+            fence = _fence(known, attempt) if known is not None else Consumer(0, attempt, "", "", "")
+            ledger.write(release.consumer, fence)
+        return Verdict(outcome="absent")
+    if attempt is not None and known.attempt > attempt:
+        return Verdict(outcome="consumer_changed", consumer_generation=known.generation)
+    ledger.move(known.holding, NOTHING)
+    ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
+    return Verdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
+
+
+def _swap(ledger: _Ledger, swap: Swap) -> Verdict:
+    """All or none. Usage is judged by the sum of what all its consumers hold before and after (P-1.13, P-42)."""
+    entries = swap.consumers
+    if len({entry.consumer for entry in entries}) != len(entries):
+        return Verdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
+    known = {entry.consumer: ledger.consumer(entry.consumer) for entry in entries}
+    before = _sum(_holding(consumer) for consumer in known.values())
+    if all(_holding(known[entry.consumer]) == entry.allocations for entry in entries):
+        return Verdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
+    for entry in entries:
+        consumer = known[entry.consumer]
+        generation = consumer.generation if consumer is not None and consumer.holding else None
+        if entry.consumer_generation != generation:
+            return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
+    after = _sum(entry.allocations for entry in entries)
+    for entry in entries:
+        outcome = _fits_swap(ledger, entry.allocations, before, after)
+        if outcome is not _CLAIMED:
+            return Verdict(outcome=outcome, consumer=entry.consumer)
+    for entry in entries:
+        _replace(ledger, entry, known[entry.consumer])
+    return Verdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
+
+
+def _fits_swap(ledger: _Ledger, wanted: Holding, before: Holding, after: Holding) -> ClaimOutcome:
+    for uuid, resources in wanted.items():
+        provider = ledger.providers.get(uuid)
+        if provider is None:
+            return _GONE
+        if not resources:
+            return ClaimOutcome.INVALID
+        for name, amount in resources.items():
+            more = after[uuid][name] - before.get(uuid, {}).get(name, 0)
+            if more <= 0:
+                continue
+            room = provider.rooms.get(name)
+            if room is None:
+                return _FULL if name in ledger.known_classes else ClaimOutcome.INVALID
+            if ledger.used_of(uuid, name) + more > room.capacity:
+                return _FULL
+            if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+                return ClaimOutcome.INVALID
+    return _CLAIMED
+
+
+def _replace(ledger: _Ledger, entry: ConsumerAllocations, known: Consumer | None) -> None:
+    before, wanted = _holding(known), entry.allocations
+    ledger.move(before, wanted)
+    if wanted:
+        generation = 1 if known is None else known.generation + 1
+        attempt = 0 if known is None else known.attempt
+        after = Consumer(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
+        ledger.write(entry.consumer, after)
+    elif before and known is not None:
+        # A late claim of an attempt that is over must not bring the consumer back.
+        ledger.write(entry.consumer, _fence(known, known.attempt) if known.attempt else None)
+
+
+def _holding(known: Consumer | None) -> Holding:
+    return known.holding if known is not None else NOTHING
+
+
+def _sum(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
+    total: dict[str, dict[str, int]] = {}
+    for holding in holdings:
+        for uuid, resources in holding.items():
+            row = total.setdefault(uuid, {})
+            for name, amount in resources.items():
+                row[name] = row.get(name, 0) + amount
+    return total

@@ -1,0 +1,240 @@
+"""Decides what inventory updates do to the book: whole trees, as their sources see them, against the providers loaded.
+
+An update from the bus is applied or refused whole, and it must never wedge its source: what a report no longer
+mentions but somebody still uses is not an error, it is *set aside* (capacity 0, nothing new goes there) and goes with
+the first report that finds it unused (docs/decisions/placement-set-aside.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
+from placement_worker.domain.names import MAX_NAME, class_name, is_custom
+from placement_worker.domain.values import Provider, Stock, state_of, stock_of
+
+
+class Refusal(Struct, frozen=True):
+    """An update that cannot be applied, and why."""
+
+    code: str
+    reason: str
+
+
+class Applied(Struct, frozen=True):
+    """An update that was applied: what it reported, what had to be set aside, and whether anything changed.
+
+    set_aside: a provider's uuid, or `uuid/CLASS` where only a class of a reported provider is still in use.
+    """
+
+    reported: tuple[str, ...]
+    set_aside: tuple[str, ...]
+    changed: bool
+
+
+class Plan(Struct, frozen=True):
+    """What a group of updates comes to: each one's result, and the providers loaded as they are to be afterwards."""
+
+    results: list[Applied | Refusal]
+    after: dict[str, Provider]
+
+
+def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | None:
+    """What is wrong with an update whatever the book holds, or None."""
+    reports = update.providers
+    if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
+        return Refusal("inventory.root", "the first provider is the root, and the root has no parent")
+    seen: set[str] = set()
+    names: set[str] = set()
+    for number, report in enumerate(reports):
+        if report.uuid in seen:
+            return Refusal("inventory.duplicate", f"provider {report.uuid} is reported twice")
+        if number and report.parent_uuid not in seen:
+            return Refusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
+        if report.name in names:
+            return Refusal("provider.name_taken", f"two providers are named {report.name!r}")
+        seen.add(report.uuid)
+        names.add(report.name)
+        wrong = _flaw_of_report(report, known_traits)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> Refusal | None:
+    classes: set[str] = set()
+    for spelled, inventory in report.inventories.items():
+        name = class_name(spelled)
+        if len(name) > MAX_NAME:
+            return Refusal("class.too_long", f"{spelled[:40]}... is too long for a resource class")
+        if name in classes:
+            return Refusal("class.duplicate", f"two classes of {report.uuid} are both {name}")
+        classes.add(name)
+        if inventory.reserved > inventory.total:
+            return Refusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
+    for trait in report.traits:
+        if not is_custom(trait) and trait not in known_traits:
+            return Refusal("trait.unknown", f"{trait} is neither a standard trait nor CUSTOM_")
+    return None
+
+
+def plan(updates: Sequence[InventoryUpdate], earlier: Sequence[Sequence[str]], book: Mapping[str, Provider]) -> Plan:
+    """Apply flawless updates in order, each whole or not at all.
+
+    earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
+    holds a root, a provider or a name in the updates.
+    """
+    draft = _Draft(book)
+    return Plan([draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)], draft.providers)
+
+
+def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> list[Change]:
+    """The feed's words for the way from one book to the other: whole states, parents before children, removals last."""
+    changes = [
+        Change(sequence=0, provider=uuid, generation=provider.generation, state=state_of(provider))
+        for uuid, provider in after.items()
+        if before.get(uuid) is not provider
+    ]
+    changes += [
+        Change(sequence=0, provider=uuid, generation=provider.generation + 1, removed=True)
+        for uuid, provider in before.items()
+        if uuid not in after
+    ]
+    return changes
+
+
+class _Draft:
+    """The book as the updates so far have left it. A refused update leaves no trace."""
+
+    def __init__(self, book: Mapping[str, Provider]) -> None:
+        self.providers = dict(book)
+        self.names = {provider.name: provider.uuid for provider in book.values()}
+        self.trees: dict[str, set[str]] = {}
+        for provider in book.values():
+            self.trees.setdefault(provider.root, set()).add(provider.uuid)
+
+    def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | Refusal:
+        reported = tuple(report.uuid for report in update.providers)
+        leaving = self._leaving(update, earlier, set(reported))
+        gone, aside = self._sort_leaving(leaving, set(reported))
+        for report in update.providers:
+            owner = self.names.get(report.name)
+            # An owner that this update removes, or reports under another name, gives the name up.
+            if owner is not None and owner not in gone and owner not in reported:
+                return Refusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
+        touched: dict[str, Provider] = {}
+        for report in update.providers:
+            touched[report.uuid] = _reported(self.providers.get(report.uuid), report, update.root_uuid)
+        for uuid in aside:
+            touched[uuid] = _set_aside(self.providers[uuid])
+        self._follow_moves(touched, gone)
+        classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.set_aside]
+        return Applied(reported, (*aside, *classes), self._commit(touched, gone))
+
+    def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
+        """Providers of this tree that this source no longer reports, deepest first."""
+        tree = self.trees.get(update.root_uuid, set())
+        leaving = [u for u in (sorted(tree) if not reported else earlier) if u in tree and u not in reported]
+        return sorted(leaving, key=lambda uuid: (-self._depth(uuid), uuid))
+
+    def _depth(self, uuid: str) -> int:
+        depth = 0
+        parent = self.providers[uuid].parent
+        while parent is not None:
+            depth += 1
+            parent = self.providers[parent].parent
+        return depth
+
+    def _sort_leaving(self, leaving: Sequence[str], reported: set[str]) -> tuple[set[str], list[str]]:
+        """(those that can go, those that somebody still uses or lives under)."""
+        gone: set[str] = set()
+        aside: list[str] = []
+        needed: set[str | None] = set()
+        if leaving:
+            going = set(leaving)
+            tree = self.trees[self.providers[leaving[0]].root]
+            needed = {self.providers[uuid].parent for uuid in tree if uuid not in going and uuid not in reported}
+        for uuid in leaving:
+            provider = self.providers[uuid]
+            if uuid in needed or any(provider.used.values()):
+                aside.append(uuid)
+                needed.add(provider.parent)
+            else:
+                gone.add(uuid)
+        return gone, aside
+
+    def _follow_moves(self, touched: dict[str, Provider], gone: set[str]) -> None:
+        """Unreported descendants stay under their parent: their root follows it, wherever it went."""
+        moved = {
+            self.providers[uuid].root
+            for uuid, provider in touched.items()
+            if uuid in self.providers and self.providers[uuid].root != provider.root
+        }
+        for root in sorted(moved):
+            for uuid in sorted(self.trees[root]):
+                if uuid in gone:
+                    continue
+                provider = touched.get(uuid, self.providers[uuid])
+                top = provider
+                while top.parent is not None:
+                    top = touched.get(top.parent) or self.providers[top.parent]
+                if provider.root != top.uuid:
+                    touched[uuid] = replace(provider, root=top.uuid)
+
+    def _commit(self, touched: Mapping[str, Provider], gone: set[str]) -> bool:
+        changed = bool(gone)
+        for uuid in gone:
+            provider = self.providers.pop(uuid)
+            self.trees[provider.root].discard(uuid)
+            self.names.pop(provider.name, None)
+        renamed = []
+        for uuid, provider in touched.items():
+            before = self.providers.get(uuid)
+            if before == provider:
+                continue
+            changed = True
+            if before is not None:
+                self.trees[before.root].discard(uuid)
+                if before.name != provider.name and self.names.get(before.name) == uuid:
+                    del self.names[before.name]
+            self.providers[uuid] = replace(provider, generation=provider.generation + 1, shape=provider.shape + 1)
+            self.trees.setdefault(provider.root, set()).add(uuid)
+            renamed.append((provider.name, uuid))
+        self.names.update(renamed)
+        return changed
+
+
+def _reported(before: Provider | None, report: ProviderReport, root: str) -> Provider:
+    stocks = {class_name(spelled): stock_of(inventory) for spelled, inventory in report.inventories.items()}
+    if before is not None:
+        for name, stock in before.stocks.items():
+            if name not in stocks and before.used.get(name):
+                stocks[name] = _closed(stock)
+    aggregates = report.aggregates
+    if aggregates is None:
+        aggregates = before.aggregates if before is not None else ()
+    return Provider(
+        uuid=report.uuid,
+        name=report.name,
+        parent=report.parent_uuid,
+        root=root,
+        generation=before.generation if before is not None else 0,
+        shape=before.shape if before is not None else 0,
+        stocks=stocks,
+        used=before.used if before is not None else {},
+        traits=tuple(sorted(set(report.traits))),
+        aggregates=tuple(sorted(set(aggregates))),
+    )
+
+
+def _set_aside(provider: Provider) -> Provider:
+    """Nothing new goes to it. Classes that nobody uses go at once."""
+    stocks = {name: _closed(stock) for name, stock in provider.stocks.items() if provider.used.get(name)}
+    return replace(provider, stocks=stocks)
+
+
+def _closed(stock: Stock) -> Stock:
+    return replace(stock, reserved=stock.total, capacity=0, set_aside=True)

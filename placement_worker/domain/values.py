@@ -1,0 +1,118 @@
+"""The book's values as decisions see them: what a provider has, what a consumer holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from bus.contracts.placement import Inventory, ProviderState
+
+Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
+NOTHING: Holding = {}
+
+
+class Room(Struct, frozen=True, gc=False):
+    """What a claim must respect of one inventory, and how much of it was used when it was read."""
+
+    capacity: int
+    min_unit: int
+    max_unit: int
+    step_size: int
+    used: int
+
+
+class ClaimedProvider(Struct, frozen=True):
+    """A provider as a claim sees it, locked."""
+
+    generation: int
+    shape: int
+    rooms: dict[str, Room]
+
+
+class Consumer(Struct, frozen=True):
+    """Who holds something. With an empty holding it is only a fence: attempts up to this one are over."""
+
+    generation: int
+    attempt: int
+    project_id: str
+    user_id: str
+    consumer_type: str
+    holding: Holding = NOTHING
+
+
+class Stock(Struct, frozen=True, gc=False):
+    """One inventory of one provider. capacity is computed here, once (P-41), and read everywhere after.
+
+    set_aside: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
+    """
+
+    total: int
+    reserved: int
+    min_unit: int
+    max_unit: int
+    step_size: int
+    allocation_ratio: float
+    capacity: int
+    set_aside: bool = False
+
+
+class Provider(Struct, frozen=True):
+    """A provider whole, as an inventory update sees it. `used` has every class that is not at 0."""
+
+    uuid: str
+    name: str
+    parent: str | None
+    root: str
+    generation: int
+    shape: int
+    stocks: dict[str, Stock]
+    used: dict[str, int]
+    traits: tuple[str, ...]
+    aggregates: tuple[str, ...]
+
+
+def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
+    """How much can be handed out: Placement's rule, rounded down (P-41)."""
+    return max(0, math.floor((total - reserved) * allocation_ratio))
+
+
+def stock_of(inventory: Inventory) -> Stock:
+    """A reported inventory with its capacity."""
+    return Stock(
+        inventory.total,
+        inventory.reserved,
+        inventory.min_unit,
+        inventory.max_unit,
+        inventory.step_size,
+        inventory.allocation_ratio,
+        capacity(inventory.total, inventory.reserved, inventory.allocation_ratio),
+    )
+
+
+def state_of(provider: Provider) -> ProviderState:
+    """A provider as the feed and the snapshot say it."""
+    return ProviderState(
+        uuid=provider.uuid,
+        name=provider.name,
+        parent_uuid=provider.parent,
+        root_uuid=provider.root,
+        generation=provider.generation,
+        shape=provider.shape,
+        inventories={
+            name: (
+                float(stock.capacity),
+                stock.min_unit,
+                stock.max_unit,
+                stock.step_size,
+                stock.total,
+                stock.reserved,
+                stock.allocation_ratio,
+            )
+            for name, stock in sorted(provider.stocks.items())
+        },
+        used={name: amount for name, amount in sorted(provider.used.items()) if amount},
+        traits=provider.traits,
+        aggregates=provider.aggregates,
+    )

@@ -1,0 +1,1 @@
+"""Where the book is kept: the port and its PostgreSQL adapter."""

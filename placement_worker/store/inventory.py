@@ -1,0 +1,317 @@
+"""Inventory updates as one transaction of set-based statements.
+
+Writers of trees are one at a time across all processes (an advisory lock): two that create under the same name or move
+the same provider cannot meet half-way. Claims run beside them and meet them only at the providers' row locks, which
+both take by id; neither has to try again (trap 20).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import asyncpg
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from bus.contracts.base import encode
+from bus.contracts.placement import InventoryResult, InventoryUpdate
+from placement_worker.domain.names import class_name, is_custom
+from placement_worker.domain.reports import Refusal, changes_of, flaw, plan
+from placement_worker.domain.values import Provider
+from placement_worker.store import feed
+from placement_worker.store.names import Names
+from placement_worker.store.port import Refused
+from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+
+ONE_WRITER_OF_TREES = "SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0))"
+
+READ_SOURCES = "SELECT root, source, version, digest, settled, providers FROM sources WHERE root = ANY($1::uuid[])"
+
+LOCK_TREES = """
+SELECT id FROM providers
+WHERE root_id IN (SELECT root_id FROM providers WHERE uuid = ANY($1::uuid[]) OR name = ANY($2::text[]))
+ORDER BY id FOR NO KEY UPDATE
+"""
+
+DELETE_PROVIDERS = "DELETE FROM providers WHERE id = ANY($1::bigint[])"
+
+NEW_IDS = "SELECT nextval(pg_get_serial_sequence('providers', 'id')) FROM generate_series(1, $1)"
+
+INSERT_PROVIDERS = """
+INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, shape)
+SELECT * FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[])
+"""
+
+UPDATE_PROVIDERS = """
+UPDATE providers p SET name = n.name, parent_id = n.parent_id, root_id = n.root_id, generation = n.generation,
+    shape = n.shape, updated_at = now()
+FROM unnest($1::bigint[], $2::text[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
+    AS n (id, name, parent_id, root_id, generation, shape)
+WHERE p.id = n.id
+"""
+
+DELETE_STOCKS = """
+DELETE FROM inventories i USING unnest($1::bigint[], $2::int[]) AS n (provider_id, class_id)
+WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
+"""
+
+# `used` is not named: claims own it.
+WRITE_STOCKS = """
+INSERT INTO inventories AS i (provider_id, class_id, total, reserved, min_unit, max_unit, step_size, allocation_ratio,
+    capacity, set_aside)
+SELECT * FROM unnest($1::bigint[], $2::int[], $3::int[], $4::int[], $5::int[], $6::int[], $7::int[], $8::float8[],
+    $9::bigint[], $10::bool[])
+ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
+    min_unit = EXCLUDED.min_unit, max_unit = EXCLUDED.max_unit, step_size = EXCLUDED.step_size,
+    allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, set_aside = EXCLUDED.set_aside,
+    updated_at = now()
+"""
+
+DELETE_TRAITS = """
+DELETE FROM provider_traits t USING unnest($1::bigint[], $2::int[]) AS n (provider_id, trait_id)
+WHERE t.provider_id = n.provider_id AND t.trait_id = n.trait_id
+"""
+INSERT_TRAITS = "INSERT INTO provider_traits (provider_id, trait_id) SELECT * FROM unnest($1::bigint[], $2::int[])"
+
+DELETE_AGGREGATES = """
+DELETE FROM provider_aggregates a USING unnest($1::bigint[], $2::uuid[]) AS n (provider_id, aggregate)
+WHERE a.provider_id = n.provider_id AND a.aggregate = n.aggregate
+"""
+INSERT_AGGREGATES = """
+INSERT INTO provider_aggregates (provider_id, aggregate) SELECT * FROM unnest($1::bigint[], $2::uuid[])
+"""
+
+WRITE_SOURCES = """
+INSERT INTO sources (root, source, version, digest, settled, providers)
+SELECT root, source, version, digest, settled, string_to_array(providers, ',')::uuid[]
+FROM unnest($1::uuid[], $2::text[], $3::bigint[], $4::bytea[], $5::bool[], $6::text[])
+    AS n (root, source, version, digest, settled, providers)
+ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EXCLUDED.digest,
+    settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now()
+"""
+
+# Somebody else has changed the tree: what these sources said last no longer proves what the book holds.
+UNSETTLE_OTHERS = """
+UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (root, source)
+WHERE s.root = n.root AND s.source <> n.source AND s.settled
+"""
+
+Key = tuple[str, str]  # (root, source)
+SourceRow = tuple[str, str, int, bytes, bool, str]
+
+
+class _Group:
+    """One group of updates on its way: what came, what their sources said before, and how each one ends."""
+
+    def __init__(self, updates: Sequence[InventoryUpdate], sources: Mapping[Key, _Source], names: Names) -> None:
+        self.updates = updates
+        self.digests = [hashlib.blake2b(encode(u.providers), digest_size=16).digest() for u in updates]
+        self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
+        self.sources = sources
+        self.names = names
+        self.results: dict[int, InventoryResult | Refused] = {}
+
+    def source(self, number: int) -> _Source:
+        return self.sources.get(self.keys[number], _NOBODY)
+
+    def row(self, number: int, settled: bool, providers: Iterable[str]) -> SourceRow:
+        root, source = self.keys[number]
+        version = self.updates[number].version
+        return (root, source, version, self.digests[number], settled, ",".join(providers))
+
+
+class _Source(Struct, frozen=True):
+    version: int
+    digest: bytes
+    settled: bool
+    providers: Sequence[str]
+
+
+_NOBODY = _Source(-1, b"", False, ())
+
+
+async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
+    """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
+    classes: set[str] = set()
+    traits: set[str] = set()
+    for update in updates:
+        if flaw(update, names.trait_ids) is None:
+            for report in update.providers:
+                classes.update(map(class_name, report.inventories))
+                traits.update(filter(is_custom, report.traits))
+    await names.ensure(classes, traits)
+
+
+async def report(
+    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: Names
+) -> list[InventoryResult | Refused]:
+    """Decide and write a group of updates inside the caller's transaction."""
+    await connection.execute(ONE_WRITER_OF_TREES)
+    group = _Group(updates, await _read_sources(connection, updates), names)
+    for number, update in enumerate(updates):
+        wrong = flaw(update, names.trait_ids)
+        if wrong is not None:
+            group.results[number] = Refused(wrong.code, wrong.reason)
+    _sort_out_stale(group)
+    sequence = await _apply(connection, group)
+    return [_numbered(group.results[number], sequence) for number in range(len(updates))]
+
+
+def _numbered(result: InventoryResult | Refused, sequence: int) -> InventoryResult | Refused:
+    if isinstance(result, InventoryResult) and result.outcome == "applied":
+        return InventoryResult(outcome="applied", sequence=sequence, set_aside=result.set_aside)
+    return result
+
+
+async def _read_sources(connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]) -> dict[Key, _Source]:
+    rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
+    return {(row[0], row[1]): _Source(*row[2:]) for row in rows}
+
+
+def _sort_out_stale(group: _Group) -> None:
+    """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
+    newest: dict[Key, int] = {}
+    for number, update in enumerate(group.updates):
+        if number in group.results:
+            continue
+        known, rival = group.source(number), newest.get(group.keys[number])
+        last, digest = known.version, known.digest
+        if rival is not None:
+            last, digest = group.updates[rival].version, group.digests[rival]
+        if update.version <= last:
+            again = update.version == last and group.digests[number] == digest
+            group.results[number] = InventoryResult(outcome="unchanged" if again else "stale")
+            continue
+        if rival is not None:
+            group.results[rival] = InventoryResult(outcome="stale")
+        newest[group.keys[number]] = number
+
+
+async def _apply(connection: asyncpg.Connection, group: _Group) -> int:
+    """Plan what is new, write what it comes to; a report said before only moves its source's version."""
+    written: list[SourceRow] = []
+    fresh: list[int] = []
+    for number in range(len(group.updates)):
+        if number in group.results:
+            continue
+        known = group.source(number)
+        if known.settled and known.digest == group.digests[number]:
+            group.results[number] = InventoryResult(outcome="unchanged")
+            written.append(group.row(number, True, known.providers))
+        else:
+            fresh.append(number)
+    updates = [group.updates[number] for number in fresh]
+    ids, before = await _lock_trees(connection, updates)
+    outcome = plan(updates, [group.source(number).providers for number in fresh], before)
+    changed: list[Key] = []
+    for number, result in zip(fresh, outcome.results, strict=True):
+        if isinstance(result, Refusal):
+            group.results[number] = Refused(result.code, result.reason)
+            continue
+        said = "applied" if result.changed else "unchanged"
+        group.results[number] = InventoryResult(outcome=said, set_aside=result.set_aside)
+        # From now on this source answers for what it reports, and for what it left set aside.
+        answers_for = [*result.reported, *(uuid for uuid in result.set_aside if "/" not in uuid)]
+        written.append(group.row(number, not result.set_aside, answers_for))
+        if result.changed:
+            changed.append(group.keys[number])
+    await _write(connection, ids, before, outcome.after, group.names)
+    await _execute_rows(connection, WRITE_SOURCES, written)
+    await _execute_rows(connection, UNSETTLE_OTHERS, changed)
+    return await feed.append(connection, changes_of(before, outcome.after))
+
+
+async def _lock_trees(
+    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
+) -> tuple[dict[str, int], dict[str, Provider]]:
+    """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
+    if not updates:
+        return {}, {}
+    uuids = {update.root_uuid for update in updates} | {r.uuid for update in updates for r in update.providers}
+    provider_names = {r.name for update in updates for r in update.providers}
+    locked = [row[0] for row in await connection.fetch(LOCK_TREES, list(uuids), list(provider_names))]
+    return await read_providers(connection, READ_PROVIDERS_BY_ID, locked)
+
+
+async def _write(
+    connection: asyncpg.Connection,
+    ids: dict[str, int],
+    before: Mapping[str, Provider],
+    after: Mapping[str, Provider],
+    names: Names,
+) -> None:
+    gone = [ids[uuid] for uuid in before if uuid not in after]
+    changed = [(before.get(uuid), provider) for uuid, provider in after.items() if before.get(uuid) is not provider]
+    created = [provider for old, provider in changed if old is None]
+    kept = [provider for old, provider in changed if old is not None]
+    if created:
+        # A name may pass from one provider to another here, in any order; it is checked when all is written.
+        await connection.execute("SET CONSTRAINTS providers_name_key DEFERRED")
+        fresh_ids = await connection.fetch(NEW_IDS, len(created))
+        ids.update((provider.uuid, row[0]) for provider, row in zip(created, fresh_ids, strict=True))
+        rows = [(ids[p.uuid], p.uuid, p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape) for p in created]
+        await connection.execute(INSERT_PROVIDERS, *_transposed(rows))
+    await _execute_rows(
+        connection,
+        UPDATE_PROVIDERS,
+        [(ids[p.uuid], p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape) for p in kept],
+    )
+    if gone:
+        await connection.execute(DELETE_PROVIDERS, gone)
+    await _write_stocks(connection, ids, changed, names)
+    trait_ids = names.trait_ids
+    traits = [(ids[new.uuid], old.traits if old else (), new.traits) for old, new in changed]
+    lost, won = _difference([(i, [trait_ids[t] for t in a], [trait_ids[t] for t in b]) for i, a, b in traits])
+    await _execute_rows(connection, DELETE_TRAITS, lost)
+    await _execute_rows(connection, INSERT_TRAITS, won)
+    left, joined = _difference([(ids[new.uuid], old.aggregates if old else (), new.aggregates) for old, new in changed])
+    await _execute_rows(connection, DELETE_AGGREGATES, left)
+    await _execute_rows(connection, INSERT_AGGREGATES, joined)
+
+
+async def _write_stocks(
+    connection: asyncpg.Connection,
+    ids: Mapping[str, int],
+    changed: Sequence[tuple[Provider | None, Provider]],
+    names: Names,
+) -> None:
+    dropped: list[tuple[object, ...]] = []
+    stored: list[tuple[object, ...]] = []
+    for old, new in changed:
+        provider_id = ids[new.uuid]
+        stocks = old.stocks if old is not None else {}
+        dropped += [(provider_id, names.class_ids[name]) for name in stocks if name not in new.stocks]
+        stored += [
+            (provider_id, names.class_ids[name], *astuple(stock))
+            for name, stock in new.stocks.items()
+            if stocks.get(name) != stock
+        ]
+    await _execute_rows(connection, DELETE_STOCKS, dropped)
+    await _execute_rows(connection, WRITE_STOCKS, stored)
+
+
+def _difference(
+    rows: Iterable[tuple[int, Sequence[object], Sequence[object]]],
+) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
+    """(pairs that go, pairs that come) between two versions of a provider's members."""
+    gone: list[tuple[object, ...]] = []
+    come: list[tuple[object, ...]] = []
+    for provider_id, before, after in rows:
+        if before != after:
+            gone += [(provider_id, member) for member in before if member not in after]
+            come += [(provider_id, member) for member in after if member not in before]
+    return gone, come
+
+
+async def _execute_rows(connection: asyncpg.Connection, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+    if rows:
+        await connection.execute(statement, *_transposed(rows))
+
+
+def _id(ids: Mapping[str, int], uuid: str | None) -> int | None:
+    return None if uuid is None else ids[uuid]
+
+
+def _transposed(rows: Sequence[tuple[object, ...]]) -> list[list[object]]:
+    return list(map(list, zip(*rows, strict=True)))

@@ -1,0 +1,65 @@
+"""Names and numbers of resource classes and traits: a process's cache of two small tables that only grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import asyncpg
+import os_traits
+
+from bus.service.database import Database
+from placement_worker.domain.names import STANDARD_CLASSES
+
+
+class Names:
+    """The numbers of class and trait names. A name that is missing is looked up again before it is called unknown."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.class_ids: dict[str, int] = {}
+        self.class_names: dict[int, str] = {}
+        self.trait_ids: dict[str, int] = {}
+
+    async def open(self) -> None:
+        """Write down the standard classes and traits of the installed libraries, and read all."""
+        async with self._database.raw() as connection:
+            # One at a time: processes that start together would wait for each other's unique keys in any order.
+            await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.names', 0))")
+            await _add(connection, "resource_classes", STANDARD_CLASSES)
+            await _add(connection, "traits", os_traits.get_traits())
+            await self._read(connection)
+
+    async def refresh(self) -> None:
+        """Read what other processes have added."""
+        async with self._database.raw() as connection:
+            await self._read(connection)
+
+    async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:
+        """Create what is missing, in a transaction of its own: a name left unused is harmless."""
+        new_classes = sorted(set(classes) - self.class_ids.keys())
+        new_traits = sorted(set(traits) - self.trait_ids.keys())
+        if not new_classes and not new_traits:
+            return
+        async with self._database.raw() as connection:
+            await _add(connection, "resource_classes", new_classes)
+            await _add(connection, "traits", new_traits)
+            await self._read(connection)
+
+    async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
+        """Class names by number, with at least these in it: another process may have created one since."""
+        if not self.class_names.keys() >= class_ids:
+            await self._read(connection)
+        return self.class_names
+
+    async def _read(self, connection: asyncpg.Connection) -> None:
+        classes = await connection.fetch("SELECT name, id FROM resource_classes")
+        traits = await connection.fetch("SELECT name, id FROM traits")
+        self.class_ids = {row[0]: row[1] for row in classes}
+        self.class_names = {row[1]: row[0] for row in classes}
+        self.trait_ids = {row[0]: row[1] for row in traits}
+
+
+async def _add(connection: asyncpg.Connection, table: str, names: Iterable[str]) -> None:
+    await connection.execute(
+        f"INSERT INTO {table} (name) SELECT unnest($1::text[]) ON CONFLICT (name) DO NOTHING", sorted(names)
+    )

@@ -1,0 +1,60 @@
+"""The port to the book: what a store must do. Adapter: `placement_worker.store.postgres`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.contracts.placement import (
+    Change,
+    ChangesPage,
+    Claim,
+    ClaimResult,
+    InventoryResult,
+    InventoryUpdate,
+    Release,
+    ReleaseResult,
+    SnapshotPage,
+    Swap,
+    SwapResult,
+)
+
+ClaimItem = Claim | Release | Swap
+ClaimReply = ClaimResult | ReleaseResult | SwapResult
+
+
+class Refused(Struct, frozen=True):
+    """An inventory update that can never be applied as it is, and why."""
+
+    code: str
+    reason: str = ""
+
+
+class PlacementStore(Protocol):
+    """The book. Every write is one transaction together with its numbered changes."""
+
+    async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
+        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
+
+    async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
+        """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
+
+    async def changes(self, after: int, limit: int) -> ChangesPage:
+        """Committed changes after a number, in order."""
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """A page of whole providers by uuid, true at one feed number."""
+
+    async def head(self) -> int:
+        """The newest committed change's number."""
+
+    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> int:
+        """Hand the next unpublished changes to `send`, and remember them as published once it returns.
+
+        One publisher at a time among all processes; the others wait. Returns how many were published.
+        """
+
+    async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
+        """Forget published changes and fences that nobody needs any more."""
