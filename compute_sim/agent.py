@@ -1,0 +1,387 @@
+"""The compute service itself: takes commands, has its driver carry them out, and answers for every attempt.
+
+A command is remembered (`Records`) before its message is acknowledged, so an accepted build survives the service:
+the next start finishes it. Work on one instance on one host goes through one `Chain`, one job at a time; a Destroy
+cancels the build before it. Answers that change nothing on record (to a late or repeated command) may be lost
+with the process: whoever waits for one asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+import tenacity
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, Spawn
+from compute_sim import metrics
+from compute_sim.domain.attempts import (
+    DestroyVerdict,
+    Entry,
+    Phase,
+    SpawnVerdict,
+    answer,
+    built,
+    destroyed,
+    failed,
+    lost,
+    on_destroy,
+    on_spawn,
+)
+from compute_sim.driver import Build, BuildAbort, BuildFault, Driver, DriverUnavailable, Machine
+from compute_sim.records import EntryRow, Key, Records
+
+log = structlog.get_logger()
+
+DESTROY_RETRY_MIN_S = 0.2
+DESTROY_RETRY_MAX_S = 30.0
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """The bounds of one service's work: see ComputeConfig."""
+
+    per_host: int
+    builds: int
+    accepted: int
+    build_s: float
+    destroy_tries: int
+
+
+class Chain:
+    """The work on one instance on one host: one job holds the lock, others wait in order.
+
+    build: the build that a Destroy would cancel. answers: attempts whose Destroy is answered by the next job that
+    has cleared the host of them. clearing: that build has yet to clear away an older attempt.
+    """
+
+    __slots__ = ("answers", "build", "clearing", "jobs", "lock")
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.jobs = 0
+        self.build: asyncio.Task[None] | None = None
+        self.answers: set[int] = set()
+        self.clearing = False
+
+
+class Agent:
+    """One service over one driver. `say` publishes a result some time soon, `on_failures` hears of sick hosts."""
+
+    def __init__(
+        self,
+        *,
+        service: str,
+        driver: Driver,
+        records: Records,
+        say: Callable[[ComputeResult], None],
+        clock: Clock,
+        limits: Limits,
+        on_failures: Callable[[str], None] = lambda _: None,
+        on_accepted: Callable[[Spawn], None] = lambda _: None,
+    ) -> None:
+        self._service = service
+        self._driver = driver
+        self._records = records
+        self._say = say
+        self._clock = clock
+        self._limits = limits
+        self._on_failures = on_failures
+        self._on_accepted = on_accepted
+        self._hosts: frozenset[str] = frozenset()
+        self._chains: dict[Key, Chain] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepted = 0
+        self._slots = asyncio.Semaphore(limits.builds)
+        self._host_slots: dict[str, asyncio.Semaphore] = {}
+        self._fault: asyncio.Future[None] | None = None
+        self._verdicts = {
+            verdict: metrics.COMMANDS.labels(service, verdict.value) for verdict in (*SpawnVerdict, *DestroyVerdict)
+        }
+        self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
+        self._build_s = metrics.BUILD_S.labels(service)
+        metrics.ACCEPTED.labels(service).set_function(lambda: self._accepted)
+
+    # --- commands
+
+    def take(self, commands: Sequence[Spawn | Destroy]) -> None:
+        """Decide and start what these commands ask, in order. When this returns they are remembered."""
+        rows: list[EntryRow] = []
+        for command in commands:
+            row = self._on_spawn(command) if isinstance(command, Spawn) else self._on_destroy(command)
+            if row is not None:
+                rows.append(row)
+        self._records.write(rows)
+
+    def _on_spawn(self, command: Spawn) -> EntryRow | None:
+        key = (command.host_uuid, command.spec.instance_uuid)
+        verdict, entry = on_spawn(self._records.get(key), command.attempt)
+        self._verdicts[verdict].inc()
+        if verdict is SpawnVerdict.UNDERWAY:
+            return None
+        if verdict is SpawnVerdict.REPEAT:
+            self._answer(key, entry)
+            return None
+        if verdict in (SpawnVerdict.FENCED, SpawnVerdict.SUPERSEDED):
+            self._refuse(key, command.attempt, f"spawn.{verdict.value}", "this attempt was given up on this host")
+            return None
+        if command.host_uuid not in self._hosts:
+            self._refuse(key, command.attempt, "host.unknown", "this service has no such host")
+            return None
+        if self._accepted >= self._limits.accepted:
+            self._refuse(key, command.attempt, "service.busy", "too many builds are waiting here")
+            return None
+        row = self._records.note(key, entry, command)
+        self._records.accepted += 1
+        self._start_build(key, command, clear=entry.fence if verdict is SpawnVerdict.REPLACE else 0)
+        self._on_accepted(command)
+        return row
+
+    def _on_destroy(self, command: Destroy) -> EntryRow | None:
+        key = (command.host_uuid, command.instance_uuid)
+        known = self._records.get(key)
+        verdict, entry = on_destroy(known, command.attempt)
+        self._verdicts[verdict].inc()
+        chain = self._chains.get(key)
+        if verdict is DestroyVerdict.DESTROY or (verdict is DestroyVerdict.JOIN and chain is None):
+            # Joining what was given up as impossible starts it again.
+            self._start_destroy(key, command.attempt)
+        elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
+            chain.answers.add(command.attempt)
+        else:
+            self._say_destroyed(key, command.attempt)
+        return None if entry == known else self._records.note(key, entry, self._records.spawn_of(key))
+
+    # --- jobs
+
+    def _start_build(self, key: Key, command: Spawn, *, clear: int) -> None:
+        chain = self._cancel_build(key)
+        chain.clearing = clear > 0
+        self._accepted += 1
+        chain.build = self._start(key, chain, self._build(key, chain, command, clear))
+        chain.build.add_done_callback(self._build_over)
+
+    def _build_over(self, _: asyncio.Task[None]) -> None:
+        self._accepted -= 1
+
+    def _start_destroy(self, key: Key, attempt: int) -> None:
+        chain = self._cancel_build(key)
+        chain.answers.add(attempt)
+        self._start(key, chain, self._clear_away(key, chain, attempt))
+
+    def _cancel_build(self, key: Key) -> Chain:
+        """The chain of this key, with its build (if any) on the way out."""
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains[key] = Chain()
+        elif chain.build is not None:
+            chain.build.cancel()
+            chain.build = None
+        return chain
+
+    def _start(self, key: Key, chain: Chain, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        chain.jobs += 1
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            chain.jobs -= 1
+            if not chain.jobs and self._chains.get(key) is chain:
+                del self._chains[key]
+            if not task.cancelled() and (fault := task.exception()) is not None:
+                self._report(fault)
+
+        task.add_done_callback(over)
+        return task
+
+    def _report(self, fault: BaseException) -> None:
+        """A job of ours must not fail: hand it to `watch`, which takes the process down."""
+        log.error("compute.job_failed", exc_info=fault)
+        if self._fault is not None and not self._fault.done():
+            self._fault.set_exception(fault)
+
+    async def watch(self) -> None:
+        """Raise the first fault of any job."""
+        self._fault = asyncio.get_running_loop().create_future()
+        await self._fault
+
+    async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
+        started = self._clock.monotonic()
+        slot = self._host_slots.get(key[0])
+        if slot is None:
+            slot = self._host_slots[key[0]] = asyncio.Semaphore(self._limits.per_host)
+        # The host's slot first: builds queueing for one stuck host must not use up the service's slots.
+        async with chain.lock, slot, self._slots:
+            entry = await self._attempt(key, chain, command, clear)
+        if entry is None:  # it was destroyed or replaced while it ended; that job answers
+            return
+        self._records.put(key, entry)
+        self._build_s.observe(self._clock.monotonic() - started)
+        if not entry.final:
+            self._count_failures(key[0], works=entry.phase is Phase.RUNNING)
+        self._answer(key, entry)
+
+    async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
+        """Have the driver build; how it ended, as the entry to remember."""
+        number = command.attempt
+        try:
+            if clear:
+                await self._clear(key, clear)
+                chain.clearing = False
+                self._say_cleared(key, chain)
+            async with asyncio.timeout(self._limits.build_s):
+                await self._driver.spawn(Build(key[0], command.spec, number, command.allocations))
+        except BuildFault as fault:
+            code, reason, final = fault.code, fault.reason, isinstance(fault, BuildAbort)
+        except DriverUnavailable as fault:
+            code, reason, final = "driver.unavailable", str(fault), False
+        except TimeoutError:
+            code, reason, final = "build.timeout", f"not built within {self._limits.build_s:g} s", False
+        except Exception as fault:  # a driver is somebody else's code: its bug costs this build, not the service
+            log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
+            code, reason, final = "driver.fault", f"{type(fault).__name__}: {fault}", False
+        else:
+            return built(self._records.get(key), number)
+        return failed(self._records.get(key), number, code, reason[:MAX_REASON], final=final)
+
+    async def _clear_away(self, key: Key, chain: Chain, attempt: int) -> None:
+        async with chain.lock:
+            try:
+                await self._clear(key, attempt)
+            except DriverUnavailable as fault:
+                # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, or the next
+                # start of the service, tries again.
+                log.error("destroy.failed", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
+                self._refuse(key, attempt, "destroy.failed", str(fault))
+                chain.answers.clear()
+                return
+            entry = destroyed(self._records.get(key))
+            if entry is not None:
+                self._records.put(key, entry)
+            self._say_cleared(key, chain)
+
+    async def _clear(self, key: Key, attempt: int) -> None:
+        if key[0] not in self._hosts:
+            return  # never ours, so nothing of ours runs there; the fence keeps it so
+        retrying = tenacity.AsyncRetrying(
+            sleep=self._clock.sleep,
+            stop=tenacity.stop_after_attempt(self._limits.destroy_tries),
+            wait=tenacity.wait_random_exponential(multiplier=DESTROY_RETRY_MIN_S, max=DESTROY_RETRY_MAX_S),
+            retry=tenacity.retry_if_exception_type(DriverUnavailable),
+            reraise=True,
+        )
+        await retrying(self._driver.destroy, key[0], key[1], attempt)
+
+    # --- answers
+
+    def _answer(self, key: Key, entry: Entry) -> None:
+        said = answer(entry)
+        assert said is not None, entry
+        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final)
+
+    def _refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
+        self._tell(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
+
+    def _say_destroyed(self, key: Key, attempt: int) -> None:
+        self._tell(key, attempt, ComputeOutcome.DESTROYED)
+
+    def _say_cleared(self, key: Key, chain: Chain) -> None:
+        for attempt in sorted(chain.answers):
+            self._say_destroyed(key, attempt)
+        chain.answers.clear()
+
+    def _tell(
+        self, key: Key, attempt: int, outcome: ComputeOutcome, code: str = "", reason: str = "", *, final: bool = False
+    ) -> None:
+        self._ended[outcome].inc()
+        self._say(
+            ComputeResult(
+                instance_uuid=key[1],
+                attempt=attempt,
+                host_uuid=key[0],
+                service=self._service,
+                outcome=outcome,
+                code=code,
+                reason=reason,
+                at=self._clock.time(),
+                final=final,
+            )
+        )
+
+    def _count_failures(self, host: str, *, works: bool) -> None:
+        count = 0 if works else self._records.failed_builds(host) + 1
+        if self._records.count_failures(host, count):
+            self._on_failures(host)
+
+    # --- start, survey, stop
+
+    async def resume(self) -> None:
+        """Learn what the hosts run, and take up what the last run of this service left unfinished or unsaid."""
+        await self.learn_hosts()
+        found = {(m.host_uuid, m.instance_uuid): m for ms in (await self._driver.list()).values() for m in ms}
+        for key, entry in self._records.entries():
+            self._resume(key, entry, found.pop(key, None))
+        for key, machine in found.items():
+            log.warning("machine.adopted", instance=key[1], cause=key[1], host=key[0])
+            self._records.put(key, Entry(machine.attempt or 0, Phase.RUNNING, told=True))
+
+    def _resume(self, key: Key, entry: Entry, machine: Machine | None) -> None:
+        if entry.phase is Phase.BUILDING and machine and machine.attempt in (entry.attempt, None):
+            entry = Entry(entry.attempt, Phase.RUNNING, fence=entry.fence)
+            self._records.put(key, entry)
+        command = self._records.spawn_of(key)
+        if entry.phase is Phase.DESTROYING or (machine and machine.attempt and machine.attempt <= entry.fence):
+            if entry.phase is not Phase.BUILDING:
+                self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=max(entry.fence, entry.attempt)))
+                self._start_destroy(key, max(entry.fence, entry.attempt))
+                return
+        if entry.phase is Phase.BUILDING and command is not None and key[0] in self._hosts:
+            self._start_build(key, command, clear=entry.fence)
+            if entry.fence:
+                self._chains[key].answers.add(entry.fence)
+        elif entry.phase is Phase.BUILDING:
+            gone = failed(entry, entry.attempt, "service.restarted", "its host is not this service's any more")
+            assert gone is not None
+            self._records.put(key, gone)
+            self._answer(key, gone)
+        elif entry.phase is Phase.RUNNING and machine is None:
+            self._records.put(key, lost(entry))
+        elif not entry.told:
+            self._answer(key, entry)
+
+    async def learn_hosts(self) -> None:
+        """Ask the driver which hosts there are."""
+        self._hosts = frozenset(host.uuid for host in await self._driver.hosts())
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
+        """What really runs, as [(instance, attempt)] by host; machines on record that do not run are noted as lost."""
+        before = self._records.running()
+        listed = await self._driver.list(hosts)
+        result: dict[str, list[tuple[str, int]]] = {}
+        for host, machines in listed.items():
+            for machine in machines:
+                key = (host, machine.instance_uuid)
+                known = before.pop(key, None) or self._records.get(key)
+                attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else 0)
+                result.setdefault(host, []).append((machine.instance_uuid, attempt))
+        if hosts is None:
+            for key, entry in before.items():
+                if self._records.get(key) is entry:  # unchanged since before the driver looked: really lost
+                    log.warning("machine.lost", instance=key[1], cause=key[1], host=key[0])
+                    self._records.put(key, lost(entry))
+        return result
+
+    async def stop(self, grace_s: float) -> None:
+        """Let builds end within the grace time, then leave the rest on record for the next start."""
+        if self._tasks and grace_s > 0:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

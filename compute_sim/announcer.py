@@ -1,0 +1,115 @@
+"""Tells the conductor how attempts ended, and keeps telling until the broker has confirmed it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+import tenacity
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.cell import ComputeResult
+from bus.faults import Transient
+from bus.port import BusError, BusForbidden
+from compute_sim import metrics
+
+log = structlog.get_logger()
+
+MAX_BATCH = 500  # results published at once
+MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 5.0
+
+
+class Publisher(Protocol):
+    """The part of a Bus that is needed here."""
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        """Publish many messages with their causes; returns when all are confirmed."""
+
+
+class Announcer:
+    """A queue of results, published in the order they came, in batches that grow under load.
+
+    on_told: called with the results that were confirmed. A batch that was not wholly confirmed is published again
+    wholly: results may come twice, and conductors know.
+    """
+
+    def __init__(
+        self, bus: Publisher, *, clock: Clock, on_told: Callable[[Sequence[ComputeResult]], None], service: str
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._on_told = on_told
+        self._service = service
+        self._waiting: deque[ComputeResult] = deque()
+        self._some = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._publishing = asyncio.Lock()
+
+    def say(self, result: ComputeResult) -> None:
+        """Publish this soon. Never waits; whoever takes new work waits for `room` first."""
+        self._waiting.append(result)
+        self._some.set()
+        if len(self._waiting) >= MAX_WAITING:
+            self._room.clear()
+
+    async def room(self) -> None:
+        """Wait while too many results are not confirmed yet (the broker is away, or full)."""
+        if not self._room.is_set():
+            await self._room.wait()
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await self._some.wait()
+            await self._step()
+
+    async def flush(self, seconds: float) -> bool:
+        """Publish what waits, at most for this long; says whether all of it was confirmed. `run` may have ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._waiting:
+                    await self._step()
+        return not self._waiting
+
+    async def _step(self) -> None:
+        async with self._publishing:
+            batch = list(itertools.islice(self._waiting, MAX_BATCH))
+            if not batch:
+                return
+            await self._publish(batch)
+            for _ in batch:
+                self._waiting.popleft()
+            self._settle()
+            self._on_told(batch)
+
+    def _settle(self) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            self._room.set()
+        if not self._waiting:
+            self._some.clear()
+
+    async def _publish(self, batch: Sequence[ComputeResult]) -> None:
+        """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
+        retrying = tenacity.AsyncRetrying(
+            sleep=self._clock.sleep,
+            wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
+            retry=tenacity.retry_if_exception_type((BusError, Transient))
+            & tenacity.retry_if_not_exception_type(BusForbidden),
+            before_sleep=self._say_so,
+            reraise=True,
+        )
+        await retrying(self._bus.publish_all, [(result, result.instance_uuid) for result in batch])
+        metrics.RESULTS.labels(self._service).inc(len(batch))
+
+    def _say_so(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.warning("results.not_published", waiting=len(self._waiting), code=getattr(error, "code", ""))

@@ -1,0 +1,207 @@
+"""Wiring of a compute service: one cell's bus, one driver, one memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+import tenacity
+
+from bus.clock import Clock
+from bus.contracts.cell import Spawn
+from bus.faults import Fault
+from bus.service.service import Service
+from compute_sim.agent import Agent, Limits
+from compute_sim.announcer import Announcer
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import fate
+from compute_sim.driver import Driver, DriverUnavailable
+from compute_sim.drivers.baremetal import BareMetal
+from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.fleet import Fleet
+from compute_sim.handlers import Handlers
+from compute_sim.reporter import Reporter
+from compute_sim.unreliable import Unreliable
+
+if TYPE_CHECKING:
+    from bus.service.environment import Environment
+
+log = structlog.get_logger()
+
+BATCH = 256  # commands decided at once; deciding one takes tens of microseconds
+PREFETCH = 1024
+STOP_GRACE_S = 3.0  # builds may end within this; later ones are taken up by the next start
+FLUSH_S = 3.0  # results that the broker has not confirmed within this are said by the next start
+DRIVER_RETRY_MAX_S = 10.0
+
+
+class ServiceDied(Fault):
+    """A planned fault: the service ends here, in the middle of everything."""
+
+    code = "sim.service_died"
+
+
+def build(
+    env: Environment,
+    config: ComputeConfig,
+    cell: str,
+    service: str,
+    fleet: Fleet | None = None,
+    driver: Driver | None = None,
+    *,
+    die: Callable[[], None] | None = None,
+) -> Service:
+    """One compute service of one cell, over that cell's bus alone.
+
+    fleet: the machines and the service's memory; give the same one again to restart the service in this process.
+    driver: instead of the one that the configuration names. die: how a planned death of the service happens;
+    the default ends the service with a fault (a process of its own may rather kill itself).
+    """
+    parts = Parts(env, config, cell, service, fleet, driver, die)
+    result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
+    result.resource(parts.bus.open, parts.bus.close)
+    result.resource(parts.open, parts.close)
+    result.drain(parts.drain)
+    result.task("results", parts.announcer.run)
+    result.task("heartbeats", parts.reporter.beat)
+    result.task("announcements", parts.reporter.announce)
+    result.task("inventory", parts.reporter.report)
+    result.task("jobs", parts.agent.watch)
+    result.task("fate", parts.doom.wait)
+    # One batch at a time: a Destroy must not overtake the Spawn before it.
+    commands = parts.bus.consumer(
+        "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
+    )
+    result.consumer(commands)
+    # Several services may share a process, and each has to be asked.
+    asked = parts.bus.consumer(
+        "compute.asked.{process}", parts.handlers.report_hosts, concurrency=1, process=f"{env.process}-{service}"
+    )
+    result.consumer(asked)
+    result.check("bus", lambda: parts.bus.transport.connected)
+    return result
+
+
+class Parts:
+    """One service's parts, wired together."""
+
+    def __init__(
+        self,
+        env: Environment,
+        config: ComputeConfig,
+        cell: str,
+        service: str,
+        fleet: Fleet | None,
+        driver: Driver | None,
+        die: Callable[[], None] | None,
+    ) -> None:
+        self.bus = env.bus(cell)
+        self.clock = env.clock
+        self.fleet = fleet or Fleet.planned(config, cell, service)
+        self.driver = driver or make_driver(config, self.fleet, env.clock)
+        records = self.fleet.records
+        self.announcer = Announcer(self.bus, clock=env.clock, on_told=records.told, service=service)
+        self.voice = Unreliable(self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock)
+        self.doom = Doom(config, self.fleet, die)
+        self.agent = Agent(
+            service=service,
+            driver=self.driver,
+            records=records,
+            say=self.voice.say,
+            clock=env.clock,
+            limits=Limits(
+                per_host=config.max_builds_per_host,
+                builds=config.max_builds,
+                accepted=config.max_accepted,
+                build_s=config.build_limit_s,
+                destroy_tries=config.destroy_tries,
+            ),
+            on_failures=lambda host: self.reporter.failures_changed(host),  # noqa: PLW0108  (made below)
+            on_accepted=self.doom.accepted,
+        )
+        self.reporter = Reporter(
+            self.bus,
+            service=service,
+            cell=cell,
+            driver=self.driver,
+            work=self.agent,
+            records=records,
+            clock=env.clock,
+            rng=env.rng,
+            heartbeat_s=config.heartbeat_s,
+            report_s=config.report_s,
+        )
+        self.handlers = Handlers(self.agent, service=service, room=self.announcer.room, asked=self.reporter.asked)
+
+    async def open(self) -> None:
+        """Remember, find the machines, take up what was unfinished."""
+        self.fleet.open()
+        retrying = tenacity.AsyncRetrying(
+            sleep=self.clock.sleep,
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=DRIVER_RETRY_MAX_S),
+            retry=tenacity.retry_if_exception_type(DriverUnavailable),
+            before_sleep=lambda _: log.warning("driver.unavailable"),
+        )
+        await retrying(self._ready)
+        self.fleet.records.start(self.clock.time())
+        self.driver.on_change(self.reporter.host_changed)
+        self.bus.transport.on_reconnect(self.reporter.reconnected)
+
+    async def _ready(self) -> None:
+        await self.driver.open()
+        await self.agent.resume()
+
+    async def drain(self, grace_s: float) -> None:
+        """Let builds end for a while, say what there is to say, say good-bye. What is left is on record."""
+        await self.agent.stop(min(STOP_GRACE_S, grace_s / 2))
+        await self.announcer.flush(min(FLUSH_S, grace_s / 2))
+        await self.reporter.leave()
+
+    async def close(self) -> None:
+        """Stop where it stands."""
+        await self.agent.stop(0)
+        self.voice.stop()
+        await self.driver.close()
+        self.fleet.close()
+
+
+class Doom:
+    """Planned deaths of the whole service."""
+
+    def __init__(self, config: ComputeConfig, fleet: Fleet, die: Callable[[], None] | None) -> None:
+        self._faults = config.faults
+        self._seed = config.seed
+        self._fleet = fleet
+        self._die = die
+        self._strike = asyncio.Event()
+
+    def accepted(self, command: Spawn) -> None:
+        """A build was accepted: is it the one that kills?"""
+        records, faults = self._fleet.records, self._faults
+        # Only in the first life: a death is planned once, not again and again until nothing is left to plan.
+        if (faults.die_after is not None and records.starts == 1 and records.accepted == faults.die_after) or (
+            faults.die_rate
+            and (host := self._fleet.host(command.host_uuid)) is not None
+            and fate(faults, self._seed, host.plan.name, command.spec.instance_uuid, command.attempt).dies
+        ):
+            self._kill()
+
+    def _kill(self) -> None:
+        log.warning("compute.planned_death")
+        self._strike.set()
+        if self._die is not None:
+            self._die()
+
+    async def wait(self) -> None:
+        """A side task that ends the service when its time has come."""
+        await self._strike.wait()
+        raise ServiceDied("a planned fault of this service")
+
+
+def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock) -> Driver:
+    """The driver that the configuration names."""
+    if config.driver == "ironic":
+        return BareMetal(config.ironic, clock=clock)
+    return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock)

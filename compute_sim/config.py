@@ -1,0 +1,66 @@
+"""What a compute service is told at start, parsed once and passed down."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from compute_sim.domain.faults import Faults, Rate, Seconds
+
+
+class HostSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One simulated hypervisor. Ratios are Nova's initial ones (N-27)."""
+
+    vcpus: Annotated[int, Bound(ge=1, le=2**20)] = 64
+    memory_mb: Annotated[int, Bound(ge=1, le=2**30)] = 262_144
+    disk_gb: Annotated[int, Bound(ge=1, le=2**30)] = 4_000
+    reserved_memory_mb: Annotated[int, Bound(ge=0)] = 512
+    cpu_ratio: Annotated[float, Bound(gt=0, le=1000)] = 4.0
+    memory_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    disk_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+
+
+class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the bare-metal nodes are. share of shares: which of them are this service's, by a hash of the uuid."""
+
+    url: str = "http://127.0.0.1:6385"
+    token: str = ""
+    microversion: str = "1.81"
+    poll_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
+    deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
+    clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
+    request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+    share: Annotated[int, Bound(ge=0)] = 0
+    shares: Annotated[int, Bound(ge=1)] = 1
+
+
+class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One compute service.
+
+    driver: what manages the machines. hosts, sizes (dealt out in turn), gpu_share, numa_share, seed, faults: the
+    simulated fleet. state_dir: where it remembers across processes; None = in memory only.
+    max_builds_per_host: as Nova's max_concurrent_builds (N-28). max_builds: builds under way in the service.
+    max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
+    build_limit_s: the service gives a build up after this, whatever its conductor thinks.
+    """
+
+    driver: Literal["hypervisor", "ironic"] = "hypervisor"
+    hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 10
+    sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
+    gpu_share: Rate = 0.1
+    gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
+    vgpus_per_gpu: Annotated[int, Bound(ge=1, le=64)] = 8
+    numa_share: Rate = 0.0
+    seed: int = 1
+    faults: Faults = Faults()
+    ironic: IronicConfig = IronicConfig()
+    state_dir: str | None = None
+    heartbeat_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
+    report_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
+    max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
+    max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000
+    max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
+    build_limit_s: Seconds = 3_600.0
+    destroy_tries: Annotated[int, Bound(ge=1, le=100)] = 8

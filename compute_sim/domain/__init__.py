@@ -1,0 +1,1 @@
+"""What a compute service decides: plain functions and frozen values."""

@@ -1,0 +1,147 @@
+"""What a host knows of one instance, and what a command changes: fences, repeats, replacements.
+
+One `Entry` per (host, instance). Commands come late, twice and out of order; an entry is all that is needed to
+answer each of them the same way every time. Two rules keep an instance from being built twice:
+
+- a fence: no attempt at or below one that was ever destroyed here starts again;
+- an ended attempt stays on record, so a repeated command gets the first answer, not a second build.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.cell import ComputeOutcome
+
+
+class Phase(StrEnum):
+    """Where the attempt on record stands."""
+
+    BUILDING = "b"
+    RUNNING = "r"
+    FAILED = "f"
+    DESTROYING = "d"
+    GONE = "g"
+
+
+class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The newest attempt of one instance on one host.
+
+    fence: attempts up to this one never start here. told: the result of this phase reached the broker.
+    code and reason: why it failed. final: no other host would do better.
+    """
+
+    attempt: int
+    phase: Phase
+    fence: int = 0
+    told: bool = False
+    code: str = ""
+    reason: str = ""
+    final: bool = False
+
+
+class SpawnVerdict(StrEnum):
+    """What a Spawn means to this host."""
+
+    START = "start"  # nothing of this instance is here: build
+    REPLACE = "replace"  # an older attempt is, or was, here: clear it away, then build
+    UNDERWAY = "underway"  # this attempt is being built: its answer is on its way
+    REPEAT = "repeat"  # this attempt has ended: say so again
+    FENCED = "fenced"  # this attempt was destroyed here: never
+    SUPERSEDED = "superseded"  # a newer attempt is here: never
+
+
+class DestroyVerdict(StrEnum):
+    """What a Destroy means to this host."""
+
+    DESTROY = "destroy"  # clear it away, then answer
+    JOIN = "join"  # it is being cleared away: answer with the others
+    NOTHING = "nothing"  # nothing is left of it: answer now
+    STALE = "stale"  # a newer attempt is here and stays: only the fence rises
+
+
+_OUTCOMES = {
+    Phase.RUNNING: ComputeOutcome.ACTIVE,
+    Phase.FAILED: ComputeOutcome.FAILED,
+    Phase.GONE: ComputeOutcome.DESTROYED,
+}
+ENDED = frozenset({Phase.FAILED, Phase.GONE})
+
+
+def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
+    """Decide a Spawn. The entry returned is what the host knows from now on."""
+    if entry is None:
+        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING)
+    if attempt <= entry.fence:
+        return SpawnVerdict.FENCED, entry
+    if attempt < entry.attempt:
+        return SpawnVerdict.SUPERSEDED, entry
+    if attempt > entry.attempt:
+        # The conductor has given up the older attempt, or it would not have asked for a newer one. Its own Destroy
+        # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
+        fresh = Entry(attempt, Phase.BUILDING, fence=max(entry.fence, entry.attempt))
+        return (SpawnVerdict.START if entry.phase is Phase.GONE else SpawnVerdict.REPLACE), fresh
+    if entry.phase is Phase.BUILDING:
+        return SpawnVerdict.UNDERWAY, entry
+    assert entry.phase in (Phase.RUNNING, Phase.FAILED), entry  # destroying and gone are fenced
+    return SpawnVerdict.REPEAT, entry
+
+
+def on_destroy(entry: Entry | None, attempt: int) -> tuple[DestroyVerdict, Entry]:
+    """Decide a Destroy. An instance never heard of is cleared away too: the record may be younger than the machine."""
+    if entry is None:
+        return DestroyVerdict.DESTROY, Entry(attempt, Phase.DESTROYING, fence=attempt)
+    fenced = entry
+    if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be said
+        fenced = replace(entry, fence=attempt, told=entry.told and entry.phase is not Phase.GONE)
+    if entry.phase is Phase.DESTROYING:
+        return DestroyVerdict.JOIN, fenced
+    if entry.phase is Phase.GONE:
+        return DestroyVerdict.NOTHING, fenced
+    if attempt < entry.attempt:
+        return DestroyVerdict.STALE, fenced
+    return DestroyVerdict.DESTROY, Entry(entry.attempt, Phase.DESTROYING, fence=attempt)
+
+
+def built(entry: Entry | None, attempt: int) -> Entry | None:
+    """The attempt runs. None when this host has been told otherwise meanwhile."""
+    if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
+        return None
+    return Entry(attempt, Phase.RUNNING, fence=entry.fence)
+
+
+def failed(entry: Entry | None, attempt: int, code: str, reason: str, *, final: bool = False) -> Entry | None:
+    """The attempt did not become a machine. None when this host has been told otherwise meanwhile."""
+    if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
+        return None
+    return Entry(attempt, Phase.FAILED, fence=entry.fence, code=code, reason=reason, final=final)
+
+
+def destroyed(entry: Entry | None) -> Entry | None:
+    """Nothing is left. None when a newer attempt has come meanwhile."""
+    if entry is None or entry.phase is not Phase.DESTROYING:
+        return None
+    return Entry(entry.attempt, Phase.GONE, fence=max(entry.fence, entry.attempt))
+
+
+def lost(entry: Entry) -> Entry:
+    """A machine on record that the host does not run (it was reinstalled, or its disk is gone)."""
+    return Entry(
+        entry.attempt,
+        Phase.FAILED,
+        fence=entry.fence,
+        told=True,
+        code="instance.lost",
+        reason="the host does not run it",
+    )
+
+
+def answer(entry: Entry) -> tuple[int, ComputeOutcome] | None:
+    """What is to be said of this entry: the attempt and how it ended. None while work on it is under way."""
+    outcome = _OUTCOMES.get(entry.phase)
+    if outcome is None:
+        return None
+    return (entry.fence if entry.phase is Phase.GONE else entry.attempt), outcome

@@ -1,0 +1,101 @@
+"""Planned faults: what goes wrong with which attempt, decided by the seed and the attempt alone.
+
+The same seed gives the same fate to the same attempt, whatever else happens and in whichever order, and again
+after a restart.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+Rate = Annotated[float, Bound(ge=0, le=1)]
+Seconds = Annotated[float, Bound(ge=0, le=86_400)]
+
+
+class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often what goes wrong. Rates are shares of attempts.
+
+    delay: a build takes from delay_min_s to delay_max_s. fail_hosts: names of hosts where every build fails.
+    fail: this host cannot, another may. abort: no host can. leftover: share of failures that leave a half-built
+    machine behind. hang: never answers. late: builds, but says so only after late_s, come what may.
+    duplicate: says its result twice. die: the whole service dies when it accepts such a build;
+    die_after: it dies once, when it has accepted that many since its first start.
+    """
+
+    delay_min_s: Seconds = 0.0
+    delay_max_s: Seconds = 0.0
+    destroy_delay_s: Seconds = 0.0
+    fail_rate: Rate = 0.0
+    fail_hosts: tuple[str, ...] = ()
+    abort_rate: Rate = 0.0
+    leftover_rate: Rate = 0.0
+    hang_rate: Rate = 0.0
+    late_rate: Rate = 0.0
+    late_s: Seconds = 60.0
+    duplicate_rate: Rate = 0.0
+    die_rate: Rate = 0.0
+    die_after: Annotated[int, Bound(ge=1)] | None = None
+
+
+class Ending(StrEnum):
+    """How a simulated build ends."""
+
+    WORKS = "works"
+    FAILS = "fails"
+    ABORTS = "aborts"
+    HANGS = "hangs"
+
+
+class Fate(Struct, frozen=True):
+    """What happens to one attempt."""
+
+    ending: Ending = Ending.WORKS
+    delay_s: float = 0.0
+    leftover: bool = False
+    late_s: float = 0.0
+    copies: int = 1
+    dies: bool = False
+
+
+KIND = Fate()  # nothing goes wrong, at once
+NO_FAULTS = Faults()
+_ROLLS = struct.Struct("<8I")
+_FULL = 2.0**32
+
+
+def fate(faults: Faults, seed: int, host: str, instance_uuid: str, attempt: int) -> Fate:
+    """Decide one attempt's fate."""
+    if faults == NO_FAULTS:
+        return KIND
+    digest = blake2b(f"{seed}/{host}/{instance_uuid}/{attempt}".encode(), digest_size=32).digest()
+    ends, waits, leaves, lies, doubles, dies, _, _ = (roll / _FULL for roll in _ROLLS.unpack(digest))
+    ending = _ending(faults, host, ends)
+    return Fate(
+        ending=ending,
+        delay_s=faults.delay_min_s + waits * max(0.0, faults.delay_max_s - faults.delay_min_s),
+        leftover=ending in (Ending.FAILS, Ending.ABORTS) and leaves < faults.leftover_rate,
+        late_s=faults.late_s if ending is Ending.WORKS and lies < faults.late_rate else 0.0,
+        copies=2 if doubles < faults.duplicate_rate else 1,
+        dies=dies < faults.die_rate,
+    )
+
+
+def _ending(faults: Faults, host: str, roll: float) -> Ending:
+    """One roll over the endings laid end to end, so that the rates add up and never overlap."""
+    if host in faults.fail_hosts:
+        return Ending.FAILS
+    for rate, ending in (
+        (faults.fail_rate, Ending.FAILS),
+        (faults.abort_rate, Ending.ABORTS),
+        (faults.hang_rate, Ending.HANGS),
+    ):
+        if roll < rate:
+            return ending
+        roll -= rate
+    return Ending.WORKS

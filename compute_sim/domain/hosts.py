@@ -1,0 +1,100 @@
+"""Simulated hosts: which there are, and the provider tree of each. The same seed plans the same fleet."""
+
+from __future__ import annotations
+
+from uuid import UUID, uuid5
+
+from msgspec import Struct
+
+from bus.contracts.placement import Inventory, ProviderReport
+from compute_sim.config import ComputeConfig, HostSize
+
+_SPACE = UUID("6f6a9b7e-6c1c-5d0e-9f57-3a1d2f5b8c11")  # ours alone, so that planned uuids meet no other's
+
+NODE_TRAIT = "COMPUTE_NODE"
+DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"  # N-24: the scheduler's pre-filter forbids it
+GPU_TRAITS = ("CUSTOM_GPU_SMALL", "CUSTOM_GPU_LARGE")  # the children of one host differ, so traits tell them apart
+NUMA_TRAIT = "HW_NUMA_ROOT"
+ATTRIBUTES = {"hypervisor_type": "simulated", "cpu_arch": "x86_64"}
+
+
+class HostPlan(Struct, frozen=True):
+    """One simulated host as it leaves the factory."""
+
+    uuid: str
+    name: str
+    size: HostSize
+    gpus: tuple[str, ...] = ()  # uuids of the GPU children
+    numa: tuple[str, ...] = ()  # uuids of the NUMA cell children
+    vgpus_per_gpu: int = 0
+
+
+def plan_hosts(config: ComputeConfig, cell: str, service: str) -> tuple[HostPlan, ...]:
+    """The hosts of one service, by name. GPU and NUMA hosts are spread evenly over them."""
+    return tuple(_plan_host(config, cell, service, index) for index in range(config.hosts))
+
+
+def _plan_host(config: ComputeConfig, cell: str, service: str, index: int) -> HostPlan:
+    root = uuid5(_SPACE, f"{config.seed}/{cell}/{service}/{index}")
+    gpus = config.gpus_per_host if _chosen(config.gpu_share, index) else 0
+    # Offset by half a turn, so that hosts with both kinds of children exist only when the shares force it.
+    numa = 2 if _chosen(config.numa_share, index + config.hosts // 2) else 0
+    return HostPlan(
+        uuid=str(root),
+        name=f"{service}-{index:05d}",
+        size=config.sizes[index % len(config.sizes)],
+        gpus=tuple(str(uuid5(root, f"gpu{n}")) for n in range(gpus)),
+        numa=tuple(str(uuid5(root, f"numa{n}")) for n in range(numa)),
+        vgpus_per_gpu=config.vgpus_per_gpu,
+    )
+
+
+def _chosen(share: float, index: int) -> bool:
+    """Whether the running total of the share passes a whole number at this index: evenly spread, no randomness."""
+    return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
+
+
+def tree(plan: HostPlan, size: HostSize, *, enabled: bool) -> tuple[ProviderReport, ...]:
+    """The host's providers: the root, then its children. With NUMA cells, processors and memory are the cells'."""
+    disk = {"DISK_GB": Inventory(total=size.disk_gb, max_unit=size.disk_gb, allocation_ratio=size.disk_ratio)}
+    root = ProviderReport(
+        uuid=plan.uuid,
+        name=plan.name,
+        inventories=disk if plan.numa else {**_compute(size, 1), **disk},
+        traits=(NODE_TRAIT,) if enabled else (NODE_TRAIT, DISABLED_TRAIT),
+    )
+    cells = tuple(
+        ProviderReport(
+            uuid=child,
+            name=f"{plan.name}-numa{n}",
+            parent_uuid=plan.uuid,
+            inventories=_compute(size, len(plan.numa)),
+            traits=(NUMA_TRAIT,),
+        )
+        for n, child in enumerate(plan.numa)
+    )
+    gpus = tuple(
+        ProviderReport(
+            uuid=child,
+            name=f"{plan.name}-gpu{n}",
+            parent_uuid=plan.uuid,
+            inventories={"VGPU": Inventory(total=plan.vgpus_per_gpu, max_unit=plan.vgpus_per_gpu)},
+            traits=(GPU_TRAITS[n % len(GPU_TRAITS)],),
+        )
+        for n, child in enumerate(plan.gpus)
+    )
+    return (root, *cells, *gpus)
+
+
+def _compute(size: HostSize, parts: int) -> dict[str, Inventory]:
+    """Processors and memory, or one NUMA cell's part of them. What one guest may take is what is physically there."""
+    vcpus, memory = max(1, size.vcpus // parts), max(1, size.memory_mb // parts)
+    return {
+        "VCPU": Inventory(total=vcpus, max_unit=vcpus, allocation_ratio=size.cpu_ratio),
+        "MEMORY_MB": Inventory(
+            total=memory,
+            reserved=min(size.reserved_memory_mb // parts, memory),
+            max_unit=memory,
+            allocation_ratio=size.memory_ratio,
+        ),
+    }

@@ -1,0 +1,101 @@
+"""The driver port: what a compute service needs of a kind of machine. Write one of these to manage real hosts.
+
+All methods run in the service's event loop and must not block it. The service calls `spawn` and `destroy` for one
+instance on one host one after the other, never at the same time; different instances run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.contracts.base import Resources
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.placement import ProviderReport
+
+
+class BuildFault(Exception):
+    """A build that ended without a machine. `code` is stable and dotted; `reason` is for a person."""
+
+    def __init__(self, code: str, reason: str = "") -> None:
+        super().__init__(f"{code}: {reason}" if reason else code)
+        self.code = code
+        self.reason = reason
+
+
+class Reschedule(BuildFault):
+    """This host cannot; another may. The conductor tries the next alternate."""
+
+
+class BuildAbort(BuildFault):
+    """No host can (a broken image, a forbidden request). The conductor gives the build up."""
+
+
+class DriverUnavailable(Exception):
+    """What manages the machines cannot be reached just now; the same call may work later."""
+
+
+class DriverHost(Struct, frozen=True, kw_only=True):
+    """One host as its driver knows it. uuid: its root provider's. attributes: what ComputeCapabilities reads."""
+
+    uuid: str
+    name: str
+    enabled: bool = True
+    disabled_reason: str = ""
+    attributes: dict[str, str] = {}
+
+
+class Build(Struct, frozen=True):
+    """One attempt to build one instance on one host."""
+
+    host_uuid: str
+    spec: InstanceSpec
+    attempt: int
+    allocations: dict[str, Resources]
+
+
+class Machine(Struct, frozen=True):
+    """One instance that a host runs. attempt: None when the machine itself does not know which attempt made it."""
+
+    host_uuid: str
+    instance_uuid: str
+    attempt: int | None
+
+
+Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children
+
+
+class Driver(Protocol):
+    """Hosts of one kind. Everything is idempotent: a restarted service calls again what it was in the middle of."""
+
+    async def open(self) -> None:
+        """Get ready. May raise DriverUnavailable; it is then called again."""
+
+    async def close(self) -> None:
+        """Let go of connections. Machines stay as they are."""
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        """All hosts, in a stable order. May raise DriverUnavailable."""
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        """The provider trees of these hosts (None: of all). Empty when somebody else reports them."""
+
+    async def spawn(self, build: Build) -> None:
+        """Build the machine; return when it runs. Raises BuildAbort, Reschedule, or DriverUnavailable.
+
+        Cancelled when the build is destroyed meanwhile: `destroy` follows and clears up what is there.
+        """
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        """Return when nothing of attempts up to this one is left on the host, half-built leftovers included.
+
+        Destroying what is not there is fine. Raises DriverUnavailable when it cannot be sure.
+        """
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """What these hosts (None: all) really run now, by host uuid; hosts that run nothing may be left out."""
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""

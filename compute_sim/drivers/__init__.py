@@ -1,0 +1,1 @@
+"""Drivers: how one kind of machine is built, destroyed and counted."""

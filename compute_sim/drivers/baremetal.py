@@ -1,0 +1,219 @@
+"""Bare metal through Ironic's REST API: a small subset of it, the one that deploying a node needs.
+
+Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. What is at a node is
+always read again before acting, because the book may be behind (I-9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from bus.clock import Clock
+from compute_sim.config import IronicConfig
+from compute_sim.driver import Build, BuildAbort, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
+
+T = TypeVar("T")
+
+MAX_NODES = 100_000
+PAGE = 1000
+MAX_BODY = 32 * 2**20
+FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,resource_class"
+
+ATTRIBUTES = {"hypervisor_type": "ironic"}
+DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
+BROKEN = frozenset({"deploy failed", "error", "clean failed"})
+# From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
+DELETABLE = frozenset({"active", "deploy failed", "wait call-back", "error", "deploy hold", "rescue", "deploying"})
+
+
+class Node(Struct, frozen=True):
+    """What of an Ironic node is needed here. Anything else in the answer is ignored."""
+
+    uuid: str
+    name: str | None = None
+    provision_state: str | None = None
+    maintenance: bool = False
+    instance_uuid: str | None = None
+
+
+class Page(Struct, frozen=True):
+    """One page of nodes."""
+
+    nodes: list[Node] = []
+
+
+class BareMetal:
+    """The driver of one service's share of Ironic's nodes."""
+
+    def __init__(
+        self, config: IronicConfig, *, clock: Clock, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+
+    async def open(self) -> None:
+        """Make the client; Ironic itself is asked when something is to be known."""
+        if self._client is None:
+            headers = {"X-OpenStack-Ironic-API-Version": self._config.microversion}
+            if self._config.token:
+                headers["X-Auth-Token"] = self._config.token
+            self._client = httpx.AsyncClient(
+                base_url=self._config.url,
+                headers=headers,
+                timeout=self._config.request_timeout_s,
+                transport=self._transport,
+            )
+
+    async def close(self) -> None:
+        """Close the client."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
+        return [
+            DriverHost(
+                uuid=node.uuid,
+                name=node.uuid,
+                enabled=not node.maintenance,
+                disabled_reason="maintenance" if node.maintenance else "",
+                attributes=ATTRIBUTES,
+            )
+            for node in await self._nodes()
+        ]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        """None: ironic_sync reports them."""
+        return ()
+
+    async def spawn(self, build: Build) -> None:
+        """Take the node, deploy it, wait until it is active."""
+        node = await self._guarded(build)
+        if node.instance_uuid is None:
+            await self._take(build)
+        if node.provision_state not in ("active", *DEPLOYING):
+            await self._provision(build.host_uuid, "active")
+        async with asyncio.timeout(self._config.deploy_timeout_s):
+            while True:
+                node = await self._expect(build.host_uuid)
+                if node.instance_uuid != build.spec.instance_uuid:
+                    raise Reschedule("node.taken", "the node was given to somebody else while it was deployed")
+                if node.provision_state == "active":
+                    return
+                if node.provision_state in BROKEN:
+                    raise Reschedule("node.deploy_failed", f"the node is in {node.provision_state}")
+                await self._clock.sleep(self._config.poll_s)
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        """Undeploy the node when it is this instance's; return when it is not any more."""
+        deadline = self._clock.monotonic() + self._config.clean_timeout_s
+        while (node := await self._node(host_uuid)) is not None and node.instance_uuid == instance_uuid:
+            if node.provision_state == "available":  # taken, never deployed
+                await self._call("PATCH", f"/v1/nodes/{host_uuid}", [{"op": "remove", "path": "/instance_uuid"}])
+            elif node.provision_state in DELETABLE:
+                await self._provision(host_uuid, "deleted")
+            if self._clock.monotonic() > deadline:
+                raise DriverUnavailable(f"node {host_uuid} is still in {node.provision_state}")
+            await self._clock.sleep(self._config.poll_s)
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """Active nodes with an instance. Ironic does not know which attempt it was."""
+        wanted = None if hosts is None else frozenset(hosts)
+        return {
+            node.uuid: (Machine(node.uuid, node.instance_uuid, None),)
+            for node in await self._nodes()
+            if node.instance_uuid and node.provision_state == "active" and (wanted is None or node.uuid in wanted)
+        }
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Nothing is told from here: the periodic announcement sees maintenance, ironic_sync acts on it at once."""
+
+    # --- what spawn is careful about
+
+    async def _guarded(self, build: Build) -> Node:
+        """The node, if it can take this build now (I-9); a build that was interrupted finds its own traces."""
+        node = await self._expect(build.host_uuid)
+        if node.instance_uuid not in (None, build.spec.instance_uuid):
+            raise Reschedule("node.taken", "the node has another instance")
+        if node.maintenance:
+            raise Reschedule("node.maintenance", "the node is in maintenance")
+        ours = node.instance_uuid is not None
+        if node.provision_state == "available" or (ours and node.provision_state in ("active", *DEPLOYING)):
+            return node
+        raise Reschedule("node.not_available", f"the node is in {node.provision_state}")
+
+    async def _take(self, build: Build) -> None:
+        """Write our instance on the node: Ironic answers 409 when it has another, or is locked."""
+        patch = [{"op": "add", "path": "/instance_uuid", "value": build.spec.instance_uuid}]
+        answer = await self._call("PATCH", f"/v1/nodes/{build.host_uuid}", patch)
+        if answer.status_code == httpx.codes.CONFLICT:
+            raise Reschedule("node.taken", "Ironic refused to give the node to this instance")
+
+    async def _provision(self, uuid: str, target: str) -> None:
+        """Ask for a provision state. A conflict is no error here: the state that is read next tells the truth."""
+        await self._call("PUT", f"/v1/nodes/{uuid}/states/provision", {"target": target})
+
+    # --- Ironic's REST API
+
+    async def _nodes(self) -> builtins.list[Node]:
+        """This service's share of all nodes, by uuid."""
+        nodes: builtins.list[Node] = []
+        marker: dict[str, str] = {}
+        for _ in range(MAX_NODES // PAGE):
+            answer = await self._call("GET", "/v1/nodes", params={"fields": FIELDS, "limit": str(PAGE), **marker})
+            page = _parse(answer, Page).nodes
+            nodes.extend(node for node in page if self._ours(node.uuid))
+            if "next" not in answer.json() or not page:
+                break
+            marker = {"marker": page[-1].uuid}
+        return sorted(nodes, key=lambda node: node.uuid)
+
+    def _ours(self, uuid: str) -> bool:
+        return zlib.crc32(uuid.encode()) % self._config.shares == self._config.share
+
+    async def _node(self, uuid: str) -> Node | None:
+        answer = await self._call("GET", f"/v1/nodes/{uuid}")
+        return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, Node)
+
+    async def _expect(self, uuid: str) -> Node:
+        node = await self._node(uuid)
+        if node is None:
+            raise Reschedule("host.unknown", "Ironic has no such node")
+        return node
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """One request. 404 and 409 are the caller's; what time may heal is DriverUnavailable; the rest never works."""
+        if self._client is None:
+            raise DriverUnavailable("the driver is closed")
+        try:
+            answer = await self._client.request(method, path, json=body, params=params)
+        except httpx.HTTPError as error:
+            raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
+        status = answer.status_code
+        if status >= 500 or status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.REQUEST_TIMEOUT):
+            raise DriverUnavailable(f"Ironic answered {status}")
+        if status >= 400 and status not in (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT):
+            raise BuildAbort("ironic.refused", f"Ironic answered {status} to {method}")
+        return answer
+
+
+def _parse(answer: httpx.Response, kind: type[T]) -> T:
+    if len(answer.content) > MAX_BODY:
+        raise DriverUnavailable("Ironic's answer is too large")
+    try:
+        return msgspec.json.decode(answer.content, type=kind)
+    except msgspec.DecodeError as error:
+        raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error

@@ -1,0 +1,101 @@
+"""Simulated hypervisors: machines that exist only in a Fleet, and fail as planned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from bus.clock import Clock
+from compute_sim.domain.faults import Ending, Faults, fate
+from compute_sim.domain.hosts import ATTRIBUTES, tree
+from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, Reschedule, Tree
+from compute_sim.fleet import Fleet, Guest, Host
+
+
+class Hypervisors:
+    """The driver of a Fleet."""
+
+    def __init__(self, fleet: Fleet, faults: Faults, *, seed: int, clock: Clock) -> None:
+        self._fleet = fleet
+        self._faults = faults
+        self._seed = seed
+        self._clock = clock
+        self._forget: list[Callable[[], None]] = []
+
+    async def open(self) -> None:
+        """The fleet is opened by whoever made it."""
+
+    async def close(self) -> None:
+        """No more callbacks: another service may take this fleet over."""
+        while self._forget:
+            self._forget.pop()()
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        """All hosts, by name."""
+        return [
+            DriverHost(
+                uuid=host.plan.uuid,
+                name=host.plan.name,
+                enabled=host.enabled,
+                disabled_reason=host.disabled_reason,
+                attributes=ATTRIBUTES,
+            )
+            for host in self._fleet.hosts
+        ]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        """The provider trees."""
+        return [tree(host.plan, host.size, enabled=host.enabled) for host in self._these(hosts)]
+
+    async def spawn(self, build: Build) -> None:
+        """Build as this attempt's fate has it."""
+        host = self._fleet.host(build.host_uuid)
+        if host is None:
+            raise Reschedule("host.unknown", "this service has no such host")
+        _check(host, build)
+        plan = fate(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
+        if plan.delay_s:
+            await self._clock.sleep(plan.delay_s)
+        if plan.ending is Ending.HANGS:
+            await asyncio.get_running_loop().create_future()  # until its destruction cancels it
+        guest = Guest(build.spec.instance_uuid, build.attempt, build.allocations, plan.ending is Ending.WORKS)
+        if guest.complete or plan.leftover:
+            self._fleet.put(build.host_uuid, guest)
+        if plan.ending is Ending.FAILS:
+            raise Reschedule("sim.spawn_failed", "planned: this host cannot build it")
+        if plan.ending is Ending.ABORTS:
+            raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        """Take the machine away, unless a newer attempt made it."""
+        if self._faults.destroy_delay_s:
+            await self._clock.sleep(self._faults.destroy_delay_s)
+        guest = self._fleet.guest(host_uuid, instance_uuid)
+        if guest is not None and guest.attempt <= attempt:
+            self._fleet.remove(host_uuid, instance_uuid)
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """What runs; a half-built leftover does not run."""
+        running: dict[str, list[Machine]] = {}
+        for host in self._these(hosts):
+            uuid = host.plan.uuid
+            for guest in (host.guests or {}).values():
+                if guest.complete:
+                    running.setdefault(uuid, []).append(Machine(uuid, guest.instance_uuid, guest.attempt))
+        return running
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Hosts of the fleet were enabled, disabled or resized."""
+        self._forget.append(self._fleet.on_change(callback))
+
+    def _these(self, hosts: Sequence[str] | None) -> Iterable[Host]:
+        if hosts is None:
+            return self._fleet.hosts
+        return [host for host in map(self._fleet.host, hosts) if host is not None]
+
+
+def _check(host: Host, build: Build) -> None:
+    """A build whose allocation names no provider of this host was sent to the wrong one: building would leak."""
+    plan, allocations = host.plan, build.allocations
+    if plan.uuid not in allocations and not any(child in allocations for child in (*plan.numa, *plan.gpus)):
+        raise BuildAbort("allocation.elsewhere", "the allocation names no provider of this host")

@@ -1,0 +1,212 @@
+"""The simulated machines themselves. They outlive the service that manages them.
+
+In memory for one process: stop a service, start another over the same Fleet, and it finds what runs. With a state
+directory also across processes, SIGKILL included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from bus.contracts.base import Resources
+from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.domain.hosts import HostPlan, plan_hosts
+from compute_sim.journal import Journal
+from compute_sim.records import Records
+
+REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
+
+
+class Guest(Struct, frozen=True, array_like=True):
+    """One machine on a host. complete: False for what a failed build left behind."""
+
+    instance_uuid: str
+    attempt: int
+    allocations: dict[str, Resources]
+    complete: bool = True
+
+
+class GuestRow(Struct, frozen=True, array_like=True, tag="g"):
+    """A machine came to be, or was completed."""
+
+    host: str
+    guest: Guest
+
+
+class GoneRow(Struct, frozen=True, array_like=True, tag="x"):
+    """A machine was destroyed."""
+
+    host: str
+    instance: str
+
+
+class HostRow(Struct, frozen=True, array_like=True, tag="h"):
+    """A host was enabled, disabled, or rebuilt in another size."""
+
+    host: str
+    enabled: bool
+    reason: str
+    size: HostSize
+
+
+Row = GuestRow | GoneRow | HostRow
+
+
+class Host:
+    """One simulated host: its plan, and what has become of it."""
+
+    __slots__ = ("disabled_reason", "enabled", "guests", "plan", "size")
+
+    def __init__(self, plan: HostPlan) -> None:
+        self.plan = plan
+        self.size = plan.size
+        self.enabled = True
+        self.disabled_reason = ""
+        self.guests: dict[str, Guest] | None = None  # made when first needed: most of a large fleet is empty
+
+    def row(self) -> HostRow:
+        """How it differs from its plan, for the journal."""
+        return HostRow(self.plan.uuid, self.enabled, self.disabled_reason, self.size)
+
+
+class Fleet:
+    """The machines of one service, and that service's own memory, which lives on them too (`records`)."""
+
+    def __init__(self, plans: Sequence[HostPlan], records: Records, path: Path | None = None) -> None:
+        self._hosts = {plan.uuid: Host(plan) for plan in plans}
+        self._journal: Journal[Row] | None = Journal(path, Row) if path else None  # type: ignore[arg-type]
+        self._listeners: list[Callable[[Sequence[str]], None]] = []
+        self._guests = 0
+        self.records = records
+
+    @classmethod
+    def planned(cls, config: ComputeConfig, cell: str, service: str) -> Fleet:
+        """The fleet this configuration means: the same uuids and names every time."""
+        plans = plan_hosts(config, cell, service) if config.driver == "hypervisor" else ()
+        if config.state_dir is None:
+            return cls(plans, Records())
+        base = Path(config.state_dir)
+        return cls(plans, Records(base / f"{cell}.{service}.records"), base / f"{cell}.{service}.machines")
+
+    def open(self) -> None:
+        """Read back what was there. Raises JournalInUse."""
+        self.records.open()
+        if self._journal is not None:
+            for row in self._journal.open():
+                self._apply(row)
+            if self._journal.rows > REWRITE_AFTER + 4 * self._guests:
+                self._journal.rewrite(self._snapshot())
+
+    def close(self) -> None:
+        """Let go of the files; the machines stay."""
+        self.records.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    # --- looking
+
+    @property
+    def hosts(self) -> Iterable[Host]:
+        """All hosts, by name."""
+        return self._hosts.values()
+
+    def host(self, uuid: str) -> Host | None:
+        """One host."""
+        return self._hosts.get(uuid)
+
+    def guest(self, host: str, instance: str) -> Guest | None:
+        """One machine."""
+        found = self._hosts.get(host)
+        return None if found is None or found.guests is None else found.guests.get(instance)
+
+    def guests(self) -> Iterator[tuple[str, Guest]]:
+        """Every (host uuid, machine), half-built ones too: what invariant checks compare with the book."""
+        for uuid, host in self._hosts.items():
+            for guest in (host.guests or {}).values():
+                yield uuid, guest
+
+    # --- what drivers do
+
+    def put(self, host: str, guest: Guest) -> None:
+        """A machine is on this host from now on."""
+        self._write(GuestRow(host, guest))
+
+    def remove(self, host: str, instance: str) -> None:
+        """It is not any more. Removing what is not there is fine."""
+        if self.guest(host, instance) is not None:
+            self._write(GoneRow(host, instance))
+
+    # --- what operators and chaos do
+
+    def disable(self, host: str, reason: str = "disabled by its operator") -> None:
+        """No new builds here, please (N-24)."""
+        self._change(host, enabled=False, reason=reason)
+
+    def enable(self, host: str) -> None:
+        """Builds are welcome again."""
+        self._change(host, enabled=True, reason="")
+
+    def resize(self, host: str, size: HostSize) -> None:
+        """More or less hardware. What runs stays, also when it no longer fits."""
+        self._change(host, size=size)
+
+    def lose(self, host: str) -> None:
+        """Everything that ran on this host is gone, and nobody was told: it was reinstalled."""
+        found = self._hosts[host]
+        for instance in list(found.guests or ()):
+            self._write(GoneRow(host, instance))
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> Callable[[], None]:
+        """Call back when hosts change; returns what ends that."""
+        self._listeners.append(callback)
+        return lambda: self._listeners.remove(callback)
+
+    def _change(
+        self, uuid: str, *, enabled: bool | None = None, reason: str | None = None, size: HostSize | None = None
+    ) -> None:
+        host = self._hosts[uuid]
+        self._write(
+            HostRow(
+                uuid,
+                host.enabled if enabled is None else enabled,
+                host.disabled_reason if reason is None else reason,
+                size or host.size,
+            )
+        )
+        for callback in list(self._listeners):
+            callback((uuid,))
+
+    # --- the journal
+
+    def _write(self, row: Row) -> None:
+        self._apply(row)
+        if self._journal is not None:
+            self._journal.append((row,))
+            if self._journal.rows > REWRITE_AFTER + 4 * self._guests:
+                self._journal.rewrite(self._snapshot())
+
+    def _apply(self, row: Row) -> None:
+        host = self._hosts.get(row.host)
+        if host is None:  # the plan has fewer hosts now: what ran there is no longer ours to tell
+            return
+        match row:
+            case GuestRow(_, guest):
+                if host.guests is None:
+                    host.guests = {}
+                self._guests += guest.instance_uuid not in host.guests
+                host.guests[guest.instance_uuid] = guest
+            case GoneRow(_, instance):
+                if host.guests is not None and host.guests.pop(instance, None) is not None:
+                    self._guests -= 1
+            case HostRow(_, enabled, reason, size):
+                host.enabled, host.disabled_reason, host.size = enabled, reason, size
+
+    def _snapshot(self) -> Iterator[Row]:
+        for uuid, host in self._hosts.items():
+            if not host.enabled or host.size != host.plan.size:
+                yield host.row()
+            for guest in (host.guests or {}).values():
+                yield GuestRow(uuid, guest)

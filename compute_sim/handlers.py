@@ -1,0 +1,45 @@
+"""What a compute service does with the messages it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from bus.contracts.cell import Destroy, Spawn
+from bus.outcome import Done, Outcome, Received, Refuse
+from compute_sim.agent import Agent
+
+DONE = Done()
+
+
+class Handlers:
+    """Queues `compute.{service}` and `compute.asked.{process}`."""
+
+    def __init__(
+        self, agent: Agent, *, service: str, room: Callable[[], Awaitable[None]], asked: Callable[[], None]
+    ) -> None:
+        self._agent = agent
+        self._service = service
+        self._room = room
+        self._asked = asked
+
+    async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Spawn and Destroy: Done means remembered and started, not ended; the end is said as a ComputeResult."""
+        await self._room()
+        taken: list[Spawn | Destroy] = []
+        outcomes: list[Outcome] = []
+        for received in batch:
+            message = received.message
+            if not isinstance(message, Spawn | Destroy):
+                outcomes.append(Refuse("compute.not_a_command", type(message).__name__))
+            elif message.service != self._service:
+                outcomes.append(Refuse("compute.misrouted", f"for {message.service}, came to {self._service}"))
+            else:
+                taken.append(message)
+                outcomes.append(DONE)
+        self._agent.take(taken)
+        return outcomes
+
+    async def report_hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """ReportHosts: everybody who asked is answered by one announcement."""
+        self._asked()
+        return [DONE] * len(batch)

@@ -1,0 +1,20 @@
+"""What a compute service counts."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+COMMANDS = Counter(
+    "berth_compute_commands_total", "Spawn and Destroy commands, by what they meant.", ["service", "verdict"]
+)
+BUILDS = Counter("berth_compute_builds_total", "Builds that ended, by how.", ["service", "outcome"])
+BUILD_S = Histogram(
+    "berth_compute_build_seconds",
+    "From a build's acceptance to its end.",
+    ["service"],
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800),
+)
+ACCEPTED = Gauge("berth_compute_builds_accepted", "Builds accepted and not ended.", ["service"])
+RESULTS = Counter("berth_compute_results_total", "Results that the broker confirmed.", ["service"])
+REPORTS = Counter("berth_compute_inventory_updates_total", "Inventory updates that the broker confirmed.", ["service"])
+ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports published.", ["service"])

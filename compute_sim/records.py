@@ -1,0 +1,196 @@
+"""What a compute service remembers across its own restarts: attempts, fences, failures, and the numbers it has used.
+
+In memory, and in a journal when there is a directory for it. Everything is an absolute value, so reading the
+journal again in order gives the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.cell import ComputeResult, Spawn
+from compute_sim.domain.attempts import ENDED, Entry, Phase, answer
+from compute_sim.journal import Journal
+
+Key = tuple[str, str]  # (host uuid, instance uuid)
+
+MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
+REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
+VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
+
+
+class EntryRow(Struct, frozen=True, array_like=True, tag="e"):
+    """An attempt's entry; with the command while it is being built, so that a restart can go on."""
+
+    host: str
+    instance: str
+    entry: Entry
+    spawn: Spawn | None = None
+
+
+class ForgetRow(Struct, frozen=True, array_like=True, tag="f"):
+    """An old ended attempt is no longer remembered."""
+
+    host: str
+    instance: str
+
+
+class FailuresRow(Struct, frozen=True, array_like=True, tag="h"):
+    """Consecutive failed builds of a host."""
+
+    host: str
+    failed_builds: int
+
+
+class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
+    """Epoch of the last start, last inventory version used, and how many times the service has started."""
+
+    epoch: int
+    version: int
+    starts: int
+
+
+Row = EntryRow | ForgetRow | FailuresRow | NumbersRow
+
+
+class Records:
+    """One service's memory. Reads are plain dictionary look-ups; each change is written before it is relied on."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._journal: Journal[Row] | None = Journal(path, Row) if path else None  # type: ignore[arg-type]
+        self._entries: dict[Key, Entry] = {}
+        self._spawns: dict[Key, Spawn] = {}
+        self._ended: dict[Key, None] = {}  # in the order they ended: the oldest is forgotten first
+        self._running: dict[Key, None] = {}
+        self._failures: dict[str, int] = {}
+        self.epoch = 0
+        self.version = 0
+        self.starts = 0
+        self.accepted = 0  # builds accepted since the first start in this process
+
+    def open(self) -> None:
+        """Read the journal, if there is one."""
+        if self._journal is not None:
+            for row in self._journal.open():
+                self._apply(row)
+
+    def close(self) -> None:
+        """Let go of the journal; the memory stays readable."""
+        if self._journal is not None:
+            self._journal.close()
+
+    # --- attempts
+
+    def get(self, key: Key) -> Entry | None:
+        """What is known of this instance on this host."""
+        return self._entries.get(key)
+
+    def spawn_of(self, key: Key) -> Spawn | None:
+        """The command of a build that has not ended."""
+        return self._spawns.get(key)
+
+    def entries(self) -> Iterator[tuple[Key, Entry]]:
+        """All of them, oldest first."""
+        return iter(list(self._entries.items()))
+
+    def note(self, key: Key, entry: Entry, spawn: Spawn | None = None) -> EntryRow:
+        """Remember an entry in memory; returns the row to `write`, so that a batch is written at once."""
+        row = EntryRow(key[0], key[1], entry, spawn)
+        self._apply(row)
+        return row
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Make these rows, and the forgetting that they lead to, outlive the process."""
+        forgotten: list[Row] = []
+        while len(self._ended) > MAX_ENDED:
+            row = ForgetRow(*next(iter(self._ended)))
+            self._apply(row)
+            forgotten.append(row)
+        if self._journal is not None:
+            self._journal.append([*rows, *forgotten])
+            if self._journal.rows > REWRITE_AFTER + 4 * len(self._entries):
+                self._journal.rewrite(self._snapshot())
+
+    def put(self, key: Key, entry: Entry, spawn: Spawn | None = None) -> None:
+        """Remember one entry and write it."""
+        self.write([self.note(key, entry, spawn)])
+
+    def told(self, results: Sequence[ComputeResult]) -> None:
+        """These results have reached the broker: a restart need not say them again."""
+        rows: list[Row] = []
+        for result in results:
+            key = (result.host_uuid, result.instance_uuid)
+            entry = self._entries.get(key)
+            if entry is not None and not entry.told and answer(entry) == (result.attempt, result.outcome):
+                rows.append(self.note(key, replace(entry, told=True)))
+        self.write(rows)
+
+    def running(self) -> dict[Key, Entry]:
+        """What runs, as far as is known."""
+        return {key: self._entries[key] for key in self._running}
+
+    # --- hosts and numbers
+
+    def failed_builds(self, host: str) -> int:
+        """Consecutive failed builds of a host (N-29)."""
+        return self._failures.get(host, 0)
+
+    def count_failures(self, host: str, failed_builds: int) -> bool:
+        """Set them; says whether that changed anything."""
+        if self._failures.get(host, 0) == failed_builds:
+            return False
+        row = FailuresRow(host, failed_builds)
+        self._apply(row)
+        self.write([row])
+        return True
+
+    def start(self, now_s: float) -> int:
+        """A new start: its epoch is higher than every one before, also when the clock went back."""
+        self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
+        return self.epoch
+
+    def versions(self, count: int, now_s: float) -> int:
+        """Reserve `count` inventory versions, higher than all before; returns the first."""
+        first = max(self.version + 1, int(now_s * 1000) * VERSIONS_PER_MS)
+        self._numbers(NumbersRow(self.epoch, first + count - 1, self.starts))
+        return first
+
+    def _numbers(self, row: NumbersRow) -> None:
+        self._apply(row)
+        self.write([row])
+
+    def _apply(self, row: Row) -> None:
+        match row:
+            case EntryRow(host, instance, entry, spawn):
+                key = (host, instance)
+                self._entries[key] = entry
+                if spawn is not None:
+                    self._spawns[key] = spawn
+                elif entry.phase is not Phase.BUILDING:
+                    self._spawns.pop(key, None)
+                if entry.phase is Phase.RUNNING:
+                    self._running[key] = None
+                else:
+                    self._running.pop(key, None)
+                if entry.phase in ENDED:
+                    self._ended[key] = None
+                else:
+                    self._ended.pop(key, None)
+            case ForgetRow(host, instance):
+                for table in (self._entries, self._spawns, self._ended):
+                    table.pop((host, instance), None)
+            case FailuresRow(host, failed_builds):
+                self._failures[host] = failed_builds
+            case NumbersRow(epoch, version, starts):
+                self.epoch, self.version, self.starts = epoch, version, starts
+
+    def _snapshot(self) -> Iterator[Row]:
+        yield NumbersRow(self.epoch, self.version, self.starts)
+        for host, count in self._failures.items():
+            yield FailuresRow(host, count)
+        for key, entry in self._entries.items():
+            yield EntryRow(key[0], key[1], entry, self._spawns.get(key))

@@ -1,0 +1,277 @@
+"""Says what there is: heartbeats, host announcements, and the inventory of each host's provider tree.
+
+Inventory goes out at start, on change, now and then (so that a lost or undone update heals), and after each
+reconnection. Announcements and heartbeats share one sequence and leave one after the other, so that a listener may
+drop what is older than what it has heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import structlog
+import tenacity
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
+from bus.contracts.placement import InventoryUpdate
+from bus.faults import Transient
+from bus.port import BusError, BusForbidden
+from compute_sim import metrics
+from compute_sim.driver import Driver, DriverHost, DriverUnavailable
+from compute_sim.records import Records
+
+log = structlog.get_logger()
+
+HOSTS_PER_PAGE = 1000  # as the contract bounds it
+RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
+TREES_PER_PUBLISH = 200
+GATHER_S = 0.1  # changes and questions that come within this are answered together
+JITTER = 0.1  # share of the report interval, so that services started together drift apart
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 10.0
+
+
+class Bus(Protocol):
+    """The part of a Bus that is needed here."""
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        """Publish one message."""
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        """Publish many messages."""
+
+
+class Work(Protocol):
+    """What the reporter asks the agent."""
+
+    async def learn_hosts(self) -> None:
+        """Ask the driver which hosts there are."""
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
+        """What runs where."""
+
+
+class Wanted:
+    """What is to be said: everything, or some hosts. Setting it wakes whoever waits."""
+
+    def __init__(self) -> None:
+        self.everything = True  # a start says everything
+        self.hosts: dict[str, None] = {}
+        self._some = asyncio.Event()
+        self._some.set()
+
+    def want(self, hosts: Sequence[str] | None = None) -> None:
+        """These hosts, or everything."""
+        if hosts is None:
+            self.everything = True
+        else:
+            self.hosts.update(dict.fromkeys(hosts))
+        self._some.set()
+
+    async def wait(self, seconds: float) -> None:
+        """Until something is wanted; after `seconds` everything is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._some.wait()
+            return
+        self.everything = True
+
+    def take(self) -> list[str] | None:
+        """What is wanted, None for everything; nothing is any more."""
+        taken = None if self.everything else list(self.hosts)
+        self.everything, self.hosts = False, {}
+        self._some.clear()
+        return taken
+
+
+class Reporter:
+    """One service's voice."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        service: str,
+        cell: str,
+        driver: Driver,
+        work: Work,
+        records: Records,
+        clock: Clock,
+        rng: random.Random,
+        heartbeat_s: float,
+        report_s: float,
+    ) -> None:
+        self._bus = bus
+        self._service = service
+        self._cell = cell
+        self._driver = driver
+        self._work = work
+        self._records = records
+        self._clock = clock
+        self._rng = rng
+        self._heartbeat_s = heartbeat_s
+        self._report_s = report_s
+        self._announce = Wanted()
+        self._inventory = Wanted()
+        self._voice = asyncio.Lock()
+        self._sequence = 0
+
+    # --- what makes it speak
+
+    def asked(self) -> None:
+        """A listener has just started and wants to know everything."""
+        self._announce.want()
+
+    def host_changed(self, hosts: Sequence[str]) -> None:
+        """The driver saw these hosts change."""
+        self._announce.want(hosts)
+        self._inventory.want(hosts)
+
+    def failures_changed(self, host: str) -> None:
+        """This host's count of consecutive failed builds changed."""
+        self._announce.want((host,))
+
+    def reconnected(self) -> None:
+        """The broker was away: what was said meanwhile, or just before, may be lost."""
+        self._announce.want()
+        self._inventory.want()
+
+    # --- side tasks
+
+    async def beat(self) -> None:
+        """Heartbeats, until cancelled. One that cannot be said now is not worth saying later."""
+        while True:
+            with contextlib.suppress(BusError, Transient):
+                await self._heartbeat()
+            await self._clock.sleep(self._heartbeat_s)
+
+    async def announce(self) -> None:
+        """Host announcements, until cancelled."""
+        await self._repeat(self._announce, self._say_hosts)
+
+    async def report(self) -> None:
+        """Inventory updates, until cancelled."""
+        await self._repeat(self._inventory, self._say_inventory)
+
+    async def leave(self) -> None:
+        """The last heartbeat: this service stops on purpose."""
+        with contextlib.suppress(BusError, Transient):
+            await self._heartbeat(leaving=True)
+
+    async def _repeat(self, wanted: Wanted, say: Callable[[list[str] | None], Awaitable[None]]) -> None:
+        while True:
+            await wanted.wait(self._report_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            taken = wanted.take()
+            await self._persist(say, taken)
+            await self._clock.sleep(GATHER_S)
+
+    async def _persist(self, say: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
+        """Until it is said: broker away, nobody there to take it yet, driver away all pass with time."""
+        retrying = tenacity.AsyncRetrying(
+            sleep=self._clock.sleep,
+            wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
+            retry=tenacity.retry_if_exception_type((BusError, Transient, DriverUnavailable))
+            & tenacity.retry_if_not_exception_type(BusForbidden),
+            before_sleep=self._say_so,
+            reraise=True,
+        )
+        await retrying(say, hosts)
+
+    def _say_so(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.warning(
+            "report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=state.attempt_number
+        )
+
+    # --- speaking
+
+    async def _heartbeat(self, *, leaving: bool = False) -> None:
+        async with self._voice:
+            self._sequence += 1
+            await self._bus.publish(
+                Heartbeat(
+                    service=self._service,
+                    cell=self._cell,
+                    epoch=self._records.epoch,
+                    sequence=self._sequence,
+                    leaving=leaving,
+                )
+            )
+
+    async def _say_hosts(self, hosts: list[str] | None) -> None:
+        await self._work.learn_hosts()
+        running = await self._work.running(hosts)
+        known = await self._driver.hosts()
+        if hosts is not None:
+            wanted = frozenset(hosts)
+            known = [host for host in known if host.uuid in wanted]
+        pages = self._pages(known, running)
+        for page in pages:
+            async with self._voice:
+                self._sequence += 1
+                await self._bus.publish(
+                    ComputeHosts(
+                        service=self._service,
+                        cell=self._cell,
+                        epoch=self._records.epoch,
+                        sequence=self._sequence,
+                        hosts=tuple(page),
+                        complete=hosts is None and len(pages) == 1,
+                    )
+                )
+            metrics.ANNOUNCED.labels(self._service).inc(len(page))
+
+    def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[tuple[str, int]]]) -> list[list[HostReport]]:
+        """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""
+        pages: list[list[HostReport]] = [[]]
+        instances = 0
+        for host in hosts:
+            runs = running.get(host.uuid, ())
+            if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + len(runs) > RUNNING_PER_PAGE):
+                pages.append([])
+                instances = 0
+            instances += len(runs)
+            pages[-1].append(
+                HostReport(
+                    uuid=host.uuid,
+                    name=host.name,
+                    enabled=host.enabled,
+                    disabled_reason=host.disabled_reason,
+                    attributes=host.attributes,
+                    failed_builds=self._records.failed_builds(host.uuid),
+                    running=tuple(Running(instance_uuid=instance, attempt=attempt) for instance, attempt in runs),
+                )
+            )
+        return pages
+
+    async def _say_inventory(self, hosts: list[str] | None) -> None:
+        uuids = [host.uuid for host in await self._driver.hosts()] if hosts is None else hosts
+        for at in range(0, len(uuids), TREES_PER_PUBLISH):
+            trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
+            if not trees:
+                continue
+            # Versions are taken after the driver looked and written down before they are used: a later look has a
+            # higher one, also after a restart.
+            first = self._records.versions(len(trees), self._clock.time())
+            cause = f"{self._service}:{self._records.epoch}"
+            await self._bus.publish_all(
+                [
+                    (
+                        InventoryUpdate(
+                            source=f"compute-{self._service}",
+                            version=first + number,
+                            root_uuid=tree[0].uuid,
+                            providers=tree,
+                        ),
+                        cause,
+                    )
+                    for number, tree in enumerate(trees)
+                ]
+            )
+            metrics.REPORTS.labels(self._service).inc(len(trees))

@@ -1,0 +1,52 @@
+"""A voice that lies as planned: results that come twice, and successes that come long after their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from bus.clock import Clock
+from bus.contracts.cell import ComputeOutcome, ComputeResult
+from compute_sim.domain.faults import NO_FAULTS, Faults, fate
+from compute_sim.fleet import Fleet
+
+MAX_LATE = 10_000  # lies waiting to be told; beyond it the truth is told
+
+
+class Unreliable:
+    """Stands before the announcer. With no faults planned it adds nothing."""
+
+    def __init__(
+        self, say: Callable[[ComputeResult], None], fleet: Fleet, faults: Faults, *, seed: int, clock: Clock
+    ) -> None:
+        self._say = say
+        self._fleet = fleet
+        self._faults = faults
+        self._seed = seed
+        self._clock = clock
+        self._late: set[asyncio.Task[None]] = set()
+
+    def say(self, result: ComputeResult) -> None:
+        """Pass a result on as the attempt's fate has it."""
+        host = self._fleet.host(result.host_uuid)
+        if host is None or self._faults == NO_FAULTS:
+            self._say(result)
+            return
+        plan = fate(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)
+        if plan.late_s and result.outcome is ComputeOutcome.ACTIVE and len(self._late) < MAX_LATE:
+            # Whatever happens to the machine meanwhile, destruction included, this will be said: that is the lie.
+            task = asyncio.get_running_loop().create_task(self._say_late(result, plan.late_s))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+            return
+        for _ in range(plan.copies):
+            self._say(result)
+
+    async def _say_late(self, result: ComputeResult, late_s: float) -> None:
+        await self._clock.sleep(late_s)
+        self._say(result)
+
+    def stop(self) -> None:
+        """Lies not told yet stay untold: the next start finds them unsaid, and says them."""
+        for task in self._late:
+            task.cancel()
