@@ -50,7 +50,7 @@ CODE = "berth-code"
 REASON = "berth-reason"
 QUEUE = "berth-queue"
 EXCHANGE = "berth-exchange"
-DIED_AT = "berth-died-at"
+DIED_AT = "berth-died-at-ms"
 
 
 class _Parcel:
@@ -368,7 +368,7 @@ class Consumer:
                 QUEUE: self.queue,
                 EXCHANGE: delivery.exchange,
                 ORIGINAL_KEY: delivery.routing_key,
-                DIED_AT: self._bus.clock.time(),
+                DIED_AT: int(self._bus.clock.time() * 1000),
             },
             mandatory=True,
         )

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import structs
 
 from bus.clock import Clock
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
 from bus.port import BusUnavailable, Delivery, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
-from bus.topology import FOREIGN, QueuePlan, foreign_plan, matches, plan, reply_plan
+from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, matches, plan, reply_plan
 
-# Replies that wait in one reply queue; the oldest goes first.
-MAX_REPLIES = 100_000
 # Routes remembered per exchange; one more and they are all worked out again.
 MAX_ROUTES = 50_000
 
@@ -61,13 +60,13 @@ class MemoryDelivery:
         self._stored = stored
         self._consumer = consumer
         self.body = message.body
-        self.exchange = consumer.transport.local(message.exchange)
+        self.exchange = consumer.transport.names.local(message.exchange)
         self.routing_key = message.routing_key
         self.content_type: str | None = message.content_type
         self.message_id: str | None = message.message_id or None
         self.type: str | None = message.type or None
         self.correlation_id = message.correlation_id
-        self.reply_to = consumer.transport.local_reply(message.reply_to)
+        self.reply_to = consumer.transport.names.local_reply(message.reply_to)
         self.headers: Mapping[str, object] = message.headers
         if stored.died:
             self.headers = {**message.headers, "x-first-death-reason": stored.died}
@@ -304,10 +303,9 @@ class MemoryBroker:
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> None:
         """What a queue gave up goes where its plan says; a full parking queue loses it, as at-most-once does."""
         exchange, key = planned.dead_exchange or "", planned.dead_key
-        fields: dict[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
-        fields.update(exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
+        letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
         try:
-            self.route(Outgoing(**fields), died=reason)
+            self.route(letter, died=reason)
         except (PublishRefused, QueueMissing):
             return
 
@@ -416,7 +414,8 @@ class MemoryTransport:
         self.broker = broker
         self.name = name
         self.subscriptions: list[MemorySubscription] = []
-        self._prefix = prefix
+        self.names = Names(prefix)
+        self._plain = not prefix
         self._declared: list[QueuePlan] = []
         self._getters: dict[str, _Consumer] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -471,7 +470,7 @@ class MemoryTransport:
         """Declare the three exchanges of the catalogue."""
         self._check()
         for exchange in (COMMANDS, EVENTS, DEAD):
-            self.broker.declare_exchange(self._real(exchange))
+            self.broker.declare_exchange(self.names.exchange(exchange))
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue with its retry and dead-letter queues."""
@@ -482,7 +481,7 @@ class MemoryTransport:
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies."""
         self._check()
-        self._declare(reply_plan(name, MAX_REPLIES))
+        self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
         """A durable queue bound to somebody else's exchange."""
@@ -491,7 +490,7 @@ class MemoryTransport:
             raise QueueMissing(f"no exchange {exchange!r}")
         self._declare(foreign_plan(queue))
         for key in keys:
-            self.broker.bind(self._real(queue), exchange, key)
+            self.broker.bind(self.names.queue(queue), exchange, key)
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm, which takes one turn of the loop."""
@@ -504,7 +503,7 @@ class MemoryTransport:
     ) -> MemorySubscription:
         """Deliver messages of a queue to a callback."""
         self._check()
-        subscription = MemorySubscription(self, self._real(queue), prefetch, on_delivery)
+        subscription = MemorySubscription(self, self.names.queue(queue), prefetch, on_delivery)
         subscription.attach()
         self.subscriptions.append(subscription)
         return subscription
@@ -512,7 +511,7 @@ class MemoryTransport:
     async def get(self, queue: str) -> Delivery | None:
         """Take one message."""
         self._check()
-        found = self.broker.queue(self._real(queue))
+        found = self.broker.queue(self.names.queue(queue))
         found.expire(self.broker.clock.monotonic())
         if not len(found):
             return None
@@ -528,14 +527,14 @@ class MemoryTransport:
     async def depth(self, queue: str) -> int:
         """Messages ready in a queue."""
         self._check()
-        found = self.broker.queue(self._real(queue))
+        found = self.broker.queue(self.names.queue(queue))
         found.expire(self.broker.clock.monotonic())
         return len(found)
 
     async def purge(self, queue: str) -> int:
         """Drop what is ready in a queue."""
         self._check()
-        found = self.broker.queue(self._real(queue))
+        found = self.broker.queue(self.names.queue(queue))
         dropped = len(found)
         found.ready.clear()
         found.returned.clear()
@@ -545,60 +544,24 @@ class MemoryTransport:
         """Called each time the connection is back."""
         self._callbacks.append(callback)
 
-    def local(self, exchange: str) -> str:
-        """An exchange's name as this transport's user knows it."""
-        return exchange.removeprefix(self._prefix)
-
-    def local_reply(self, reply_to: str | None) -> str | None:
-        """A reply queue's name as this transport's user knows it; a foreign one is marked."""
-        if reply_to is None or not self._prefix:
-            return reply_to
-        if reply_to.startswith(self._prefix):
-            return reply_to.removeprefix(self._prefix)
-        return FOREIGN + reply_to
-
     def _check(self) -> None:
         if not self._connected.is_set():
             raise BusUnavailable(f"{self.name}: not connected")
 
-    def _real(self, name: str) -> str:
-        return name[1:] if name.startswith(FOREIGN) else self._prefix + name
-
     def _declare(self, planned: QueuePlan) -> None:
-        real = QueuePlan(
-            **{
-                **{name: getattr(planned, name) for name in planned.__struct_fields__},
-                "name": self._real(planned.name),
-                "bindings": tuple((self._real(exchange), key) for exchange, key in self._real_keys(planned)),
-                "dead_exchange": self._real(planned.dead_exchange) if planned.dead_exchange else planned.dead_exchange,
-                "dead_key": self._prefix + planned.dead_key,
-            }
-        )
+        real = self.names.plan(planned)
         self.broker.declare(real, self if real.exclusive else None)
         self._declared = [one for one in self._declared if one.name != real.name] + [real]
 
-    def _real_keys(self, planned: QueuePlan) -> Iterator[tuple[str, str]]:
-        """Bindings on the dead-letter exchange name a queue, so their key has the prefix too."""
-        for exchange, key in planned.bindings:
-            yield exchange, self._prefix + key if exchange == DEAD else key
-
     def _outward(self, message: Outgoing) -> Outgoing:
         """With this transport's prefix, and without what the caller could still change."""
-        prefix = self._prefix
-        if not prefix and not message.headers and not (message.reply_to or "").startswith(FOREIGN):
+        reply_to = message.reply_to
+        if self._plain and not message.headers and not (reply_to and reply_to.startswith(FOREIGN)):
             return message
-        names_queue = not message.exchange or message.exchange == DEAD
-        return Outgoing(
-            exchange=prefix + message.exchange if message.exchange else "",
-            routing_key=self._real(message.routing_key) if names_queue else message.routing_key,
-            body=message.body,
-            content_type=message.content_type,
-            message_id=message.message_id,
-            type=message.type,
-            correlation_id=message.correlation_id,
-            reply_to=None if message.reply_to is None else self._real(message.reply_to),
+        return structs.replace(
+            message,
+            exchange=self.names.exchange(message.exchange),
+            routing_key=self.names.key(message.exchange, message.routing_key),
+            reply_to=None if reply_to is None else self.names.queue(reply_to),
             headers=dict(message.headers),
-            persistent=message.persistent,
-            mandatory=message.mandatory,
-            expiration_s=message.expiration_s,
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
 from bus.port import dead_queue, retry_queue
 
 # A parking or retry queue holds at most this many messages; past it the consumer that parks waits and tries again.
 MAX_PARKED = 1_000_000
+
+# Replies that wait in one reply queue; the oldest goes first.
+MAX_REPLIES = 100_000
 
 # A name that starts with this is somebody else's (a foreign client's reply queue): it gets no prefix.
 FOREIGN = "="
@@ -31,6 +34,46 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     bindings: tuple[tuple[str, str], ...] = ()
 
 
+class Names:
+    """Names as the broker knows them: ours have the prefix, so that several systems share one virtual host."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def exchange(self, name: str) -> str:
+        """One of our exchanges."""
+        return self._prefix + name if name else ""
+
+    def queue(self, name: str) -> str:
+        """A queue: ours, or somebody else's when it is marked so."""
+        return name[1:] if name.startswith(FOREIGN) else self._prefix + name
+
+    def key(self, exchange: str, key: str) -> str:
+        """A routing or binding key: on the default and the dead-letter exchange it is a queue's name."""
+        return self.queue(key) if exchange in ("", DEAD) else key
+
+    def local(self, name: str) -> str:
+        """An exchange or queue of ours as the code calls it."""
+        return name.removeprefix(self._prefix)
+
+    def local_reply(self, reply_to: str | None) -> str | None:
+        """A reply queue as the code calls it; a foreign client's is marked."""
+        if not reply_to or not self._prefix:
+            return reply_to or None
+        return self.local(reply_to) if reply_to.startswith(self._prefix) else FOREIGN + reply_to
+
+    def plan(self, planned: QueuePlan) -> QueuePlan:
+        """A planned queue under its real names."""
+        dead = planned.dead_exchange
+        return structs.replace(
+            planned,
+            name=self.queue(planned.name),
+            bindings=tuple((self.exchange(where), self.key(where, key)) for where, key in planned.bindings),
+            dead_exchange=dead if dead is None else self.exchange(dead),
+            dead_key=self.queue(planned.dead_key) if dead is not None else "",
+        )
+
+
 def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple[QueuePlan, ...]:
     """The queues that one catalogue row asks for: the queue itself last, after those it dead-letters to."""
     if row.kind is not QueueKind.DURABLE:
@@ -49,9 +92,9 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple
     return (*_beside(row, name), _durable(row, name, bindings))
 
 
-def reply_plan(name: str, max_length: int) -> QueuePlan:
+def reply_plan(name: str) -> QueuePlan:
     """A private queue for replies: the oldest goes when nobody fetches them."""
-    return QueuePlan(name=name, durable=False, exclusive=True, max_length=max_length, drop_head=True)
+    return QueuePlan(name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True)
 
 
 def foreign_plan(name: str) -> QueuePlan:

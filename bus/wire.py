@@ -22,9 +22,9 @@ JSON = "application/json"
 BATCH = "application/vnd.berth.batch+json"
 
 CAUSE = "berth-cause"
-SENT_AT = "berth-sent-at"
+SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
 ATTEMPT = "berth-attempt"
-DEADLINE = "berth-deadline"
+DEADLINE = "berth-deadline-ms"
 ORIGINAL_KEY = "berth-key"
 TRACEPARENT = "traceparent"
 
@@ -132,11 +132,11 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
     if meta.cause:
         headers[CAUSE] = meta.cause
     if meta.sent_at:
-        headers[SENT_AT] = meta.sent_at
+        headers[SENT_AT] = int(meta.sent_at * 1000)
     if meta.attempt:
         headers[ATTEMPT] = meta.attempt
     if meta.deadline is not None:
-        headers[DEADLINE] = meta.deadline
+        headers[DEADLINE] = int(meta.deadline * 1000)
     if meta.traceparent:
         headers[TRACEPARENT] = meta.traceparent
     return headers
@@ -241,13 +241,14 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
     """Metadata from properties and headers, and what is wrong with them (empty: nothing)."""
     headers = delivery.headers
     numbers, problem = _numbers(headers)
+    deadline = numbers[DEADLINE]
     meta = Meta(
         id=(delivery.message_id or new_id)[:MAX_ID],
         cause=_text(headers, CAUSE) or "",
-        sent_at=numbers[SENT_AT] or 0.0,
+        sent_at=(numbers[SENT_AT] or 0.0) / 1000,
         reply_to=delivery.reply_to or None,
         correlation_id=delivery.correlation_id or None,
-        deadline=numbers[DEADLINE],
+        deadline=None if deadline is None else deadline / 1000,
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(1000, int(numbers[ATTEMPT] or 0))),
     )

@@ -1,0 +1,142 @@
+"""Deliveries and their acknowledgements, gathered so that many leave as one frame."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Mapping
+
+from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
+
+from bus.topology import Names
+
+# Method frames of AMQP 0-9-1 in one go: type 1, channel, size 13, class 60, method, delivery tag, bits, end.
+_FRAME = struct.Struct(">BHIHHQBB")
+_ACK, _NACK = 80, 120
+_MULTIPLE, _REQUEUE = 1, 2
+
+
+class Acks:
+    """What one channel has delivered and not yet seen settled."""
+
+    def __init__(self, channel: AbstractChannel) -> None:
+        self.channel = channel
+        self._open: dict[int, None] = {}  # in the order of their tags
+        self._acked: set[int] = set()
+        self._given_up: list[bytes] = []
+        self._flushing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def delivered(self, tag: int) -> None:
+        """A delivery was handed out."""
+        self._open[tag] = None
+
+    def ack(self, tag: int) -> None:
+        """One is done."""
+        if tag in self._open:
+            self._acked.add(tag)
+            self._flush_soon()
+
+    def nack(self, tag: int, *, requeue: bool) -> None:
+        """One is given back, or given up."""
+        if tag in self._open and tag not in self._acked:
+            del self._open[tag]
+            self._given_up.append(self._frame(_NACK, tag, _REQUEUE if requeue else 0))
+            self._flush_soon()
+
+    async def flushed(self) -> None:
+        """Until all that was settled has been handed to the connection."""
+        self._send()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._flushing = False
+        payload = self._payload()
+        if not payload or self.channel.is_closed:
+            return
+        frame = ChannelFrame(payload=payload, should_close=False)
+        try:
+            self.channel.write_queue.put_nowait(frame)  # type: ignore[attr-defined]
+        except asyncio.QueueFull:
+            task = asyncio.get_running_loop().create_task(self._wait_to_send(frame))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _wait_to_send(self, frame: ChannelFrame) -> None:
+        await self.channel.write_queue.put(frame)  # type: ignore[attr-defined]
+
+    def _payload(self) -> bytes:
+        frames, self._given_up = self._given_up, []
+        if self._acked:
+            frames += self._ack_frames()
+        return b"".join(frames)
+
+    def _ack_frames(self) -> list[bytes]:
+        """All up to a tag as one frame where nothing before it is open; the others one by one."""
+        acked, self._acked = self._acked, set()
+        last = count = 0
+        for tag in self._open:
+            if tag not in acked:
+                break
+            last, count = tag, count + 1
+        frames = [self._frame(_ACK, last, _MULTIPLE if count > 1 else 0)] if last else []
+        frames += [self._frame(_ACK, tag, 0) for tag in sorted(acked) if tag > last]
+        for tag in acked:
+            del self._open[tag]
+        return frames
+
+    def _frame(self, method: int, tag: int, bits: int) -> bytes:
+        return _FRAME.pack(1, self.channel.number, 13, 60, method, tag, bits, 0xCE)
+
+
+class RabbitDelivery:
+    """One broker message received."""
+
+    __slots__ = (
+        "_acks",
+        "_tag",
+        "body",
+        "content_type",
+        "correlation_id",
+        "delivery_count",
+        "exchange",
+        "headers",
+        "message_id",
+        "redelivered",
+        "reply_to",
+        "routing_key",
+        "timestamp",
+        "type",
+    )
+
+    def __init__(self, message: DeliveredMessage, acks: Acks, names: Names) -> None:
+        properties = message.header.properties
+        self._acks = acks
+        self._tag = message.delivery_tag or 0
+        self.body = message.body
+        self.exchange = names.local(message.exchange or "")
+        self.routing_key = message.routing_key or ""
+        self.content_type: str | None = properties.content_type
+        self.message_id: str | None = properties.message_id
+        self.type: str | None = properties.message_type
+        self.correlation_id: str | None = properties.correlation_id
+        self.reply_to: str | None = names.local_reply(properties.reply_to)
+        self.headers: Mapping[str, object] = properties.headers or {}
+        self.redelivered = bool(message.redelivered)
+        count = self.headers.get("x-delivery-count", 0)
+        self.delivery_count = count if isinstance(count, int) else 0
+        self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
+
+    def ack(self) -> None:
+        """Done with it."""
+        self._acks.ack(self._tag)
+
+    def nack(self, *, requeue: bool) -> None:
+        """Give it back, or let the broker dead-letter it."""
+        self._acks.nack(self._tag, requeue=requeue)

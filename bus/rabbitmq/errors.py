@@ -1,0 +1,80 @@
+"""What the broker's answers mean in the words of the port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiormq.exceptions import (
+    AMQPConnectionError,
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelClosed,
+    ChannelInvalidStateError,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ConnectionClosed,
+    ConnectionNotAllowed,
+    DeliveryError,
+    ProbableAuthenticationError,
+    PublishError,
+)
+
+from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, QueueMissing, Unroutable
+
+# Connection.Close with this code: the virtual host is not there, or these credentials may not enter it.
+NOT_ALLOWED = 530
+
+
+@contextmanager
+def translated(about: str = "") -> Iterator[None]:
+    """Raise what aiormq raises as the port's errors. `about`: the name of the exchange or queue meant."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        # aiormq ends what waits on a closed connection with CancelledError; only a real cancellation may pass.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BusUnavailable("the connection was closed") from None
+    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError) as error:
+        raise meaning(error, about) from error
+
+
+def meaning(error: BaseException, about: str = "") -> BusError:
+    """The port's error for one of aiormq's."""
+    text = _text(error)
+    if isinstance(error, PublishError):
+        return Unroutable(text)
+    if isinstance(error, DeliveryError):
+        return PublishRefused(f"{about}: refused")
+    if isinstance(error, ProbableAuthenticationError | ConnectionNotAllowed):
+        return BusForbidden(text)
+    if isinstance(error, ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED:
+        return BusForbidden(text)
+    if isinstance(error, ChannelClosed):
+        return _channel(error, text, about)
+    if isinstance(error, AMQPConnectionError | ChannelInvalidStateError | OSError | TimeoutError | RuntimeError):
+        return BusUnavailable(text)
+    return BusError(text)
+
+
+def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
+    """Why the broker closed a channel. Others who used that channel are bystanders: for them it was away.
+
+    The text is the broker's own and names the thing meant, which is the only way to tell who is who.
+    """
+    if about and f"'{about}'" not in text:
+        return BusUnavailable(text)
+    if isinstance(error, ChannelAccessRefused):
+        return BusForbidden(text)
+    if isinstance(error, ChannelNotFoundEntity):
+        return QueueMissing(text)
+    if isinstance(error, ChannelLockedResource):
+        return BusUnavailable(text)  # the exclusive queue of a connection that the broker has not buried yet
+    return BusError(text)
+
+
+def _text(error: BaseException) -> str:
+    return ": ".join(str(part) for part in error.args if part) or type(error).__name__

@@ -1,0 +1,177 @@
+"""One connection to the broker, from its opening to its loss. The transport makes a new one each time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aio_pika
+from aiormq.abc import AbstractChannel, AbstractConnection
+from pamqp.commands import Basic
+from yarl import URL
+
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
+from bus.port import BusError, Outgoing, QueueMissing
+from bus.rabbitmq.errors import translated
+from bus.topology import Names, QueuePlan
+
+CONNECT_TIMEOUT_S = 10.0
+# An answer to a declaration or a get, and a confirm, may take this long on a broker that is busy syncing disks.
+RPC_TIMEOUT_S = 30.0
+CONFIRM_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+# Silence of the broker is noticed within about three of these.
+HEARTBEAT_S = 10
+
+
+class Session:
+    """A connection, a channel to publish on and one to declare on; both are replaced when the broker closes them."""
+
+    def __init__(self, connection: aio_pika.abc.AbstractConnection, names: Names) -> None:
+        assert connection.transport is not None, "connected"
+        self.names = names
+        self.lost = asyncio.Event()
+        self._pika = connection
+        self._connection: AbstractConnection = connection.transport.connection
+        self._connection.closing.add_done_callback(lambda _: self.lost.set())
+        self._channels: dict[str, AbstractChannel] = {}
+        self._opening = asyncio.Lock()
+
+    @classmethod
+    async def connect(cls, url: str, names: Names, connection_name: str) -> Session:
+        """Connect. Raises BusUnavailable or BusForbidden."""
+        target = URL(url).update_query(heartbeat=str(HEARTBEAT_S), name=connection_name)
+        with translated():
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return cls(await aio_pika.connect(target), names)
+
+    async def close(self) -> None:
+        """Close, and never wait long for a broker that does not answer."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._pika.close()
+        except (TimeoutError, OSError, RuntimeError, aio_pika.exceptions.AMQPError):
+            pass
+        self.lost.set()
+
+    async def channel(self, *, confirms: bool) -> AbstractChannel:
+        """A new channel."""
+        with translated():
+            return await self._connection.channel(publisher_confirms=confirms, timeout=RPC_TIMEOUT_S)
+
+    async def named(self, name: str, *, confirms: bool = False) -> AbstractChannel:
+        """A channel kept for one purpose; opened anew when the broker has closed it."""
+        found = self._channels.get(name)
+        if found is not None and not found.is_closed:
+            return found
+        async with self._opening:
+            found = self._channels.get(name)
+            if found is None or found.is_closed:
+                found = self._channels[name] = await self.channel(confirms=confirms)
+            return found
+
+    async def publish(self, message: Outgoing) -> None:
+        """Publish and wait for the confirm."""
+        channel = await self.named("publish", confirms=True)
+        exchange = self.names.exchange(message.exchange)
+        with translated(exchange or "amq.default"):
+            await channel.basic_publish(
+                message.body,
+                exchange=exchange,
+                routing_key=self.names.key(message.exchange, message.routing_key),
+                properties=self._properties(message),
+                mandatory=message.mandatory,
+                timeout=CONFIRM_TIMEOUT_S,
+                wait=False,  # type: ignore[call-arg]  # in aiormq.Channel, not yet in its abstract class
+            )
+
+    async def declare_exchanges(self) -> None:
+        """The three exchanges of the catalogue."""
+        channel = await self.named("control")
+        for exchange in (COMMANDS, EVENTS, DEAD):
+            name = self.names.exchange(exchange)
+            with translated(name):
+                await channel.exchange_declare(name, exchange_type="topic", durable=True, timeout=RPC_TIMEOUT_S)
+
+    async def declare(self, planned: QueuePlan) -> None:
+        """A queue and its bindings, under its real names."""
+        channel = await self.named("control")
+        with translated(planned.name):
+            await channel.queue_declare(
+                planned.name,
+                durable=planned.durable,
+                exclusive=planned.exclusive,
+                arguments=_arguments(planned),
+                timeout=RPC_TIMEOUT_S,
+            )
+        for exchange, key in planned.bindings:
+            with translated():
+                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+
+    async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
+        """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""
+        channel = await self.named("control")
+        with translated():
+            await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
+        await self.declare(planned)
+        for key in keys:
+            with translated():
+                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready."""
+        channel = await self.named("control")
+        with translated():
+            answer = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+        return answer.message_count or 0
+
+    async def purge(self, queue: str) -> int:
+        """Drop what is ready."""
+        channel = await self.named("control")
+        with translated():
+            answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
+        return answer.message_count or 0
+
+    def _properties(self, message: Outgoing) -> Basic.Properties:
+        return Basic.Properties(
+            content_type=message.content_type,
+            headers=dict(message.headers) or None,
+            delivery_mode=2 if message.persistent else 1,
+            correlation_id=message.correlation_id,
+            reply_to=None if message.reply_to is None else self.names.queue(message.reply_to),
+            expiration=None if message.expiration_s is None else str(max(0, int(message.expiration_s * 1000))),
+            message_id=message.message_id or None,
+            message_type=message.type or None,
+        )
+
+
+async def is_there(session: Session, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> bool:
+    """Bind again after a reconnection, if that exchange has come back; whoever bound it first tries again if not."""
+    try:
+        await session.bind_foreign(planned, exchange, keys)
+    except QueueMissing:
+        return False
+    except BusError:
+        if session.lost.is_set():
+            raise
+        return False
+    return True
+
+
+def _arguments(planned: QueuePlan) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "x-queue-type": "quorum" if planned.durable else "classic",
+        "x-max-length": planned.max_length,
+        "x-overflow": "drop-head" if planned.drop_head else "reject-publish",
+    }
+    if planned.delivery_limit is not None:
+        arguments["x-delivery-limit"] = planned.delivery_limit
+    if planned.ttl_s is not None:
+        arguments["x-message-ttl"] = int(planned.ttl_s * 1000)
+    if planned.dead_exchange is not None:
+        arguments["x-dead-letter-exchange"] = planned.dead_exchange
+        arguments["x-dead-letter-routing-key"] = planned.dead_key
+        # The broker confirms to itself what it moves: a crash in between loses nothing.
+        arguments["x-dead-letter-strategy"] = "at-least-once"
+    return arguments

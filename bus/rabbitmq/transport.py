@@ -1,0 +1,284 @@
+"""The transport: keeps one session alive, and restores declarations and consumption each time it is new."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import structlog
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from bus.contracts.catalogue import QueueRow
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing
+from bus.rabbitmq.delivery import Acks, RabbitDelivery
+from bus.rabbitmq.errors import translated
+from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
+from bus.topology import Names, QueuePlan, foreign_plan, plan, reply_plan
+
+log = structlog.get_logger("bus.rabbitmq")
+
+# Waits between attempts to reach the broker: from the first, doubled, to the longest; halved at random.
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 5.0
+
+
+class RabbitSubscription:
+    """A consumption on a channel of its own, taken up again after a loss."""
+
+    def __init__(self, transport: RabbitTransport, queue: str, on: Callable[[Delivery], None], prefetch: int) -> None:
+        self.queue = queue
+        self._transport = transport
+        self._on_delivery = on
+        self._prefetch = prefetch
+        self._channel: AbstractChannel | None = None
+        self._tag = ""
+        self._cancelled = False
+
+    async def attach(self, session: Session) -> None:
+        """Consume on this session."""
+        channel = await session.channel(confirms=False)
+        acks = Acks(channel)
+        names = session.names
+
+        def on_message(message: DeliveredMessage) -> None:
+            delivery = RabbitDelivery(message, acks, names)
+            acks.delivered(message.delivery_tag or 0)
+            if self._cancelled:
+                delivery.nack(requeue=True)
+            else:
+                self._on_delivery(delivery)
+
+        with translated():
+            await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
+            answer = await channel.basic_consume(self.queue, on_message, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
+        self._channel, self._tag = channel, answer.consumer_tag or ""
+        self._acks = acks
+        channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
+        channel.closing.add_done_callback(lambda _: self._ended(session, channel))
+
+    async def cancel(self) -> None:
+        """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
+        self._transport.forget(self)
+        channel = self._channel
+        try:
+            if channel is not None and not channel.is_closed:
+                with translated():
+                    await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+        except BusError:
+            log.debug("bus.cancel_failed", queue=self.queue)
+        self._cancelled = True
+
+    async def flush(self) -> None:
+        """Hand the settled deliveries to the connection before it closes."""
+        if self._channel is not None:
+            await self._acks.flushed()
+
+    def _ended(self, session: Session, channel: AbstractChannel) -> None:
+        """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
+        if self._channel is channel and not self._cancelled and not session.lost.is_set():
+            self._channel = None
+            self._transport.restore(self, session)
+
+
+class RabbitTransport:
+    """One connection to one virtual host of RabbitMQ."""
+
+    def __init__(self, url: str, *, name: str, prefix: str = "", connection_name: str = "") -> None:
+        self.name = name
+        self._url = url
+        self._names = Names(prefix)
+        self._connection_name = connection_name or f"berth {name}"
+        self._session: Session | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._restoring: set[asyncio.Task[None]] = set()
+        self._opened: asyncio.Future[None] | None = None
+        self._exchanges = False
+        self._declared: dict[str, QueuePlan] = {}
+        self._foreign: dict[tuple[str, str], tuple[QueuePlan, tuple[str, ...]]] = {}
+        self._subscriptions: list[RabbitSubscription] = []
+        self._cancelled: list[RabbitSubscription] = []  # their last acknowledgements may be on the way
+        self._getters: dict[AbstractChannel, Acks] = {}
+        self._callbacks: list[Callable[[], None]] = []
+        self._jitter = random.Random()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be spoken to now."""
+        return self._session is not None and not self._session.lost.is_set()
+
+    async def open(self) -> None:
+        """Connect; waits for the broker while it is away. Raises BusForbidden."""
+        # aiormq logs every lost connection with a traceback; what matters of it is logged here.
+        logging.getLogger("aiormq").setLevel(logging.CRITICAL)
+        logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
+        loop = asyncio.get_running_loop()
+        self._opened = loop.create_future()
+        self._keeper = loop.create_task(self._keep())
+        await self._opened
+
+    async def close(self) -> None:
+        """Close; unacknowledged deliveries go back to their queues."""
+        tasks = [*self._restoring, *([self._keeper] if self._keeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        session, self._session = self._session, None
+        if session is not None:
+            for subscription in (*self._subscriptions, *self._cancelled):
+                await subscription.flush()
+            for acks in self._getters.values():
+                await acks.flushed()
+            await session.close()
+        self._subscriptions.clear()
+        self._cancelled.clear()
+        self._getters.clear()
+
+    async def declare_exchanges(self) -> None:
+        """Declare the three exchanges of the catalogue."""
+        await self._current().declare_exchanges()
+        self._exchanges = True
+
+    async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
+        """Declare a queue with its retry and dead-letter queues."""
+        for planned in plan(row, name, bindings):
+            await self._declare(planned)
+
+    async def declare_reply_queue(self, name: str) -> None:
+        """Declare a private queue for replies."""
+        await self._declare(reply_plan(name))
+
+    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+        """A durable queue bound to somebody else's exchange. Raises QueueMissing."""
+        planned = self._names.plan(foreign_plan(queue))
+        await self._current().bind_foreign(planned, exchange, keys)
+        self._foreign[planned.name, exchange] = (planned, tuple(keys))
+
+    async def publish(self, message: Outgoing) -> None:
+        """Publish and wait for the broker's confirm."""
+        await self._current().publish(message)
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> RabbitSubscription:
+        """Deliver messages of a queue to a callback."""
+        subscription = RabbitSubscription(self, self._names.queue(queue), on_delivery, prefetch)
+        await subscription.attach(self._current())
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def get(self, queue: str) -> Delivery | None:
+        """Take one message."""
+        channel = await self._current().named("get")
+        with translated():
+            message = await channel.basic_get(self._names.queue(queue), timeout=RPC_TIMEOUT_S)
+        if message.delivery_tag is None:
+            return None
+        acks = self._getters.get(channel)
+        if acks is None:
+            self._getters = {one: held for one, held in self._getters.items() if not one.is_closed}
+            acks = self._getters[channel] = Acks(channel)
+        acks.delivered(message.delivery_tag)
+        return RabbitDelivery(message, acks, self._names)
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready in a queue."""
+        return await self._current().depth(self._names.queue(queue))
+
+    async def purge(self, queue: str) -> int:
+        """Drop what is ready in a queue."""
+        return await self._current().purge(self._names.queue(queue))
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called each time everything is declared and consumed again."""
+        self._callbacks.append(callback)
+
+    def forget(self, subscription: RabbitSubscription) -> None:
+        """A subscription was cancelled."""
+        self._subscriptions = [one for one in self._subscriptions if one is not subscription]
+        self._cancelled.append(subscription)
+
+    def restore(self, subscription: RabbitSubscription, session: Session) -> None:
+        """Take up a consumption again that the broker ended."""
+        task = asyncio.get_running_loop().create_task(self._restore(subscription, session))
+        self._restoring.add(task)
+        task.add_done_callback(self._restoring.discard)
+
+    def _current(self) -> Session:
+        if self._session is None or self._session.lost.is_set():
+            raise BusUnavailable(f"{self.name}: not connected")
+        return self._session
+
+    async def _declare(self, planned: QueuePlan) -> None:
+        real = self._names.plan(planned)
+        await self._current().declare(real)
+        self._declared[real.name] = real
+
+    async def _keep(self) -> None:
+        """Connect, restore, wait for the loss, and again."""
+        failures = 0
+        while True:
+            session: Session | None = None
+            try:
+                session = await Session.connect(self._url, self._names, self._connection_name)
+                await self._bring_back(session)
+            except BusError as error:
+                if session is not None:
+                    await session.close()
+                if isinstance(error, BusForbidden) and self._opened is not None and not self._opened.done():
+                    self._opened.set_exception(error)
+                    return
+                failures += 1
+                log.warning("bus.away", bus=self.name, code=error.code, reason=str(error), attempt=failures)
+                await self._wait(failures)
+                continue
+            except asyncio.CancelledError:
+                if session is not None:
+                    await session.close()
+                raise
+            failures = 0
+            self._is_back(session)
+            await session.lost.wait()
+            self._session = None
+            log.warning("bus.lost", bus=self.name)
+            await session.close()
+
+    def _is_back(self, session: Session) -> None:
+        self._session = session
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_result(None)
+            return
+        log.info("bus.back", bus=self.name)
+        for callback in self._callbacks:
+            callback()
+
+    async def _bring_back(self, session: Session) -> None:
+        if self._exchanges:
+            await session.declare_exchanges()
+        for planned in self._declared.values():
+            await session.declare(planned)
+        for (_, exchange), (planned, keys) in self._foreign.items():
+            if not await is_there(session, planned, exchange, keys):
+                await session.declare(planned)
+        for subscription in self._subscriptions:
+            await subscription.attach(session)
+
+    async def _restore(self, subscription: RabbitSubscription, session: Session) -> None:
+        failures = 0
+        while self._session is session and not session.lost.is_set() and subscription in self._subscriptions:
+            try:
+                planned = self._declared.get(subscription.queue)
+                if planned is not None:
+                    await session.declare(planned)
+                await subscription.attach(session)
+            except BusError as error:
+                failures += 1
+                log.warning("bus.consumption_lost", queue=subscription.queue, code=error.code, reason=str(error))
+                await self._wait(failures)
+            else:
+                return
+
+    async def _wait(self, failures: int) -> None:
+        longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures, 30))
+        await asyncio.sleep(longest * (0.5 + self._jitter.random() / 2))
