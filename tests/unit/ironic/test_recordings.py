@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ironic_sync.domain.rules import NO_CLASS
-
 from tests.unit.ironic.world import SCENARIOS, Recording, World
 
 Messages = list[tuple[bytes, str]]
@@ -19,9 +18,9 @@ Messages = list[tuple[bytes, str]]
 def wrong(world: World, expected: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """{node: (held, expected)} where they differ. A node that Nova cannot place keeps the provider it had."""
     differ = {}
-    for uuid, should in expected["nodes"].items():
-        held = world.book.seen(uuid)
-        if should is not None and "error" in should:
+    for uuid, answer in expected["nodes"].items():
+        held, should = world.book.seen(uuid), answer
+        if answer is not None and "error" in answer:
             assert world.loop.problems()[uuid] == NO_CLASS
             should = before.get(uuid)
         if held != should:

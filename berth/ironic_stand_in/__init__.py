@@ -1,0 +1,19 @@
+"""A small Ironic for demonstrations and tests: real HTTP, simulated nodes, notifications of the true shape."""
+
+from berth.ironic_stand_in.announcer import EXCHANGE, AmqpAnnouncer, Announcer, MemoryAnnouncer, Silent
+from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
+from berth.ironic_stand_in.replay import replay
+from berth.ironic_stand_in.server import IronicStandIn
+
+__all__ = [
+    "EXCHANGE",
+    "AmqpAnnouncer",
+    "Announcer",
+    "Behaviour",
+    "Farm",
+    "IronicStandIn",
+    "MemoryAnnouncer",
+    "RequestError",
+    "Silent",
+    "replay",
+]

@@ -1,0 +1,46 @@
+"""A recorded run of a real Ironic, told again: its notifications in order, its nodes as they were at each step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from berth.ironic_stand_in.announcer import Announcer
+from berth.ironic_stand_in.farm import Farm
+
+UNCHANGED = "unchanged"
+
+
+async def replay(recording: Path, farm: Farm, announcer: Announcer) -> AsyncIterator[str]:
+    """Go through `<name>.jsonl` and its `<name>.nodes.json`; yields each step's name once it was said.
+
+    The farm answers with the recorded nodes beside its own. Times between messages are not kept: a consumer that
+    is right at full speed is right at any.
+    """
+    lines, steps = await asyncio.to_thread(_load, recording)
+    for step in steps:
+        _show(farm, step["nodes"])
+        at = datetime.fromisoformat(step["at"]).timestamp()
+        while lines and lines[0]["received"] <= at:
+            line = lines.pop(0)
+            await announcer.say(line["routing_key"], json.dumps(line["body"]).encode())
+        yield step["step"]
+
+
+def _load(recording: Path) -> tuple[list[Any], list[Any]]:
+    lines = [json.loads(line) for line in recording.read_bytes().splitlines()]
+    return lines, msgspec.json.decode(recording.with_suffix(".nodes.json").read_bytes())
+
+
+def _show(farm: Farm, nodes: dict[str, Any]) -> None:
+    for uuid, node in nodes.items():
+        if node is None:
+            farm.nodes.pop(uuid, None)
+        elif node != UNCHANGED:
+            farm.nodes[uuid] = node

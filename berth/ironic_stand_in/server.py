@@ -1,0 +1,227 @@
+"""The part of Ironic's REST API that berth uses, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+from collections.abc import Generator, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from berth.ironic_stand_in import shapes
+from berth.ironic_stand_in.announcer import Announcer
+from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
+from bus.clock import Clock, new_uuid
+
+MAX_BODY = 1024 * 1024
+MAX_LIMIT = 1000
+STOP_GRACE_S = 2
+VERSIONS = {
+    "X-OpenStack-Ironic-API-Minimum-Version": "1.1",
+    "X-OpenStack-Ironic-API-Maximum-Version": "1.115",
+}
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's signal handlers: signals are the process's own business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+class IronicStandIn:
+    """A small Ironic: nodes, REST API on a loopback port, notifications into an exchange."""
+
+    def __init__(
+        self,
+        announcer: Announcer,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        behaviour: Behaviour | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.farm = Farm(announcer, clock=clock, rng=rng, behaviour=behaviour)
+        self.url = ""
+        self._announcer = announcer
+        self._clock = clock
+        self._rng = rng
+        self._address = (host, port)
+        self._serving: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+
+    async def start(self) -> str:
+        """Open the exchange, listen, and return the API's address."""
+        await self._announcer.open()
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(self._address)
+        listening.listen(256)
+        host, port = listening.getsockname()
+        self.url = f"http://{host}:{port}"
+        config = uvicorn.Config(
+            self.app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
+        return self.url  # connections are taken by the socket from now on and served as soon as the server runs
+
+    async def stop(self) -> None:
+        """Stop serving and let go of everything."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        await self.farm.stop()
+        await self._announcer.close()
+
+    def app(self) -> Starlette:
+        """The API as an ASGI application."""
+        routes = [
+            Route("/v1/nodes", self._list, methods=["GET"]),
+            Route("/v1/nodes/detail", self._list, methods=["GET"]),
+            Route("/v1/nodes", self._create, methods=["POST"]),
+            Route("/v1/nodes/{ident}", self._get, methods=["GET"]),
+            Route("/v1/nodes/{ident}", self._patch, methods=["PATCH"]),
+            Route("/v1/nodes/{ident}", self._delete, methods=["DELETE"]),
+            Route("/v1/nodes/{ident}/maintenance", self._maintenance, methods=["PUT", "DELETE"]),
+            Route("/v1/nodes/{ident}/traits", self._traits, methods=["PUT"]),
+            Route("/v1/nodes/{ident}/states", self._states, methods=["GET"]),
+            Route("/v1/nodes/{ident}/states/provision", self._provision, methods=["PUT"]),
+            Route("/v1/nodes/{ident}/states/power", self._power, methods=["PUT"]),
+            Route("/v1/allocations/{ident}", self._allocation, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
+
+    async def _list(self, request: Request) -> Response:
+        query = request.query_params
+        limit = min(int(query.get("limit", MAX_LIMIT)), MAX_LIMIT)
+        nodes = [node for node in self.farm.nodes.values() if _passes(node, query)]
+        if "marker" in query:
+            after = next((i for i, node in enumerate(nodes) if node["uuid"] == query["marker"]), len(nodes))
+            nodes = nodes[after + 1 :]
+        detail = query.get("detail", "").lower() == "true" or request.url.path.endswith("/detail")
+        default = () if detail else ("uuid", "name", "instance_uuid", "maintenance", "power_state", "provision_state")
+        fields = tuple(query["fields"].split(",")) if "fields" in query else default
+        if "fields" in query and {"updated_at", "created_at"} & set(fields):
+            raise RequestError(400, "Field(s) updated_at, created_at are not valid here.")
+        page: dict[str, Any] = {"nodes": [shapes.represent(node, self.url, fields) for node in nodes[:limit]]}
+        if len(nodes) > limit:
+            again = {**dict(query), "marker": nodes[limit - 1]["uuid"]}
+            page["next"] = f"{self.url}/v1/nodes?{urlencode(again)}"
+        return _answer(page)
+
+    async def _get(self, request: Request) -> Response:
+        return self._shown(self._node(request))
+
+    async def _create(self, request: Request) -> Response:
+        return self._shown(await self.farm.create(await _json(request, dict), self._request_id()), 201)
+
+    async def _patch(self, request: Request) -> Response:
+        changes: dict[str, Any] = {}
+        for operation in await _json(request, list):
+            path = operation["path"].strip("/")
+            if path not in shapes.NODE and path not in shapes.REST_ONLY:
+                raise RequestError(400, f"Adding a new attribute (/{path}) to the root of the resource is not allowed.")
+            changes[path] = None if operation["op"] == "remove" else operation["value"]
+        node = self._node(request)
+        await self.farm.patch(node, changes, self._request_id())
+        return self._shown(node)
+
+    async def _delete(self, request: Request) -> Response:
+        await self.farm.delete(self._node(request), self._request_id())
+        return Response(status_code=204, headers=VERSIONS)
+
+    async def _maintenance(self, request: Request) -> Response:
+        on = request.method == "PUT"
+        body = await request.body() if on else b""
+        reason = json.loads(body).get("reason") if body else None
+        await self.farm.set_maintenance(self._node(request), on, reason, self._request_id())
+        return Response(status_code=202, headers=VERSIONS)
+
+    async def _traits(self, request: Request) -> Response:
+        traits = (await _json(request, dict)).get("traits", [])
+        await self.farm.patch(self._node(request), {"traits": traits}, self._request_id())
+        return Response(status_code=204, headers=VERSIONS)
+
+    async def _states(self, request: Request) -> Response:
+        fields = ("provision_state", "target_provision_state", "power_state", "target_power_state", "last_error")
+        node = self._node(request)
+        return _answer({name: node[name] for name in fields})
+
+    async def _provision(self, request: Request) -> Response:
+        target = (await _json(request, dict)).get("target", "")
+        self.farm.provision(self._node(request), str(target), self._request_id())
+        return Response(status_code=202, headers=VERSIONS)
+
+    async def _power(self, request: Request) -> Response:
+        target = (await _json(request, dict)).get("target")
+        if target not in ("power on", "power off"):
+            raise RequestError(400, f"Invalid power state {target!r}")
+        await self.farm.set_power(self._node(request), target, self._request_id())
+        return Response(status_code=202, headers=VERSIONS)
+
+    async def _allocation(self, request: Request) -> Response:
+        ident = request.path_params["ident"]
+        for node in self.farm.nodes.values():
+            if node["allocation_uuid"] == ident:
+                return _answer({"uuid": ident, "state": "active", "node_uuid": node["uuid"]})
+        raise RequestError(404, f"Allocation {ident} could not be found.")
+
+    def _node(self, request: Request) -> dict[str, Any]:
+        return self.farm.get(request.path_params["ident"])
+
+    def _shown(self, node: Mapping[str, Any], status: int = 200) -> Response:
+        return _answer(shapes.represent(node, self.url), status)
+
+    def _request_id(self) -> str:
+        return f"req-{new_uuid(self._rng)}"
+
+
+def _answer(content: Mapping[str, Any], status: int = 200) -> Response:
+    return JSONResponse(content, status_code=status, headers=VERSIONS)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    text = {"faultcode": "Client", "faultstring": error.text, "debuginfo": None}
+    return _answer({"error_message": text}, error.status)
+
+
+async def _json(request: Request, kind: type) -> Any:
+    body = await request.body()
+    if len(body) > MAX_BODY:
+        raise RequestError(413, "Request body is too large")
+    try:
+        content = json.loads(body)
+    except ValueError:
+        raise RequestError(400, "The request body is not JSON") from None
+    if not isinstance(content, kind):
+        raise RequestError(400, "The request body has the wrong shape")
+    return content
+
+
+def _passes(node: Mapping[str, Any], query: Mapping[str, str]) -> bool:
+    """Ironic's filters, as far as they are used here."""
+    asked = {name: query[name] for name in ("provision_state", "resource_class", "instance_uuid") if name in query}
+    if any(node[name] != value for name, value in asked.items()):
+        return False
+    if "maintenance" in query and node["maintenance"] != (query["maintenance"].lower() == "true"):
+        return False
+    return "associated" not in query or (node["instance_uuid"] is not None) == (query["associated"].lower() == "true")
