@@ -17,8 +17,8 @@ from bus.contracts.placement import Change
 
 MAX_EXAMPLES = 5
 
-# Instance states in which a machine holds its allocation although no host need run it (yet, or any more).
-UNSETTLED = frozenset({"building", "reclaiming", "deleting", "releasing"})
+# Instance states in which nothing is under way; only an active one holds an allocation and runs.
+AT_REST = frozenset({"active", "failed", "deleted", "tombstone"})
 
 
 class InventoryFact(Struct, frozen=True):
@@ -189,7 +189,7 @@ def _twice(facts: Facts) -> Iterator[str]:
 
 def _agreement(facts: Facts) -> Iterator[str]:
     alive = {i.instance_uuid: i for i in facts.instances if i.state == "active"}
-    unsettled = {i.instance_uuid for i in facts.instances if i.state in UNSETTLED}
+    unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
     for uuid in sorted(unsettled):
         yield f"{uuid}: not at rest"
     for uuid, instance in alive.items():

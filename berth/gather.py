@@ -1,0 +1,194 @@
+"""Gathers the facts that the invariants are judged by: from PostgreSQL, and from the hosts' own reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from berth.invariants import AT_REST, Facts, InstanceFact, InventoryFact, RunningFact
+from berth.site import Site
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import ComputeHosts, ReportHosts
+from bus.contracts.placement import Change
+from bus.outcome import Done, Outcome, Received
+from bus.service.database import Database
+
+REPORT_TIMEOUT_S = 10.0
+# After the last page of a report: this long without a further one, and every service that lives has spoken.
+REPORT_QUIET_S = 0.5
+REST_POLL_S = 0.2
+
+_INVENTORIES = """
+SELECT p.uuid::text, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used
+FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
+"""
+_ALLOCATIONS = """
+SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
+FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
+"""
+_ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
+_FEED = (
+    "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::bigint FROM changes"
+)
+# What the book keeps beside each inventory against the sum of what is allocated, both ways round.
+_AUDIT = """
+SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount
+FROM inventories i
+FULL JOIN (SELECT provider_id, class_id, sum(amount) AS amount FROM allocations GROUP BY 1, 2) a
+  ON a.provider_id = i.provider_id AND a.class_id = i.class_id
+LEFT JOIN providers p ON p.id = coalesce(i.provider_id, a.provider_id)
+LEFT JOIN resource_classes c ON c.id = coalesce(i.class_id, a.class_id)
+WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
+"""
+_REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
+_CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
+_INSTANCES = "SELECT uuid::text, state, host_uuid::text, attempt FROM instances"
+_UNSENT = "SELECT count(*) FROM outbox"
+
+
+async def gather(
+    site: Site,
+    *,
+    accepted: Sequence[str] = (),
+    events: Sequence[BuildEvent] | None = None,
+    changes: Sequence[Change] | None = None,
+    upward: Sequence[str] | None = None,
+) -> Facts:
+    """Read everything. What the caller heard itself (events, changes) is passed through."""
+    environment = site.environment("check")
+    book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
+    cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
+    try:
+        return Facts(
+            inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
+            allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
+            roots=dict(await _rows(book, _ROOTS)),  # type: ignore[arg-type]
+            requests=dict(await _rows(scheduler, _REQUESTS)),  # type: ignore[arg-type]
+            cells=dict(await _rows(scheduler, _CELLS)),  # type: ignore[arg-type]
+            instances=await _instances(cells),
+            running=await hosts_reports(site),
+            feed=tuple((await _rows(book, _FEED))[0]),  # type: ignore[arg-type]
+            audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+            accepted=accepted,
+            events=events,
+            changes=changes,
+            upward=upward,
+        )
+    finally:
+        for database in (book, scheduler, *cells.values()):
+            await database.close()
+
+
+async def rest(site: Site, *, timeout_s: float) -> bool:
+    """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out."""
+    environment = site.environment("rest")
+    scheduler = environment.database("scheduler", pool_size=1)
+    cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
+    deadline = site.clock.monotonic() + timeout_s
+    try:
+        while not await _at_rest(scheduler, cells):
+            if site.clock.monotonic() > deadline:
+                return False
+            await site.clock.sleep(REST_POLL_S)
+        return True
+    finally:
+        for database in (scheduler, *cells.values()):
+            await database.close()
+
+
+async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
+    open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
+    counts = [await _rows(scheduler, open_requests), await _rows(scheduler, _UNSENT)]
+    settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+    for database in cells.values():
+        counts.append(await _rows(database, f"SELECT count(*) FROM instances WHERE state NOT IN ({settled})"))
+        counts.append(await _rows(database, _UNSENT))
+    return all(rows[0][0] == 0 for rows in counts)
+
+
+async def _rows(database: Database, statement: str) -> list[Sequence[object]]:
+    async with database.raw() as connection:
+        return [tuple(row) for row in await connection.fetch(statement)]
+
+
+def _by_consumer(rows: Sequence[Sequence[object]]) -> dict[str, dict[str, dict[str, int]]]:
+    held: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+    for consumer, provider, name, amount in rows:
+        held[str(consumer)][str(provider)][str(name)] = int(str(amount))
+    return held
+
+
+async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
+    found: list[InstanceFact] = []
+    for cell, database in cells.items():
+        for uuid, state, host, attempt in await _rows(database, _INSTANCES):
+            found.append(
+                InstanceFact(str(uuid), cell, str(state), None if host is None else str(host), int(str(attempt)))
+            )
+    return found
+
+
+async def hosts_reports(site: Site) -> list[RunningFact]:
+    """What every host that answers says it runs, asked on each cell's own bus."""
+    per_cell = await asyncio.gather(*(_cell_report(site, cell) for cell in site.cells))
+    return [fact for facts in per_cell for fact in facts]
+
+
+async def _cell_report(site: Site, cell: str) -> list[RunningFact]:
+    bus = site.bus("check", cell)
+    reports = _Reports(bus, site.clock)
+    await bus.open()
+    try:
+        await reports.consumer.start()
+        await bus.publish(ReportHosts(why="check"))
+        await reports.quiet()
+        await reports.consumer.drain(1.0)
+        return reports.facts()
+    finally:
+        await bus.close()
+
+
+class _Reports:
+    """Collects ComputeHosts until nothing new has come for a while."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._clock = clock
+        self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
+        self._heard = clock.monotonic()
+        self.consumer = bus.consumer("client.hosts.{process}", self._take, concurrency=1, prefetch=1000)
+
+    async def quiet(self) -> None:
+        """Wait until the reports have stopped coming (there is no telling how many services live)."""
+        started = self._clock.monotonic()
+        while True:
+            now = self._clock.monotonic()
+            quiet_for = now - (self._heard if self._by_host else started)
+            if quiet_for >= (REPORT_QUIET_S if self._by_host else REPORT_TIMEOUT_S / 4):
+                return
+            if now - started > REPORT_TIMEOUT_S:
+                return
+            await self._clock.sleep(0.05)
+
+    def facts(self) -> list[RunningFact]:
+        """Every machine reported, the newest report of each host."""
+        return [fact for _, facts in self._by_host.values() for fact in facts]
+
+    async def _take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if isinstance(received.message, ComputeHosts):
+                self._fold(received.message)
+        self._heard = self._clock.monotonic()
+        return [Done() for _ in batch]
+
+    def _fold(self, page: ComputeHosts) -> None:
+        order = (page.epoch, page.sequence)
+        for host in page.hosts:
+            if host.running is None:
+                continue
+            known = self._by_host.get(host.uuid)
+            if known is None or known[0] <= order:
+                machines = [RunningFact(r.instance_uuid, r.attempt, host.uuid) for r in host.running]
+                self._by_host[host.uuid] = (order, machines)

@@ -1,0 +1,113 @@
+"""All of berth's settings as one frozen struct: defaults, then a TOML file, then `BERTH_...` variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+from placement_worker.config import PlacementConfig
+
+from bus.contracts.base import Word
+from bus.service.settings import SettingsError, load
+from cell_conductor.config import ConductorConfig
+from compute_sim.config import ComputeConfig
+from ironic_sync.config import IronicSyncConfig
+from scheduler_worker.config import SchedulerConfig
+
+MEMORY = "memory://"
+EMBEDDED = "embedded"
+FILE_NAME = "berth.toml"
+
+
+class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bus. url: `memory://` (one process, see `berth up`) or `amqp://user:password@host:port/vhost`.
+
+    prefix: put before every exchange and queue name, so that several systems can share one virtual host.
+    """
+
+    url: str = MEMORY
+    prefix: Annotated[str, Bound(max_length=64)] = ""
+
+
+class CellSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cell's own bus. url empty: the API bus's broker, with the cell's name before every name of ours."""
+
+    url: str = ""
+    prefix: Annotated[str, Bound(max_length=64)] = ""
+
+
+class DatabaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PostgreSQL. url: `embedded` (a private server below state_dir) or `postgresql://user:password@host/name`."""
+
+    url: str = EMBEDDED
+    pool_size: Annotated[int, Bound(ge=2, le=200)] = 8
+
+
+class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logs and the HTTP port for /healthz, /readyz and /metrics. port None: not served; 0: any free port."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "pretty"] = "auto"
+    http_host: str = "127.0.0.1"
+    http_port: Annotated[int, Bound(ge=0, le=65_535)] | None = None
+
+
+class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `berth up` starts: so many of each worker."""
+
+    schedulers: Annotated[int, Bound(ge=1, le=16)] = 2
+    placements: Annotated[int, Bound(ge=1, le=16)] = 1
+    computes_per_cell: Annotated[int, Bound(ge=0, le=64)] = 2
+    nodes: Annotated[int, Bound(ge=0, le=10_000)] = 10
+    grace_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything. `berth config` prints it as it is in force."""
+
+    state_dir: str = ""
+    bus: BusSettings = BusSettings()
+    cells: dict[Word, CellSettings] = {"cell1": CellSettings(), "cell2": CellSettings()}
+    database: DatabaseSettings = DatabaseSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    up: UpSettings = UpSettings()
+    placement: PlacementConfig = PlacementConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    conductor: ConductorConfig = ConductorConfig()
+    compute: ComputeConfig = ComputeConfig(hosts=25)
+    ironic_sync: IronicSyncConfig = IronicSyncConfig()
+
+    @property
+    def state(self) -> Path:
+        """Where berth keeps its socket and embedded database: `state_dir`, or the user's state directory."""
+        if self.state_dir:
+            return Path(self.state_dir)
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(base) / "berth"
+
+    @property
+    def socket(self) -> Path:
+        """The socket at which `berth up` serves its memory bus."""
+        return self.state / "bus.sock"
+
+
+def read_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:
+    """The settings in force. The file is `path`, else $BERTH_CONFIG, else ./berth.toml if there is one.
+
+    Raises SettingsError with a code and a sentence: a named file that is missing, an unknown or mistyped key.
+    """
+    env = dict(os.environ if env is None else env)
+    named = path or (Path(env["BERTH_CONFIG"]) if env.get("BERTH_CONFIG") else None)
+    env.pop("BERTH_PYTHON", None)  # the scripts' own: which interpreter to use
+    if named is not None and not named.is_file():
+        raise SettingsError("settings.missing", f"there is no settings file {named}")
+    if named is None and Path(FILE_NAME).is_file():
+        named = Path(FILE_NAME)
+    settings = load(Settings, toml=named, env=env)
+    if not settings.cells:
+        raise SettingsError("settings.invalid", "at least one cell is needed under [cells]")
+    return settings

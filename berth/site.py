@@ -1,0 +1,166 @@
+"""Where buses and the database are, by the settings: the one place that chooses adapters."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from berth.settings import EMBEDDED, MEMORY, Settings
+from bus.bus import API, Bus
+from bus.clock import Clock, SystemClock
+from bus.contracts.base import Word
+from bus.local import LocalTransport
+from bus.memory import MemoryBroker
+from bus.port import Transport
+from bus.rabbitmq import RabbitTransport
+from bus.service.environment import Environment
+from bus.service.settings import SettingsError
+
+RUNTIME_FILE = "runtime.json"
+
+
+class Runtime(Struct, frozen=True, kw_only=True):
+    """What a running `berth up` leaves for other commands of this machine: how to reach what it embeds."""
+
+    pid: int
+    database_url: str
+    ironic_url: str = ""
+
+
+class Brokers:
+    """The memory brokers of one process, one a bus, made when first asked for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.by_bus: dict[str, MemoryBroker] = {}
+
+    def transport(self, name: str, prefix: str = "") -> Transport:
+        """A connection of its own to one bus."""
+        if name not in self.by_bus:
+            self.by_bus[name] = MemoryBroker(self._clock)
+        return self.by_bus[name].transport(name, prefix=prefix)
+
+
+class Site:
+    """Makes environments for workers and buses for clients.
+
+    brokers: set in the process that holds the memory buses; elsewhere `memory://` means its socket.
+    database_url: overrides the settings (an embedded server's, once it runs).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        brokers: Brokers | None = None,
+        database_url: str | None = None,
+        clock: Clock | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.settings = settings
+        self.brokers = brokers
+        self.clock: Clock = clock if clock is not None else SystemClock()
+        self.rng = random.Random(seed)
+        self._database_url = database_url
+        self.connections: list[tuple[str, str]] = []  # (process, bus): who holds a connection to what
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells' names, in the settings' order."""
+        return tuple(self.settings.cells)
+
+    @property
+    def database_url(self) -> str | None:
+        """Where PostgreSQL is, or None when nothing says so (an embedded one that does not run)."""
+        if self._database_url is not None:
+            return self._database_url
+        if self.settings.database.url != EMBEDDED:
+            return self.settings.database.url
+        runtime = read_runtime(self.settings.state)
+        return runtime.database_url if runtime is not None else None
+
+    def transport(self, name: str, *, process: str) -> Transport:
+        """A fresh connection to "api" or a cell's bus."""
+        url, prefix = self._place(name)
+        self.connections.append((process, name))
+        if url == MEMORY:
+            if self.brokers is not None:
+                return self.brokers.transport(name, prefix)
+            return LocalTransport(self.settings.socket, name=name, prefix=prefix)
+        return RabbitTransport(url, name=name, prefix=prefix, connection_name=f"berth {process}")
+
+    def environment(self, process: str) -> Environment:
+        """What one worker's app is given."""
+        return Environment(
+            process,
+            transports=lambda name: self.transport(name, process=process),
+            database_url=self.database_url,
+            cells=self.cells,
+            clock=self.clock,
+            rng=random.Random(self.rng.getrandbits(64)),
+            pool_size=self.settings.database.pool_size,
+        )
+
+    def bus(self, process: str, name: str = API) -> Bus:
+        """A bus for a client or an instrument."""
+        return self.environment(process).bus(name)
+
+    def check_cell(self, name: str) -> str:
+        """The cell's name when the settings know it. Raises SettingsError."""
+        if name not in self.settings.cells:
+            known = ", ".join(self.settings.cells)
+            raise SettingsError("cell.unknown", f"there is no cell {name!r}; the settings know {known}")
+        return name
+
+    def _place(self, name: str) -> tuple[str, str]:
+        bus = self.settings.bus
+        if name == API:
+            return bus.url, bus.prefix
+        cell = self.settings.cells[name]
+        if cell.url:
+            return cell.url, cell.prefix
+        if bus.url == MEMORY:
+            return bus.url, cell.prefix  # a memory broker of its own
+        return bus.url, cell.prefix or f"{bus.prefix}{name}."
+
+
+def process_name(role: str, extra: str = "") -> str:
+    """A name for this process that no other has at the same time: safe as part of a queue's name."""
+    host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:20]
+    word = "-".join(part for part in (role, extra, host, str(os.getpid())) if part)
+    return msgspec.convert(word[:64], Word)
+
+
+def read_runtime(state: Path) -> Runtime | None:
+    """What a running `berth up` left, if it still runs."""
+    try:
+        runtime = msgspec.json.decode((state / RUNTIME_FILE).read_bytes(), type=Runtime)
+        os.kill(runtime.pid, 0)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return runtime
+
+
+def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
+    """Leave word for other commands; returns what takes it back."""
+    state.mkdir(parents=True, exist_ok=True)
+    path = state / RUNTIME_FILE
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode(runtime))
+    return lambda: path.unlink(missing_ok=True)
+
+
+def with_variables(settings: Settings, env: Mapping[str, str]) -> Settings:
+    """The settings with AMQP_URL and DATABASE_URL, the names that tests and many platforms use, when they are set."""
+    bus, database = settings.bus, settings.database
+    if env.get("AMQP_URL"):
+        bus = msgspec.structs.replace(bus, url=env["AMQP_URL"])
+    if env.get("DATABASE_URL"):
+        database = msgspec.structs.replace(database, url=env["DATABASE_URL"])
+    return msgspec.structs.replace(settings, bus=bus, database=database)
