@@ -101,7 +101,7 @@ def _arrival(received: Received, at: float) -> Arrival | None:
     message, meta = received.message, received.meta
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
-        return Arrival(uuid, _build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
+        return Arrival(uuid, build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
         return Arrival(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
@@ -110,7 +110,8 @@ def _arrival(received: Received, at: float) -> Arrival | None:
     return None
 
 
-def _build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
+def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
+    """The event that a CellBuild brings."""
     return BuildAsked(
         at=at,
         spec=message.spec,

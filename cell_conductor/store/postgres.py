@@ -10,9 +10,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 import msgspec
-from bus.outbox import Addressed
 
 from bus import outbox
+from bus.outbox import Addressed
 from bus.service.database import Database
 from cell_conductor.domain.instance import Instance, State
 
@@ -24,10 +24,11 @@ MIGRATIONS = "cell_conductor.store.migrations"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Instance).decode
 
-LOCK = "SELECT record FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
+# As text: the pool decodes json columns into dictionaries, and ours go straight into structs.
+LOCK = "SELECT record::text FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
 
 LOCK_DUE = """
-SELECT record FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
+SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
 INSERT = """

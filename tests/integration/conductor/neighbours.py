@@ -1,0 +1,241 @@
+"""A conductor and its scripted neighbours: placement, one compute service, a scheduler that listens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.base import Message, Refusal
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import (
+    CellBuild,
+    ComputeOutcome,
+    ComputeResult,
+    Destroy,
+    InstanceSpec,
+    Selection,
+    Spawn,
+)
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.memory import MemoryBroker
+from bus.outbox import Relay
+from bus.outcome import Done, Outcome, Received
+from bus.service.database import Database
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import State
+from cell_conductor.engine import Engine
+from cell_conductor.handlers import HostHandlers, RequestHandlers
+from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+
+CELL = "c1"
+WAIT_S = 20.0
+
+
+class MovingClock(SystemClock):
+    """The real clock, moved on at will."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.offset
+
+
+class Neighbours:
+    """Placement and one compute service, as scripted as a test wants them. They keep what truly happened."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[int, str, int]] = {}  # consumer -> attempt, host, generation
+        self.full: set[str] = set()
+        self.silent_claims = 0
+        self.claims: list[Claim] = []
+        self.running: dict[tuple[str, str], int] = {}  # (host, instance) -> attempt
+        self.fences: dict[tuple[str, str], int] = {}
+        self.fails: set[str] = set()
+        self.hangs: set[str] = set()
+        self.spawns: list[Spawn] = []
+        self.destroys: list[Destroy] = []
+        self.events: list[BuildEvent] = []
+        self.changed = asyncio.Condition()
+        self.bus: Bus
+
+    async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        answers: list[Outcome] = [Done(self._answer(received.message)) for received in batch]
+        async with self.changed:
+            self.changed.notify_all()
+        return answers
+
+    def _answer(self, message: Message) -> Message | None:
+        if isinstance(message, Release):
+            held = self.held.get(message.consumer)
+            if held and message.attempt is not None and held[0] > message.attempt:
+                return ReleaseResult(outcome="consumer_changed")
+            return ReleaseResult(outcome="released" if self.held.pop(message.consumer, None) else "absent")
+        if not isinstance(message, Claim):
+            return Refusal(code="unexpected")
+        self.claims.append(message)
+        result = self._claim(message)
+        if self.silent_claims:
+            self.silent_claims -= 1  # done, but the answer is lost
+            return None
+        return result
+
+    def _claim(self, claim: Claim) -> ClaimResult:
+        places = [next(iter(option.allocations)) for option in claim.options]
+        held = self.held.get(claim.consumer)
+        if held and held[0] == claim.attempt:
+            return ClaimResult(outcome=ClaimOutcome.CLAIMED, option=places.index(held[1]), consumer_generation=held[2])
+        if held is None or held[2] != claim.consumer_generation:
+            return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=held[2] if held else None)
+        del self.held[claim.consumer]
+        outcomes: list[ClaimOutcome] = []
+        for option, place in enumerate(places):
+            if place in self.full:
+                outcomes.append(ClaimOutcome.FULL)
+                continue
+            outcomes.append(ClaimOutcome.CLAIMED)
+            self.held[claim.consumer] = (claim.attempt, place, held[2] + 1)
+            return ClaimResult(
+                outcome=ClaimOutcome.CLAIMED, option=option, outcomes=tuple(outcomes), consumer_generation=held[2] + 1
+            )
+        return ClaimResult(outcome=ClaimOutcome.FULL, outcomes=tuple(outcomes))
+
+    async def compute(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            result = self._command(received.message)
+            if result is not None:
+                await self.bus.publish(result, cause=received.meta.cause)
+        async with self.changed:
+            self.changed.notify_all()
+        return [Done()] * len(batch)
+
+    def _command(self, message: Message) -> ComputeResult | None:
+        if isinstance(message, Spawn):
+            self.spawns.append(message)
+            key = (message.host_uuid, message.spec.instance_uuid)
+            if message.attempt <= self.fences.get(key, 0) or message.host_uuid in self.hangs:
+                return None
+            if message.host_uuid in self.fails:
+                return self._said(message.spec.instance_uuid, message, ComputeOutcome.FAILED, "spawn.planned")
+            self.running[key] = message.attempt
+            return self._said(message.spec.instance_uuid, message, ComputeOutcome.ACTIVE)
+        assert isinstance(message, Destroy)
+        self.destroys.append(message)
+        key = (message.host_uuid, message.instance_uuid)
+        self.fences[key] = max(self.fences.get(key, 0), message.attempt)
+        if self.running.get(key, message.attempt + 1) <= message.attempt:
+            del self.running[key]
+        return self._said(message.instance_uuid, message, ComputeOutcome.DESTROYED)
+
+    @staticmethod
+    def _said(uuid: str, message: Spawn | Destroy, outcome: ComputeOutcome, code: str = "") -> ComputeResult:
+        return ComputeResult(
+            instance_uuid=uuid,
+            attempt=message.attempt,
+            host_uuid=message.host_uuid,
+            service=message.service,
+            outcome=outcome,
+            code=code,
+        )
+
+    async def scheduler(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
+        async with self.changed:
+            self.changed.notify_all()
+        return [Done()] * len(batch)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    def ends(self, uuid: str) -> list[BuildState]:
+        return [event.state for event in self.events if event.instance_uuid == uuid and event.terminal]
+
+
+class Cell:
+    """One conductor under test and its neighbours."""
+
+    def __init__(self, url: str, broker: MemoryBroker, clock: MovingClock) -> None:
+        self.rng = random.Random(7)
+        self.clock = clock
+        self.broker = broker
+        self.around = Neighbours()
+        self.config = ConductorConfig(ask_timeout_s=0.5, sweep_batch=10)
+        self.database = Database(url, f"cell_{CELL}")
+        self.store = PostgresInstances(self.database)
+
+    def new_bus(self, process: str) -> Bus:
+        return Bus(CELL, self.broker.transport(CELL), process=process, clock=self.clock, rng=self.rng)
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        await self.database.open(MIGRATIONS)
+        stack.push_async_callback(self.database.close)
+        self.bus = self.new_bus("conductor")
+        self.around.bus = self.new_bus("around")
+        for bus in (self.bus, self.around.bus):
+            await bus.open()
+            stack.push_async_callback(bus.close)
+        self.relay = Relay(self.database, {CELL: self.bus}, clock=self.clock)
+        self.engine = self.new_engine()
+        requests = RequestHandlers(self.engine, self.clock)
+        self.hosts = HostHandlers(self.engine, self.store, self.clock, self.config)
+        relay = asyncio.create_task(self.relay.run())
+        stack.push_async_callback(_cancel, relay)
+        for consumer in (
+            self.around.bus.consumer("placement.requests", self.around.placement),
+            self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
+            self.around.bus.consumer("scheduler.builds", self.around.scheduler),
+            self.bus.consumer("conductor.requests", requests.requests),
+            self.bus.consumer("conductor.results", requests.results),
+            self.bus.consumer("conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
+        ):
+            await consumer.start()
+            stack.push_async_callback(consumer.drain, 5.0)
+
+    def new_engine(self) -> Engine:
+        return Engine(store=self.store, bus=self.bus, relay=self.relay, clock=self.clock, config=self.config, cell=CELL)
+
+    def host(self, n: int) -> str:
+        return f"10000000-0000-4000-8000-{n:012d}"
+
+    def build(self, *hosts: int, timeout_s: float = 60.0) -> CellBuild:
+        """A build whose first selection is claimed, as the scheduler leaves it."""
+        uuid = new_uuid(self.rng)
+        self.around.held[uuid] = (1, self.host(hosts[0]), 1)
+        selections = tuple(
+            Selection(host_uuid=self.host(n), host=f"host-{n}", service="s1", allocations={self.host(n): {"VCPU": 1}})
+            for n in hosts
+        )
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        return CellBuild(spec=spec, selections=selections, consumer_generation=1, build_timeout_s=timeout_s)
+
+    async def state(self, uuid: str) -> State:
+        async with self.store.transaction() as transaction:
+            found = (await transaction.lock([uuid])).get(uuid)
+        return found.state if found else State.ABSENT
+
+    async def check_at_rest(self) -> None:
+        """Invariant 3: what runs = what instances say = what is allocated."""
+        async with self.database.raw() as connection:
+            rows = await connection.fetch("SELECT uuid, host_uuid, attempt FROM instances WHERE state = 'active'")
+        instances = {(row[1], row[0]): row[2] for row in rows}
+        assert self.around.running == instances
+        assert {(host, uuid): attempt for uuid, (attempt, host, _) in self.around.held.items()} == instances
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Cell]:
+    clock = MovingClock()
+    cell = Cell(url, MemoryBroker(clock), clock)
+    async with AsyncExitStack() as stack:
+        await cell.open(stack)
+        yield cell

@@ -1,0 +1,269 @@
+"""The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildState
+from bus.contracts.cell import (
+    CellBuild,
+    CellDelete,
+    ComputeHosts,
+    ComputeOutcome,
+    ComputeResult,
+    HostReport,
+    Running,
+)
+from bus.faults import Transient
+from bus.outcome import Outcome, Received
+from cell_conductor.domain.events import DeleteAsked
+from cell_conductor.domain.instance import State
+from cell_conductor.engine import Arrival
+from cell_conductor.handlers import RequestHandlers, build_asked
+from tests.integration.conductor.neighbours import CELL, Cell, opened
+
+
+@pytest.fixture
+async def cell(postgres_url: str) -> AsyncIterator[Cell]:
+    async with opened(postgres_url) as made:
+        yield made
+
+
+async def test_a_build_becomes_active(cell: Cell) -> None:
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build, cause="request")
+    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    assert [(e.state, e.sequence, e.terminal) for e in cell.around.events] == [
+        (BuildState.BUILDING, 10, False),
+        (BuildState.ACTIVE, 11, True),
+    ]
+    assert len(cell.around.spawns) == 1
+    await cell.check_at_rest()
+
+
+async def test_many_builds_use_alternates_and_none_is_lost_or_doubled(cell: Cell) -> None:
+    cell.around.fails = {cell.host(1), cell.host(4)}
+    cell.around.full = {cell.host(2)}
+    builds = [cell.build(1, 2, 3) if n % 3 else cell.build(1, 2, 4) for n in range(60)]
+    await cell.around.bus.publish_all([(b, "") for b in builds] + [(b, "") for b in builds[:20]])
+    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    for number, build in enumerate(builds):
+        expected = BuildState.ACTIVE if number % 3 else BuildState.FAILED
+        assert cell.around.ends(build.spec.instance_uuid) == [expected]
+    failed = next(e for e in cell.around.events if e.state is BuildState.FAILED)
+    assert failed.code == "max_retries_exceeded"
+    assert [(r.host, r.outcome) for r in failed.history] == [
+        ("host-1", "failed"),
+        ("host-2", "not_claimed"),
+        ("host-4", "failed"),
+    ]
+    await cell.check_at_rest()
+
+
+async def test_delete_of_an_active_instance_releases_after_the_destroy(cell: Cell) -> None:
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE, BuildState.DELETED])
+    assert not cell.around.held and not cell.around.running
+
+
+async def test_delete_before_its_build_frees_the_claim(cell: Cell) -> None:
+    """Trap 8."""
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.engine.take([_delete_arrival(uuid, cell)], source="test")
+    assert await cell.state(uuid) is State.TOMBSTONE
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.DELETED])
+    assert not cell.around.held and not cell.around.spawns
+
+
+async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroyed(cell: Cell) -> None:
+    cell.around.hangs = {cell.host(1)}
+    build = cell.build(1, 2, timeout_s=30.0)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: len(cell.around.spawns) == 1)
+    assert await cell.engine.sweep() == 0
+    cell.clock.offset += 31.0
+    assert await cell.engine.sweep() == 1
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
+    # The host did build attempt 1 after all (its fence was lost): it is told to destroy it.
+    cell.around.running[cell.host(1), uuid] = 1
+    before = len(cell.around.destroys)
+    late = ComputeResult(
+        instance_uuid=uuid, attempt=1, host_uuid=cell.host(1), service="s1", outcome=ComputeOutcome.ACTIVE
+    )
+    await cell.around.bus.publish(late)
+    await cell.around.until(lambda: len(cell.around.destroys) > before)
+    assert cell.around.ends(uuid) == [BuildState.ACTIVE]
+    await cell.check_at_rest()
+
+
+async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> None:
+    """Trap 7: placement has released and claimed, the conductor dies before it could write that down."""
+    cell.around.fails = {cell.host(1)}
+    cell.around.silent_claims = 1
+    build = cell.build(1, 2, 3)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: len(cell.around.destroys) == 1)
+    await cell.around.until(lambda: bool(cell.around.claims))
+    assert cell.around.held[uuid][:2] == (2, cell.host(2))
+    assert await cell.state(uuid) is State.RECLAIMING
+    cell.clock.offset += 60.0
+    await cell.new_engine().sweep()  # another process, which knows only the record
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    assert cell.around.claims[0] == cell.around.claims[-1]
+    assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
+    await cell.check_at_rest()
+
+
+async def test_a_lost_answer_without_room_is_still_told_as_exhausted(cell: Cell) -> None:
+    cell.around.fails, cell.around.full = {cell.host(1)}, {cell.host(2)}
+    cell.around.silent_claims = 1
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.claims))
+    cell.clock.offset += 60.0
+    await cell.engine.sweep()
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
+    assert cell.around.events[-1].code == "max_retries_exceeded"
+    await cell.check_at_rest()
+
+
+async def test_changed_consumer_is_never_built(cell: Cell) -> None:
+    """Trap 6."""
+    cell.around.fails = {cell.host(1)}
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    cell.around.held[uuid] = (1, cell.host(1), 99)
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
+    assert cell.around.events[-1].code == "placement.consumer_changed"
+    assert len(cell.around.spawns) == 1
+
+
+async def test_reports_repair_lost_results_lost_machines_and_orphans(cell: Cell) -> None:
+    cell.around.hangs = {cell.host(1)}
+    quiet, doomed = cell.build(1), cell.build(2)
+    orphan = new_uuid(cell.rng)
+    await cell.around.bus.publish_all([(quiet, ""), (doomed, "")])
+    await cell.around.until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
+    cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
+    cell.clock.offset += 40.0  # past the grace in which a report does not count against an instance
+    report = ComputeHosts(
+        service="s1",
+        cell=CELL,
+        epoch=1,
+        sequence=1,
+        hosts=(
+            HostReport(
+                uuid=cell.host(1),
+                name="host-1",
+                running=(
+                    Running(instance_uuid=quiet.spec.instance_uuid, attempt=1),
+                    Running(instance_uuid=orphan, attempt=4),
+                ),
+            ),
+            HostReport(uuid=cell.host(2), name="host-2", running=()),
+        ),
+    )
+    await cell.around.bus.publish_all([(report, ""), (report, "")])
+    failed = BuildState.FAILED
+    await cell.around.until(
+        lambda: (
+            any(e.state is failed and e.instance_uuid == doomed.spec.instance_uuid for e in cell.around.events)
+            and cell.around.ends(quiet.spec.instance_uuid) == [BuildState.ACTIVE]
+            and any(d.instance_uuid == orphan for d in cell.around.destroys)
+        )
+    )
+    assert cell.around.events[-1].code in {"instance.lost", ""}
+    assert cell.around.ends(doomed.spec.instance_uuid) == [BuildState.ACTIVE]
+    await cell.check_at_rest()
+
+
+async def test_two_conductors_sweep_each_instance_once(cell: Cell) -> None:
+    cell.around.hangs = {cell.host(1)}
+    builds = [cell.build(1, 2, timeout_s=5.0) for _ in range(40)]
+    await cell.around.bus.publish_all([(b, "") for b in builds])
+    await cell.around.until(lambda: len(cell.around.spawns) == 40)
+    cell.clock.offset += 6.0
+    swept = await asyncio.gather(*[engine.sweep() for engine in (cell.engine, cell.new_engine()) for _ in range(4)])
+    assert sum(swept) == 40
+    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    assert len(cell.around.spawns) == 80
+    await cell.check_at_rest()
+
+
+async def test_the_same_build_taken_by_two_conductors_at_once_is_commanded_once(cell: Cell) -> None:
+    handlers = [RequestHandlers(engine, cell.clock) for engine in (cell.engine, cell.new_engine())]
+    builds = [cell.build(1, 2) for _ in range(30)]
+
+    def received(build: CellBuild) -> Received:
+        return Received(message=build, meta=Meta(id=new_uuid(cell.rng)), bus=CELL, queue="conductor.requests")
+
+    takes: list[Awaitable[Sequence[Outcome]]] = [
+        handler.requests([received(build) for build in order])
+        for handler in handlers
+        for order in (builds, builds[::-1])
+    ]
+    await asyncio.gather(*takes)
+    await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))
+    assert len(cell.around.spawns) == 30
+    await cell.check_at_rest()
+
+
+async def test_nothing_is_recorded_or_sent_when_the_transaction_fails(cell: Cell) -> None:
+    build = cell.build(1)
+    await _on_outbox_insert(cell, "RAISE EXCEPTION 'the outbox is shut'")
+    with pytest.raises(Exception, match="the outbox is shut"):
+        await cell.engine.take([_build_arrival(build, cell)], source="test")
+    assert await cell.state(build.spec.instance_uuid) is State.ABSENT
+    await _calm_outbox(cell)
+    await cell.engine.take([_build_arrival(build, cell)], source="test")
+    await cell.around.until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
+    assert len(cell.around.spawns) == 1
+
+
+async def test_a_killed_connection_is_transient_and_the_batch_can_be_taken_again(cell: Cell) -> None:
+    build = cell.build(1)
+    await _on_outbox_insert(cell, "PERFORM pg_terminate_backend(pg_backend_pid())")
+    with pytest.raises(Transient):
+        await cell.engine.take([_build_arrival(build, cell)], source="test")
+    await _calm_outbox(cell)
+    await cell.engine.take([_build_arrival(build, cell)], source="test")
+    await cell.around.until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
+    await cell.check_at_rest()
+
+
+async def _on_outbox_insert(cell: Cell, statement: str) -> None:
+    async with cell.database.raw() as connection:
+        await connection.execute(
+            f"CREATE FUNCTION disturb() RETURNS trigger AS $$ BEGIN {statement}; RETURN NEW; END $$ LANGUAGE plpgsql; "
+            "CREATE TRIGGER disturb BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION disturb()"
+        )
+
+
+async def _calm_outbox(cell: Cell) -> None:
+    async with cell.database.raw() as connection:
+        await connection.execute("DROP TRIGGER disturb ON outbox")
+
+
+def _delete_arrival(uuid: str, cell: Cell) -> Arrival:
+    return Arrival(uuid, DeleteAsked(at=cell.clock.time()), new_uuid(cell.rng))
+
+
+def _build_arrival(build: CellBuild, cell: Cell) -> Arrival:
+    return Arrival(build.spec.instance_uuid, build_asked(build, cell.clock.time(), "why"), "message-1")

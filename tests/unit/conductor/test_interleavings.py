@@ -1,0 +1,260 @@
+"""Any order of late, lost and doubled events: one instance never ends doubled, leaked, or with two ends.
+
+A small world around the pure machine: hosts with fences, a book with attempts, a network that reorders and doubles,
+a conductor that loses answers (a crash between placement's commit and its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.placement import Claim, ClaimOutcome, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.rules import Patience
+from cell_conductor.domain.table import step, wanted
+
+UUID = "00000000-0000-4000-8000-000000000001"
+HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 4))
+GRACE = 30.0
+PATIENCE = Patience(cell="c1", report_grace_s=GRACE)
+SETTLED = (State.ABSENT, State.ACTIVE, State.FAILED, State.DELETED)
+SETTLE_ROUNDS = 60
+
+
+class Host:
+    """One host: what it runs, and up to which attempt it never will."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+        self.running: int | None = None
+        self.fence = 0
+
+    def spawn(self, attempt: int, outcome: str) -> e.Event | None:
+        if attempt <= self.fence or outcome == "silent":
+            return None
+        if outcome == "fails":
+            return e.SpawnFailed(at=0.0, attempt=attempt, host_uuid=self.uuid, code="spawn.planned")
+        self.running = attempt
+        return e.Spawned(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s")
+
+    def destroy(self, attempt: int) -> e.Event:
+        self.fence = max(self.fence, attempt)
+        if self.running is not None and self.running <= attempt:
+            self.running = None
+        return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid)
+
+
+class Book:
+    """Placement for one consumer: what it holds, under which attempt, and which hosts are full."""
+
+    def __init__(self) -> None:
+        self.held: tuple[int, str] | None = None
+        self.generation: int | None = None
+        self.full: set[str] = set()
+
+    def start(self) -> None:
+        self.held, self.generation = (1, HOSTS[0]), 1
+
+    def claim(self, claim: Claim) -> tuple[ClaimOutcome, int | None]:
+        places = [next(iter(option.allocations)) for option in claim.options]
+        if self.held is not None and self.held[0] == claim.attempt:
+            return ClaimOutcome.CLAIMED, places.index(self.held[1])
+        if self.held is None or self.generation != claim.consumer_generation:
+            return ClaimOutcome.CONSUMER_CHANGED, None
+        self.held = None
+        for option, place in enumerate(places):
+            if place not in self.full:
+                self.held, self.generation = (claim.attempt, place), (self.generation or 0) + 1
+                return ClaimOutcome.CLAIMED, option
+        self.generation = None
+        return ClaimOutcome.FULL, None
+
+    def release(self, release: Release) -> None:
+        if self.held is not None and self.held[0] <= (release.attempt or 0):
+            self.held = self.generation = None
+
+
+class World(RuleBasedStateMachine):
+    """The machine among its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.instance = Instance(uuid=UUID)
+        self.hosts = {uuid: Host(uuid) for uuid in HOSTS}
+        self.book = Book()
+        self.network: list[object] = []
+        self.said: list[BuildEvent] = []
+        self.spawned: dict[int, str] = {}
+        self.asked = False
+        self.deleted = False
+        self.asked_before: Claim | None = None
+
+    def take(self, event: e.Event) -> None:
+        stepped = step(self.instance, event, PATIENCE)
+        self.instance = stepped.instance
+        for command in stepped.commands:
+            if isinstance(command, BuildEvent):
+                self.said.append(command)
+                continue
+            if isinstance(command, Spawn):
+                assert self.book.held == (command.attempt, command.host_uuid), "only claimed hosts are ever built on"
+                assert command.attempt not in self.spawned, "an attempt is commanded once"
+                self.spawned[command.attempt] = command.host_uuid
+            self.network.append(command)
+
+    def arrive(self, message: object, outcome: str) -> None:
+        if isinstance(message, Spawn):
+            result = self.hosts[message.host_uuid].spawn(message.attempt, outcome)
+            if result is not None:
+                self.network.append(result)
+        elif isinstance(message, Destroy):
+            self.network.append(self.hosts[message.host_uuid].destroy(message.attempt))
+        elif isinstance(message, e.Event):
+            self.take(_at(message, self.now))
+
+    def report(self, host: Host) -> None:
+        if host.running is not None:
+            runs = e.HostRuns(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", seen_at=self.now)
+            self.network.append(runs)
+        elif self.instance.host_uuid == host.uuid:
+            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, seen_at=self.now))
+
+    def ask(self, *, lose: bool) -> None:
+        question = wanted(self.instance)
+        if isinstance(question, Release):
+            self.book.release(question)
+            if not lose:
+                self.take(e.Released(at=self.now))
+        elif isinstance(question, Claim):
+            repeated, self.asked_before = self.asked_before == question, question
+            outcome, option = self.book.claim(question)
+            if lose:
+                return
+            if option is not None:
+                generation = self.book.generation
+                claimed = e.Claimed(
+                    at=self.now, attempt=question.attempt, option=option, consumer_generation=generation
+                )
+                self.take(claimed)
+            else:
+                changed = outcome is ClaimOutcome.CONSUMER_CHANGED and not repeated
+                self.take(e.ClaimRefused(at=self.now, attempt=question.attempt, consumer_changed=changed))
+
+    @precondition(lambda self: not self.asked)
+    @rule(alternates=st.integers(0, 2))
+    def build(self, alternates: int) -> None:
+        self.asked = True
+        self.book.start()
+        hosts = HOSTS[: alternates + 1]
+        selections = tuple(
+            Selection(host_uuid=host, host=host[-1], service="s", allocations={host: {"VCPU": 1}}) for host in hosts
+        )
+        spec = InstanceSpec(instance_uuid=UUID, project_id="p")
+        self.network.append(
+            e.BuildAsked(at=0.0, spec=spec, selections=selections, consumer_generation=1, build_timeout_s=60.0)
+        )
+
+    @precondition(lambda self: self.asked)
+    @rule()
+    def delete(self) -> None:
+        self.deleted = True
+        self.network.append(e.DeleteAsked(at=0.0))
+
+    @precondition(lambda self: self.network)
+    @rule(data=st.data(), doubled=st.booleans(), outcome=st.sampled_from(["runs", "runs", "fails", "silent"]))
+    def deliver(self, data: st.DataObject, doubled: bool, outcome: str) -> None:
+        index = data.draw(st.integers(0, len(self.network) - 1))
+        message = self.network[index] if doubled else self.network.pop(index)
+        self.arrive(message, outcome)
+
+    @precondition(lambda self: self.network)
+    @rule(data=st.data())
+    def lose_result(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.network) - 1))
+        if isinstance(self.network[index], e.Spawned | e.SpawnFailed | e.Destroyed | e.HostRuns | e.HostMissing):
+            del self.network[index]
+
+    @precondition(lambda self: self.instance.deadline is not None)
+    @rule()
+    def pass_deadline(self) -> None:
+        assert self.instance.deadline is not None
+        self.now = max(self.now, self.instance.deadline)
+        self.take(e.TimedOut(at=self.now))
+
+    @rule(seconds=st.floats(0.1, 50.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: wanted(self.instance) is not None)
+    @rule(lose=st.booleans())
+    def answer(self, lose: bool) -> None:
+        self.ask(lose=lose)
+
+    @rule(uuid=st.sampled_from(HOSTS))
+    def see(self, uuid: str) -> None:
+        self.report(self.hosts[uuid])
+
+    @rule(uuid=st.sampled_from(HOSTS))
+    def fill(self, uuid: str) -> None:
+        self.book.full.add(uuid)
+
+    @rule(uuid=st.sampled_from(HOSTS))
+    def lose_machine(self, uuid: str) -> None:
+        self.hosts[uuid].running = None
+
+    @invariant()
+    def at_most_one_end_a_request(self) -> None:
+        ends = [event.state for event in self.said if event.terminal]
+        assert len(ends) == len(set(ends)), ends
+        assert BuildState.DELETED not in ends[:-1], ends
+        assert not {BuildState.ACTIVE, BuildState.FAILED} <= set(ends), ends
+
+    @invariant()
+    def numbers_rise(self) -> None:
+        numbers = [event.sequence for event in self.said]
+        assert numbers == list(range(10, 10 + len(numbers)))
+
+    @invariant()
+    def active_is_claimed(self) -> None:
+        if self.instance.state in (State.ACTIVE, State.BUILDING, State.DELETING):
+            assert self.book.held == (self.instance.attempt, self.instance.host_uuid)
+
+    def teardown(self) -> None:
+        """Everything arrives in the end, and hosts report: then all three views agree (invariants 2 and 3)."""
+        for _ in range(SETTLE_ROUNDS):
+            while self.network:
+                self.arrive(self.network.pop(0), "runs")
+            self.ask(lose=False)
+            self.now += GRACE + 1
+            for host in self.hosts.values():
+                self.report(host)
+            if self.instance.deadline is not None and self.instance.deadline <= self.now:
+                self.take(e.TimedOut(at=self.now))
+        while self.network:
+            self.arrive(self.network.pop(0), "runs")
+        assert self.instance.state in SETTLED, self.instance
+        expected = (self.instance.attempt, self.instance.host_uuid) if self.instance.state is State.ACTIVE else None
+        running = [(host.running, host.uuid) for host in self.hosts.values() if host.running is not None]
+        assert running == ([expected] if expected else []), (running, self.instance)
+        assert self.book.held == expected, (self.book.held, self.instance)
+        if self.asked:
+            assert any(event.terminal for event in self.said), self.instance
+        if self.deleted:
+            assert self.instance.state is State.DELETED
+
+
+def _at(event: e.Event, now: float) -> e.Event:
+    return replace(event, at=now)
+
+
+TestWorld: Callable[..., object] = World.TestCase
+World.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
