@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 # {class: amount} of one claim on one provider.
 Share = dict[str, int]
 
+NOTHING: Mapping[str, int] = {}
+
 
 class Assumptions:
     """Amounts by key and provider, and their sums by provider. Every change says which sums moved."""
@@ -29,6 +31,10 @@ class Assumptions:
         """What is assumed of one class of one provider, over all keys."""
         sums = self._sums.get(uuid)
         return 0 if sums is None else sums.get(resource_class, 0)
+
+    def sums_of(self, uuid: str) -> Mapping[str, int]:
+        """What is assumed of one provider, by class."""
+        return self._sums.get(uuid, NOTHING)
 
     def add(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> Mapping[str, Sequence[str]]:
         """A new key (an old one of that name has been dropped)."""

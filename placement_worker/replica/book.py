@@ -320,7 +320,8 @@ class Book:
 
     def _stock(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
         """Set inventories and usage; classes it had before and has no more become nothing."""
-        numbers = [self._column(name).number for name in {**state.inventories, **state.used}]
+        names = {**state.inventories, **state.used, **self.assumptions.sums_of(state.uuid)}
+        numbers = [self._column(name).number for name in names]
         for number in before:
             column = self._by_number[number]
             column.kind[row] = 0

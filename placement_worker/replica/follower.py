@@ -1,44 +1,339 @@
-"""Keeps a book true: snapshot, then the change feed; a hole is asked for again (signatures; body follows)."""
+"""Keeps a book true: a snapshot, then the change feed; a hole is asked for again.
+
+The queue is bound before the snapshot is asked for, so no change falls between. What makes it ask placement for
+changes: a hole in the numbers, a head that stays ahead of it (or behind: a book that was set back), silence, and a
+connection that was away (its private queue went with it). When the feed reaches back no longer, a new snapshot.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import structlog
+from msgspec import Struct
+
 from bus.clock import Clock
+from bus.contracts.placement import (
+    Change,
+    ChangesPage,
+    ChangesRequest,
+    FeedChanges,
+    FeedHead,
+    ProviderState,
+    SnapshotPage,
+    SnapshotRequest,
+)
+from bus.faults import RequestRefused, RequestTimeout
+from bus.outcome import Done, Outcome, Received
+from bus.port import BusError, BusForbidden
+from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
 
 if TYPE_CHECKING:
     from bus.bus import Bus
 
+__all__ = ["Follower", "FollowerLimits", "SnapshotEndless"]
+
+log = structlog.get_logger("replica.follower")
+
+QUEUE = "scheduler.feed.{process}"
+
+
+class FollowerLimits(Struct, frozen=True, kw_only=True):
+    """Bounds of a follower.
+
+    page: changes and providers asked for at once. buffered: changes kept that cannot be folded in yet; past it they
+    are dropped and asked for. head_lag_s: how long a head may stay ahead of the book. silence_s: hearing nothing for
+    so long makes it ask. watch_s: how often it looks at both. pages: of one snapshot, at most.
+    """
+
+    page: int = 1000
+    buffered: int = 100_000
+    request_timeout_s: float = 5.0
+    head_lag_s: float = 2.0
+    silence_s: float = 5.0
+    watch_s: float = 0.5
+    first_wait_s: float = 0.05
+    longest_wait_s: float = 5.0
+    pages: int = 5000
+
+
+class SnapshotEndless(Exception):
+    """A snapshot did not end within its bound, or did not go on: whoever answers is broken."""
+
+    code = "replica.snapshot_endless"
+
 
 class Follower:
-    """Follows the change feed on the API bus into one book."""
+    """Follows the change feed on the API bus into one book.
 
-    ready: asyncio.Event  # the book has been complete once
+    start() declares and consumes the queue and returns; `ready` is set when the book has been complete once. run()
+    ends only with the fault that stopped it.
+    """
 
-    def __init__(self, bus: Bus, book: Book, *, process: str, clock: Clock) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        bus: Bus,
+        book: Book,
+        *,
+        process: str | None = None,
+        clock: Clock,
+        rng: random.Random | None = None,
+        limits: FollowerLimits = FollowerLimits(),  # noqa: B008  (frozen)
+    ) -> None:
+        self.book = book
+        self.ready = asyncio.Event()
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng or bus.rng
+        self._limits = limits
+        # One at a time: changes are folded in the order in which they arrive.
+        self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
+        self._stale = True  # a snapshot is due; until it is loaded changes are only kept
+        self._kept: list[Change] = []
+        self._wanted = asyncio.Event()
+        self._begun = self._ended = 0  # rounds of asking
+        self._head = 0
+        self._off_since: float | None = None  # since when the head and the book disagree
+        self._off_target = 0
+        self._heard_at = 0.0
+        self._callbacks: list[Callable[[], None]] = []
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- life
 
     async def start(self) -> None:
-        raise NotImplementedError  # queue declared and consumed; snapshot goes on behind
+        """Bind and consume the queue, then take a snapshot in the background."""
+        self._heard_at = self._clock.monotonic()
+        self._bus.transport.on_reconnect(lambda: self._want("reconnected"))
+        await self._consumer.start()
+        self._want("start")
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(part()) for part in (self._consumer.run, self._keep_asking, self._watch)]
 
     async def run(self) -> None:
-        raise NotImplementedError  # for Service.task: ends only with a fault
+        """Until closed; raises what stopped it otherwise."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled():
+                task.result()
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Stop following. The book stays as it is."""
+        await self._consumer.drain(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for waiter in self._waiters:
+            waiter.cancel()
+
+    # --- what users ask
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        raise NotImplementedError  # the book moved
-
-    async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
-        raise NotImplementedError
-
-    async def refresh(self, *, timeout_s: float) -> bool:
-        raise NotImplementedError  # ask for newest changes now (shared)
+        """Call back (in the loop, it must not block) after changes or a snapshot have been folded in."""
+        self._callbacks.append(callback)
 
     @property
     def lag(self) -> int:
-        raise NotImplementedError  # changes behind the newest head heard
+        """How many changes the book is behind the newest number heard of."""
+        return max(0, self._head - self.book.sequence)
+
+    def is_fresh(self) -> bool:
+        """For /readyz: complete once, and not off the head for long."""
+        if not self.ready.is_set() or self._stale:
+            return False
+        off = self._off_since
+        return off is None or self._clock.monotonic() - off < 2 * self._limits.head_lag_s
+
+    async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
+        """Wait until the book holds the change of this number; False when it does not come in time."""
+        return await self._wait_for(lambda: not self._stale and self.book.sequence >= sequence, timeout_s)
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        """Ask placement for its newest changes now; callers at the same time share the asking. False: no answer."""
+        target = self._begun + 1
+        self._want("asked")
+        return await self._wait_for(lambda: self._ended >= target, timeout_s)
+
+    # --- the feed
+
+    async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Handler of the feed's queue."""
+        self._heard_at = self._clock.monotonic()
+        for received in batch:
+            message = received.message
+            if isinstance(message, FeedChanges):
+                self._take(message.changes)
+                metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
+            elif isinstance(message, FeedHead):
+                self._head = message.sequence
+                self._compare()
+        self._tell()
+        return [Done()] * len(batch)
+
+    def _take(self, changes: Sequence[Change]) -> None:
+        """Fold in what follows on; keep what does not, and ask for what is between."""
+        self._head = max(self._head, changes[-1].sequence)
+        if self._stale or self._kept:
+            self._keep(changes)
+            return
+        before = self.book.sequence
+        gap = self.book.apply(changes)
+        metrics.APPLIED.inc(self.book.sequence - before)
+        if gap is not None:
+            log.info("replica.gap", expected=gap.expected, got=gap.got)
+            self._keep([change for change in changes if change.sequence >= gap.got])
+            self._want("gap")
+
+    def _keep(self, changes: Sequence[Change]) -> None:
+        self._kept += changes
+        if len(self._kept) > self._limits.buffered:
+            log.warning("replica.buffer_full", dropped=len(self._kept))
+            self._kept.clear()
+            self._want("overflow")
+
+    def _fold_kept(self) -> None:
+        """After the feed has been asked: fold in what follows on now, whatever order it came in."""
+        kept = sorted(self._kept, key=lambda change: change.sequence)
+        gap = self.book.apply(kept)
+        self._kept = [] if gap is None else [change for change in kept if change.sequence >= gap.got]
+
+    def _compare(self) -> None:
+        """A head that stays away from the book means that something was lost without a hole to show for it."""
+        now, sequence = self._clock.monotonic(), self.book.sequence
+        if self._head == sequence:
+            self._off_since = None
+        elif self._off_since is None or sequence >= self._off_target > 0:
+            self._off_since = now
+            self._off_target = self._head if self._head > sequence else 0
+        elif now - self._off_since >= self._limits.head_lag_s:
+            self._off_since = None
+            self._want("behind" if self._head > sequence else "ahead")
+
+    def _tell(self) -> None:
+        metrics.SEQUENCE.set(self.book.sequence)
+        metrics.LAG.set(self.lag)
+        metrics.PROVIDERS.set(len(self.book))
+        for callback in self._callbacks:
+            callback()
+        for waiter, is_met in list(self._waiters.items()):
+            if not waiter.done() and is_met():
+                waiter.set_result(None)
+
+    async def _wait_for(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        if is_met():
+            return True
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = is_met
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            del self._waiters[waiter]
+        return True
+
+    # --- asking placement
+
+    def _want(self, why: str) -> None:
+        metrics.RESYNCS.labels(why).inc()
+        self._wanted.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._clock.sleep(self._limits.watch_s)
+            self._compare()
+            if self._clock.monotonic() - self._heard_at >= self._limits.silence_s:
+                self._heard_at = self._clock.monotonic()
+                self._want("silence")
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            self._begun += 1
+            await self._insist()
+            self._ended = self._begun
+            self.ready.set()
+            self._tell()
+
+    async def _insist(self) -> None:
+        """One round, again and again while placement or the bus is away."""
+        wait = self._limits.first_wait_s
+        while True:  # ends with an answer; until then the replica is not ready, or grows old and says so
+            try:
+                await self._round()
+                return
+            except (RequestTimeout, RequestRefused, BusError) as error:
+                if isinstance(error, BusForbidden):
+                    raise
+                log.warning("replica.waits", code=error.code, reason=str(error), sequence=self.book.sequence)
+            await self._clock.sleep(wait * (0.5 + self._rng.random() / 2))
+            wait = min(2 * wait, self._limits.longest_wait_s)
+
+    async def _round(self) -> None:
+        """Up to the feed's head, by a snapshot when that is due."""
+        if self._stale:
+            await self._load_snapshot()
+        while True:  # ends: each page moves the book on, or ends the round
+            after = self.book.sequence
+            page = await self._ask(after)
+            if page.too_old or page.head < after:
+                log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
+                self._stale = True
+                self._kept.clear()  # of a book that was set back, or older than the snapshot to come
+                raise RequestRefused("the feed does not reach back to this replica", code="replica.stale")
+            gap = self.book.apply(page.changes)
+            if gap is not None and self.book.sequence == after:
+                self._stale = True
+                raise RequestRefused("the answer has a hole", code="replica.answer_gap")
+            self._head = max(self._head, page.head)
+            self._fold_kept()
+            metrics.APPLIED.inc(self.book.sequence - after)
+            self._tell()
+            if self.book.sequence >= page.head:
+                # Kept numbers above this head were committed after the answer: asked for when the next head tells.
+                self._kept.clear()
+                return
+            if self.book.sequence == after:
+                raise RequestRefused("the answer is empty below the head", code="replica.answer_empty")
+
+    async def _ask(self, after: int) -> ChangesPage:
+        request = ChangesRequest(after=after, limit=self._limits.page)
+        return await self._bus.request(
+            request, ChangesPage, timeout_s=self._limits.request_timeout_s, cause="replica.changes"
+        )
+
+    async def _load_snapshot(self) -> None:
+        providers: list[ProviderState] = []
+        sequence: int | None = None
+        after: str | None = None
+        for _ in range(self._limits.pages):
+            page = await self._bus.request(
+                SnapshotRequest(after=after, limit=self._limits.page),
+                SnapshotPage,
+                timeout_s=self._limits.request_timeout_s,
+                cause="replica.snapshot",
+            )
+            sequence = page.sequence if sequence is None else sequence
+            providers += page.providers
+            if not page.more:
+                self._load(providers, sequence)
+                return
+            if not page.providers or (after is not None and page.providers[-1].uuid <= after):
+                break
+            after = page.providers[-1].uuid
+        raise SnapshotEndless(f"after {len(providers)} providers")
+
+    def _load(self, providers: Sequence[ProviderState], sequence: int) -> None:
+        self.book.load(providers, sequence)
+        self._head = sequence
+        self._off_since = None
+        self._stale = False
+        metrics.SNAPSHOTS.inc()
+        log.info("replica.loaded", providers=len(providers), sequence=sequence)

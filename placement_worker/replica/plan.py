@@ -266,8 +266,9 @@ class Plan:
         codes = self.root_traits(book.traits[roots])
         clean, member, usable = self.usable(rows, owners, roots)
         codes = np.minimum(codes, np.where(_some(owners, clean, count), passes, self.has))
+        covers = self.covers(book.traits[rows])  # numbers new covers, so before `having`
         for bit, code in enumerate(self.lacks):
-            has = clean & self.cover.having(bit)[self.covers(book.traits[rows])]
+            has = clean & self.cover.having(bit)[covers]
             codes = np.minimum(codes, np.where(_some(owners, has, count), passes, code))
         codes = np.minimum(codes, np.where(_some(owners, member, count), passes, self.not_member))
         codes = np.minimum(codes, np.where(_some(owners, usable, count), passes, self.bad_member))

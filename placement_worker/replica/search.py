@@ -123,7 +123,12 @@ def _ways(book: Book, plan: Plan, root: int) -> Iterator[list[int]]:
     givers = _givers(book, plan, root)
     pivot = max(range(len(givers)), key=lambda number: (len(givers[number]), -number))
     order = [pivot, *(number for number in range(len(givers)) if number != pivot)]
-    walks = [_walk(plan, book, givers, order, giver) for giver in givers[pivot]]
+    cover = plan.cover
+    masks = {row: cover.masks[cover.number_of(book.traits_of(row))] for rows in givers for row in rows}
+    choices = [[masks[row] for row in givers[number]] for number in order]
+    # What the classes from each place on can still meet together: no step is taken that cannot end well.
+    rest = [unions(choices[place:]) for place in range(len(order) + 1)]
+    walks = [_walk(givers, order, giver, masks, rest, cover.everything) for giver in givers[pivot]]
     while walks:  # ends: every round takes a way or drops a walk
         still = []
         for walk in walks:
@@ -149,16 +154,14 @@ def _givers(book: Book, plan: Plan, root: int) -> list[list[int]]:
     return givers
 
 
-def _walk(plan: Plan, book: Book, givers: list[list[int]], order: list[int], first: int) -> Iterator[list[int]]:
+def _walk(
+    givers: list[list[int]], order: list[int], first: int, masks: dict[int, int], rest: list[list[int]], everything: int
+) -> Iterator[list[int]]:
     """All ways in which `first` gives the first class in `order`, fewest providers first, never a dead end."""
-    masks = {row: plan.cover.masks[plan.cover.number_of(book.traits_of(row))] for rows in givers for row in rows}
-    rest = [
-        unions([[masks[row] for row in givers[later]] for later in order[place:]]) for place in range(len(order) + 1)
-    ]
     chosen = [first] * len(order)
 
     def onward(place: int, have: int) -> Iterator[list[int]]:
-        if not any(have | more == plan.cover.everything for more in rest[place]):
+        if not any(have | more == everything for more in rest[place]):
             return
         if place == len(order):
             yield list(chosen)

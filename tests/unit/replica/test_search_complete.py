@@ -1,0 +1,248 @@
+"""The search against Placement's rules tried out one by one, while the book moves under it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from bus.contracts.placement import ProviderState
+from placement_worker.replica import book as book_module
+from placement_worker.replica.book import Book
+from placement_worker.replica.search import Query, options, search
+from tests.unit.replica.books import changed, inventory, removed, used, uuid
+from tests.unit.replica.oracle import Way, ways
+
+CLASSES = ("VCPU", "MEMORY_MB", "VGPU")
+TRAITS = ("T1", "T2", "T3", "T4")
+AGGREGATES = ("a1", "a2", "a3")
+TREE = 5
+TREES = 3
+
+
+class World:
+    """A book, and the same things said plainly."""
+
+    def __init__(self) -> None:
+        self.book = Book()
+        self.states: dict[str, ProviderState] = {}
+        self.claims: dict[str, dict[str, dict[str, int]]] = {}
+
+    @property
+    def assumed(self) -> dict[str, dict[str, int]]:
+        sums: dict[str, dict[str, int]] = {}
+        for claim in self.claims.values():
+            for provider, share in claim.items():
+                for name, amount in share.items():
+                    sums.setdefault(provider, {})[name] = sums.get(provider, {}).get(name, 0) + amount
+        return sums
+
+    def put(self, state: ProviderState) -> None:
+        assert self.book.apply([changed(self.book.sequence + 1, state)]) is None
+        self.states[state.uuid] = state
+
+    def step(self, rng: random.Random) -> None:
+        """One random thing happens."""
+        kind = rng.choice(("put", "put", "put", "use", "use", "remove", "assume", "fail", "land", "reload"))
+        if kind == "put":
+            self.put(self.random_state(rng))
+        elif kind == "assume" and self.states:
+            claim = {self.pick(rng): {rng.choice(CLASSES): rng.randint(1, 3)} for _ in range(rng.randint(1, 2))}
+            key = f"k{rng.randint(0, 3)}"
+            self.book.assume(key, claim)
+            self.claims[key] = claim
+        elif kind == "fail" and self.claims:
+            key = rng.choice(sorted(self.claims))
+            self.book.settle(key, None)
+            del self.claims[key]
+        elif kind == "land" and self.claims:
+            self.land(rng.choice(sorted(self.claims)), rng)
+        elif kind == "reload":
+            states = list(self.states.values())
+            rng.shuffle(states)
+            self.book.load(states, self.book.sequence)
+        elif self.states and kind in {"use", "remove"}:
+            self.use_or_remove(kind, rng)
+
+    def use_or_remove(self, kind: str, rng: random.Random) -> None:
+        state = self.states[self.pick(rng)]
+        number = int(state.uuid[-12:])
+        if kind == "remove":
+            self.book.apply([removed(self.book.sequence + 1, number, state.generation + 1)])
+            del self.states[state.uuid]
+            return
+        amounts = {rng.choice(CLASSES): rng.randint(0, 6)}
+        self.book.apply([used(self.book.sequence + 1, number, state.generation + 1, amounts)])
+        self.states[state.uuid] = structs.replace(
+            state, generation=state.generation + 1, used={**state.used, **amounts}
+        )
+
+    def land(self, key: str, rng: random.Random) -> None:
+        """A claim succeeds; the result comes before or after the feed brings it, as chance will."""
+        claim = {one: share for one, share in self.claims.pop(key).items() if one in self.states}
+        generations = {one: self.states[one].generation + 1 for one in claim}
+        if rng.random() < 0.5:
+            self.book.settle(key, generations)
+        for one, share in claim.items():
+            state = self.states[one]
+            amounts = {name: state.used.get(name, 0) + amount for name, amount in share.items()}
+            self.book.apply([used(self.book.sequence + 1, int(one[-12:]), generations[one], amounts)])
+            self.states[one] = structs.replace(state, generation=generations[one], used={**state.used, **amounts})
+        self.book.settle(key, generations)
+
+    def pick(self, rng: random.Random) -> str:
+        return rng.choice(sorted(self.states))
+
+    def random_state(self, rng: random.Random) -> ProviderState:
+        tree, member = rng.randrange(TREES), rng.randrange(TREE)
+        root = tree * TREE
+        number = root + member
+        old = self.states.get(uuid(number))
+        # Sometimes a member moves to another tree; roots stay roots.
+        if member and rng.random() < 0.15:
+            root = rng.randrange(TREES) * TREE
+        return ProviderState(
+            uuid=uuid(number),
+            name=f"p{rng.randrange(100)}",
+            root_uuid=uuid(root),
+            parent_uuid=uuid(root) if member else None,
+            generation=1 if old is None else old.generation + 1,
+            shape=1 if old is None else old.shape + 1,
+            inventories={
+                name: inventory(
+                    rng.randint(0, 8), low=rng.randint(1, 2), high=rng.randint(2, 8), step=rng.randint(1, 2)
+                )
+                for name in CLASSES
+                if rng.random() < 0.6
+            },
+            used={} if old is None else old.used,
+            traits=tuple(trait for trait in TRAITS if rng.random() < 0.4),
+            aggregates=tuple(aggregate for aggregate in AGGREGATES if rng.random() < 0.4),
+        )
+
+
+def groups(names: tuple[str, ...], most: int) -> st.SearchStrategy[tuple[tuple[str, ...], ...]]:
+    group = st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True).map(tuple)
+    return st.one_of(st.just(()), st.lists(group, max_size=most).map(tuple))
+
+
+def few(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.one_of(st.just(()), st.lists(st.sampled_from(names), max_size=1).map(tuple))
+
+
+PINS = st.one_of(st.just(()), st.lists(st.sampled_from([uuid(0), uuid(5), uuid(10), uuid(99)]), max_size=2).map(tuple))
+QUERIES = st.builds(
+    Query,
+    resources=st.dictionaries(st.sampled_from(CLASSES), st.integers(0, 4), min_size=1, max_size=3),
+    required=groups(TRAITS, 3),
+    forbidden=few(TRAITS),
+    member_of=groups(AGGREGATES, 2),
+    forbidden_aggregates=few(AGGREGATES),
+    in_tree=st.one_of(st.none(), st.none(), st.sampled_from([uuid(1), uuid(5), uuid(77)])),
+    root_required=groups(TRAITS, 1),
+    root_forbidden=few(TRAITS),
+    only_roots=PINS,
+    ignore_roots=PINS,
+)
+
+
+def compare(world: World, query: Query) -> None:
+    book = world.book
+    expected = ways(world.states, world.assumed, query)
+    for explain in (False, True):
+        found = search(book, query, explain=explain)
+        assert [book.uuid_of(row) for row in found.roots] == sorted(expected, key=lambda one: book.row_of(one) or 0)
+    steps = found.funnel
+    assert steps[-1].left == len(expected)
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before.left - after.left == sum(after.fell.values())
+    for root, all_ways in expected.items():
+        check_options(world, query, root, all_ways)
+
+
+def check_options(world: World, query: Query, root: str, all_ways: set[Way]) -> None:
+    row = world.book.row_of(root)
+    assert row is not None
+    offered = options(world.book, query, row, limit=64)
+    said = []
+    for option in offered:
+        assert option.shapes == {one: world.states[one].shape for one in option.allocations}
+        said.append(tuple(sorted((name, one) for one, share in option.allocations.items() for name in share)))
+        for share in option.allocations.values():
+            assert all(query.resources[name] == amount for name, amount in share.items())
+    assert len(said) == len(set(said)), "an option twice"
+    assert set(said) <= all_ways
+    assert len(said) == min(64, len(all_ways)), "a way is left out"
+    assert options(world.book, query, row, limit=1) == offered[:1]
+
+
+def check_columns(world: World) -> None:
+    book = world.book
+    assert len(book) == len(world.states)
+    assert sorted(book.uuid_of(row) for row in book.rows_of_roots()) == sorted(
+        one for one, state in world.states.items() if state.root_uuid == one
+    )
+    roots = book.rows_of_roots()
+    for name in CLASSES:
+        for place, root in enumerate(roots):
+            members = [state for state in world.states.values() if state.root_uuid == book.uuid_of(root)]
+            rooms = [room(world, state, name) for state in members]
+            assert book.free(name, roots)[place] == sum(max(0, free) for _, free in rooms)
+            assert book.totals(name, roots)[place] == sum(capacity for capacity, _ in rooms)
+            assert book.usage(name, roots)[place] == sum(capacity - free for capacity, free in rooms)
+            assert sorted(map(book.uuid_of, book.tree(root))) == sorted(state.uuid for state in members)
+
+
+def room(world: World, state: ProviderState, name: str) -> tuple[int, int]:
+    capacity = int(state.inventories[name][0]) if name in state.inventories else 0
+    return capacity, capacity - state.used.get(name, 0) - world.assumed.get(state.uuid, {}).get(name, 0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32), queries=st.lists(QUERIES, min_size=1, max_size=4), steps=st.integers(1, 40))
+def test_the_search_is_right_after_every_move(seed: int, queries: list[Query], steps: int) -> None:
+    rng = random.Random(seed)
+    world = World()
+    for _ in range(steps):
+        for _ in range(rng.choice((1, 1, 3, 12))):
+            world.step(rng)
+        for query in queries:
+            compare(world, query)
+    check_columns(world)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), query=QUERIES)
+def test_sweeping_distinct_values_changes_no_answer(seed: int, query: Query) -> None:
+    rng = random.Random(seed)
+    world = World()
+    world.book._sweep_at = 1
+    before, book_module.SWEEP_FROM = book_module.SWEEP_FROM, 1
+    try:
+        for _ in range(30):
+            world.step(rng)
+            compare(world, query)
+        check_columns(world)
+        assert world.book.epoch > 1
+        assert len(world.book.trait_sets) <= 4 * (len(world.states) + 1)
+    finally:
+        book_module.SWEEP_FROM = before
+
+
+def test_many_moves_between_two_searches(monkeypatch: object) -> None:
+    """More moves than are remembered: everything is looked at anew."""
+    rng = random.Random(5)
+    world = World()
+    query = Query(resources={"VCPU": 1})
+    for _ in range(20):
+        world.step(rng)
+    compare(world, query)
+    world.put(structs.replace(world.random_state(rng), uuid=uuid(0), root_uuid=uuid(0), parent_uuid=None))
+    for _ in range(40_000):
+        world.book.assume("x", {uuid(0): {"VCPU": 1}})
+    world.claims["x"] = {uuid(0): {"VCPU": 1}}
+    compare(world, query)
+    assert np.array_equal(world.book.rows_of_roots(), np.sort(world.book.rows_of_roots()))
