@@ -55,7 +55,9 @@ async def report_all(store: PostgresStore, hosts: Sequence[str], version: int) -
     return time.perf_counter() - started
 
 
-async def claim_for(stores: Sequence[PostgresStore], hosts: Sequence[str], group: int, seconds: float) -> tuple[int, int]:
+async def claim_for(
+    stores: Sequence[PostgresStore], hosts: Sequence[str], group: int, seconds: float
+) -> tuple[int, int]:
     """(claims, groups) applied in about that many seconds, one group under way per store."""
     done = groups = 0
     until = time.perf_counter() + seconds

@@ -56,6 +56,8 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | No
             return Refusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
         if report.name in names:
             return Refusal("provider.name_taken", f"two providers are named {report.name!r}")
+        if "\x00" in report.name:
+            return Refusal("provider.name", f"the name of {report.uuid} has a NUL character")
         seen.add(report.uuid)
         names.add(report.name)
         wrong = _flaw_of_report(report, known_traits)

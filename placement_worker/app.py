@@ -1,0 +1,91 @@
+"""Wiring of one placement worker: the book in PostgreSQL, the API bus, and every cell's bus (it connects down)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import API, Bus
+from bus.consumer import Consumer
+from bus.service.environment import Environment
+from bus.service.service import Service
+from placement_worker.cell import CellLink
+from placement_worker.config import PlacementConfig
+from placement_worker.handlers import Handlers
+from placement_worker.publisher import FeedPublisher
+from placement_worker.store.postgres import PostgresStore
+
+log = structlog.get_logger("placement")
+
+NAME = "placement"
+
+
+def build(env: Environment, config: PlacementConfig, cells: Sequence[str]) -> Service:
+    """A placement worker that serves the API bus and these cells, ready to run."""
+    service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
+    database = env.database(NAME, pool_size=config.pool_size)
+    store = PostgresStore(database)
+    api = env.bus(API)
+    publisher = FeedPublisher(store, api, clock=env.clock, config=config)
+    handlers = Handlers(store, clock=env.clock, committed=publisher.wake)
+
+    service.resource(store.open, store.close)
+    service.resource(api.open, api.close)
+    service.check("database", lambda: database.ready)
+    service.check("bus api", lambda: api.transport.connected)
+    for consumer in _writers(api, handlers, config):
+        service.consumer(consumer)
+    service.consumer(
+        api.consumer("placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
+    )
+    service.task("feed publisher", publisher.run)
+    service.task("feed head", publisher.announce)
+    service.task("feed trim", publisher.trim)
+    links = [_link(env.bus(cell), handlers, config) for cell in cells]
+    for link in links:
+        service.resource(_nothing, link.close)
+        service.task(f"cell {link.name}", link.run)
+        service.drain(link.drain)
+        service.check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
+    service.prepare(lambda: _cells_up(links, config.cell_wait_s))
+    service.drain(publisher.drain)
+    return service
+
+
+def _link(bus: Bus, handlers: Handlers, config: PlacementConfig) -> CellLink:
+    return CellLink(bus, _writers(bus, handlers, config))
+
+
+def _writers(bus: Bus, handlers: Handlers, config: PlacementConfig) -> list[Consumer]:
+    """What placement takes on every bus: claims, and inventory from the hosts there."""
+    return [
+        bus.consumer(
+            "placement.requests",
+            handlers.requests,
+            max_batch=config.claim_batch,
+            concurrency=config.concurrency,
+            prefetch=config.claim_prefetch,
+        ),
+        bus.consumer(
+            "placement.inventory",
+            handlers.inventory,
+            max_batch=config.inventory_batch,
+            concurrency=1,  # writers of trees are one at a time anyway; waiting messages make larger groups
+            prefetch=config.inventory_prefetch,
+        ),
+    ]
+
+
+async def _cells_up(links: Sequence[CellLink], wait_s: float) -> None:
+    """Give the cells a moment, so that a system that starts together is whole when it says ready."""
+    try:
+        async with asyncio.timeout(wait_s):
+            await asyncio.gather(*(link.up.wait() for link in links))
+    except TimeoutError:
+        log.warning("placement.cells_away", cells=[link.name for link in links if not link.up.is_set()])
+
+
+async def _nothing() -> None:
+    """A cell's bus is opened by its own side task."""

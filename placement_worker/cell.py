@@ -1,0 +1,43 @@
+"""Placement's presence on one cell's bus. A cell that is away holds nobody up: it is served when it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from bus.bus import Bus
+from bus.consumer import Consumer
+
+
+class CellLink:
+    """Opens one cell's bus and consumes there, as a side task of the service."""
+
+    def __init__(self, bus: Bus, consumers: Sequence[Consumer]) -> None:
+        self.name = bus.name
+        self._bus = bus
+        self._consumers = consumers
+        self.up = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        """Whether this cell is served now (for /readyz)."""
+        return self.up.is_set() and all(consumer.ready for consumer in self._consumers)
+
+    async def run(self) -> None:
+        """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
+        await self._bus.open()
+        for consumer in self._consumers:
+            await consumer.start()
+        self.up.set()
+        async with asyncio.TaskGroup() as running:
+            for consumer in self._consumers:
+                running.create_task(consumer.run())
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, finish what is in hand."""
+        if self.up.is_set():
+            await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._bus.close()

@@ -1,0 +1,37 @@
+"""Everything about a placement worker that an operator may set."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+Seconds = Annotated[float, Bound(gt=0, le=86_400 * 30)]
+Some = Annotated[int, Bound(ge=1, le=10_000)]
+
+
+class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds and waits of one placement process.
+
+    claim_batch, inventory_batch: messages applied as one transaction. concurrency: transactions under way per queue.
+    feed_page: changes in one event. feed_keep: published changes kept for replicas that fell behind; one that is
+    further behind takes a snapshot. fence_keep_s: how long a released consumer's attempts stay fenced; longer than
+    any claim can be under way. cell_wait_s: how long the start waits for cells that are away before it goes on
+    without them (they are served when they come).
+    """
+
+    claim_batch: Some = 256
+    claim_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 1024
+    inventory_batch: Some = 128
+    inventory_prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 256
+    read_batch: Some = 4
+    concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
+    pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
+    feed_page: Some = 1000
+    feed_keep: Annotated[int, Bound(ge=1000)] = 500_000
+    head_interval_s: Seconds = 1.0
+    trim_interval_s: Seconds = 30.0
+    fence_keep_s: Seconds = 86_400.0
+    cell_wait_s: Seconds = 5.0
+    grace_s: Seconds = 10.0

@@ -1,0 +1,118 @@
+"""The bus's side of the book: a batch of messages in, one outcome each out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from bus.clock import Clock
+from bus.contracts.base import Message
+from bus.contracts.placement import (
+    ChangesRequest,
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    InventoryUpdate,
+    Release,
+    ReleaseResult,
+    SnapshotRequest,
+    Swap,
+)
+from bus.outcome import Done, Outcome, Received, Refuse
+from placement_worker import metrics
+from placement_worker.store.port import ClaimItem, ClaimReply, PlacementStore, Refused
+
+log = structlog.get_logger("placement")
+
+UNEXPECTED = "message.unexpected"
+
+
+class Handlers:
+    """Handlers of placement's queues. `committed` is called after every transaction that may have written changes."""
+
+    def __init__(self, store: PlacementStore, *, clock: Clock, committed: Callable[[], None]) -> None:
+        self._store = store
+        self._clock = clock
+        self._committed = committed
+
+    async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
+        """placement.requests: all claims, releases and swaps of the batch are one group, one transaction."""
+        items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, Claim | Release | Swap)]
+        started = self._clock.monotonic()
+        replies = iter(await self._store.apply(items))
+        self._committed()
+        _measure("claims", len(items), self._clock.monotonic() - started)
+        return [
+            self._answer(received, next(replies))
+            if isinstance(received.message, Claim | Release | Swap)
+            else _unexpected(received.message)
+            for received in batch
+        ]
+
+    async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
+        """placement.inventory: all updates of the batch are one transaction."""
+        updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
+        started = self._clock.monotonic()
+        results = iter(await self._store.report(updates))
+        self._committed()
+        _measure("inventory", len(updates), self._clock.monotonic() - started)
+        outcomes: list[Outcome] = []
+        for received in batch:
+            update = received.message
+            if not isinstance(update, InventoryUpdate):
+                outcomes.append(_unexpected(update))
+                continue
+            result = next(results)
+            about = {"cause": received.meta.cause, "source": update.source, "root": update.root_uuid}
+            if isinstance(result, Refused):
+                metrics.REPORTS.labels(result.code).inc()
+                log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
+                outcomes.append(Refuse(result.code, result.reason))
+                continue
+            metrics.REPORTS.labels(result.outcome).inc()
+            if result.set_aside:
+                log.warning("inventory.set_aside", set_aside=result.set_aside, version=update.version, **about)
+            outcomes.append(Done(result))
+        return outcomes
+
+    async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
+        """placement.reads: pages of the feed and of the book."""
+        outcomes: list[Outcome] = []
+        for received in batch:
+            asked = received.message
+            if isinstance(asked, ChangesRequest):
+                outcomes.append(Done(await self._store.changes(asked.after, asked.limit)))
+            elif isinstance(asked, SnapshotRequest):
+                outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
+            else:
+                outcomes.append(_unexpected(asked))
+        return outcomes
+
+    def _answer(self, received: Received, reply: ClaimReply) -> Outcome:
+        if isinstance(reply, ClaimResult):
+            metrics.CLAIMS.labels(reply.outcome).inc()
+            if reply.outcome is not ClaimOutcome.CLAIMED and isinstance(received.message, Claim):
+                log.info(
+                    "claim.turned_down",
+                    cause=received.meta.cause,
+                    instance=received.message.consumer,
+                    attempt=received.message.attempt,
+                    outcome=reply.outcome,
+                    outcomes=reply.outcomes,
+                )
+        elif isinstance(reply, ReleaseResult):
+            metrics.RELEASES.labels(reply.outcome).inc()
+        else:
+            metrics.SWAPS.labels(reply.outcome).inc()
+        return Done(reply)
+
+
+def _measure(kind: str, items: int, seconds: float) -> None:
+    metrics.GROUP_ITEMS.labels(kind).observe(items)
+    metrics.GROUP_SECONDS.labels(kind).observe(seconds)
+
+
+def _unexpected(message: Message) -> Outcome:
+    """The catalogue admits no such message to this queue."""
+    return Refuse(UNEXPECTED, type(message).__name__)

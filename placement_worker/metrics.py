@@ -1,0 +1,25 @@
+"""What placement counts."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+CLAIMS = Counter("berth_placement_claims", "Claims, by outcome.", ["outcome"])
+RELEASES = Counter("berth_placement_releases", "Releases, by outcome.", ["outcome"])
+SWAPS = Counter("berth_placement_swaps", "Swaps, by outcome.", ["outcome"])
+REPORTS = Counter("berth_placement_inventory_updates", "Inventory updates, by outcome or refusal code.", ["outcome"])
+GROUP_SECONDS = Histogram(
+    "berth_placement_group_seconds",
+    "One transaction, by kind.",
+    ["kind"],
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5),
+)
+GROUP_ITEMS = Histogram(
+    "berth_placement_group_items",
+    "Messages in one transaction.",
+    ["kind"],
+    buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500),
+)
+PUBLISHED = Counter("berth_placement_feed_published", "Changes published on the feed by this process.")
+FEED_STALLS = Counter("berth_placement_feed_stalls", "Waits of the feed for the database or the bus.", ["code"])
+HEAD = Gauge("berth_placement_feed_head", "Newest committed change.")

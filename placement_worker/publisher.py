@@ -1,0 +1,93 @@
+"""Publishes the change feed: at once after this process's commits, now and then for whoever died too soon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.placement import Change, FeedChanges, FeedHead
+from bus.faults import Transient
+from bus.port import BusError, BusForbidden
+from placement_worker import metrics
+from placement_worker.config import PlacementConfig
+from placement_worker.store.port import PlacementStore
+
+log = structlog.get_logger("placement.feed")
+
+STALL_S = 0.5  # between tries while the database or the bus is away
+
+
+class FeedPublisher:
+    """Every placement process runs one; the store lets one at a time publish, in order."""
+
+    def __init__(self, store: PlacementStore, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._config = config
+        self._committed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something was committed."""
+        self._committed.set()
+
+    async def run(self) -> None:
+        """Publish whenever something was committed, until cancelled."""
+        while True:
+            await self._committed.wait()
+            self._committed.clear()
+            try:
+                await self._publish_all()
+            except (Transient, BusError) as error:
+                await self._stall(error)
+                self._committed.set()
+
+    async def announce(self) -> None:
+        """Say the newest number now and then, and look for what others left unpublished, until cancelled."""
+        while True:
+            try:
+                head = await self._store.head()
+                metrics.HEAD.set(head)
+                await self._bus.publish(FeedHead(sequence=head))
+            except (Transient, BusError) as error:
+                await self._stall(error)
+            self.wake()
+            await self._clock.sleep(self._config.head_interval_s)
+
+    async def trim(self) -> None:
+        """Forget old changes and fences, until cancelled."""
+        while True:
+            await self._clock.sleep(self._config.trim_interval_s)
+            try:
+                await self._store.trim(keep_changes=self._config.feed_keep, keep_fences_s=self._config.fence_keep_s)
+            except Transient as error:
+                await self._stall(error)
+
+    async def drain(self, grace_s: float) -> None:
+        """Publish what is committed, within the grace time; what is left over another process publishes."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._publish_all()
+        except (Transient, BusError, TimeoutError) as error:
+            log.warning("feed.left_over", reason=str(error))
+
+    async def _publish_all(self) -> None:
+        while True:
+            count = await self._store.publish(self._send, self._config.feed_page)
+            metrics.PUBLISHED.inc(count)
+            if count < self._config.feed_page:
+                return
+
+    async def _send(self, changes: Sequence[Change]) -> None:
+        await self._bus.publish(FeedChanges(changes=tuple(changes)))
+
+    async def _stall(self, error: Transient | BusError) -> None:
+        if isinstance(error, BusForbidden):
+            raise error  # waiting does not help: the process must say so and stop
+        metrics.FEED_STALLS.labels(error.code).inc()
+        log.warning("feed.waits", code=error.code, reason=str(error))
+        await self._clock.sleep(STALL_S)

@@ -1,0 +1,130 @@
+"""Questions about the whole book, for `berth check` and for tests. Each reads; none repairs."""
+
+from __future__ import annotations
+
+import asyncpg
+from msgspec import Struct
+
+
+class InventoryRow(Struct, frozen=True):
+    """One inventory, by names. set_aside: its source no longer reports it, but it is in use."""
+
+    provider: str
+    resource_class: str
+    total: int
+    reserved: int
+    allocation_ratio: float
+    capacity: int
+    used: int
+    set_aside: bool
+
+
+class UsageMismatch(Struct, frozen=True):
+    """An inventory whose `used` is not the sum of its allocations. used is None: allocations without an inventory."""
+
+    provider: str
+    resource_class: str
+    used: int | None
+    allocated: int
+
+
+class FeedHole(Struct, frozen=True):
+    """Two neighbouring rows of the feed that are not consecutive, or a last one that is not the head."""
+
+    after: int
+    before: int
+
+
+INVENTORIES = """
+SELECT p.uuid, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used, i.set_aside
+FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
+"""
+OVER_CAPACITY = INVENTORIES + "WHERE i.used > i.capacity"
+IN_ORDER = " ORDER BY p.uuid, c.name"
+
+ALLOCATIONS = """
+SELECT a.consumer, coalesce(p.uuid::text, 'provider ' || a.provider_id), c.name, a.amount
+FROM allocations a LEFT JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
+ORDER BY a.consumer, a.provider_id, c.name
+"""
+
+MISMATCHES = """
+SELECT coalesce(p.uuid::text, 'provider ' || coalesce(i.provider_id, s.provider_id)), c.name, i.used,
+    coalesce(s.allocated, 0)
+FROM inventories i
+FULL JOIN (
+    SELECT provider_id, class_id, sum(amount)::bigint AS allocated FROM allocations GROUP BY provider_id, class_id
+) s ON s.provider_id = i.provider_id AND s.class_id = i.class_id
+LEFT JOIN providers p ON p.id = coalesce(i.provider_id, s.provider_id)
+JOIN resource_classes c ON c.id = coalesce(i.class_id, s.class_id)
+WHERE i.used IS DISTINCT FROM coalesce(s.allocated, 0)
+ORDER BY 1, 2
+"""
+
+HOLES = """
+SELECT before, first FROM (SELECT lag(last) OVER (ORDER BY last) AS before, first FROM changes) neighbours
+WHERE before IS NOT NULL AND first <> before + 1
+UNION ALL
+SELECT max(last), (SELECT number + 1 FROM feed_head) FROM changes HAVING max(last) <> (SELECT number FROM feed_head)
+"""
+
+SPAN = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::bigint FROM changes"
+
+# Consumers that hold nothing and are no fence, and allocations whose consumer is unknown or only a fence.
+STRAYS = """
+SELECT 'consumer ' || c.uuid || ' holds nothing' FROM consumers c
+WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
+UNION ALL
+SELECT DISTINCT 'allocation of ' || a.consumer || ', whom the book does not know' FROM allocations a
+WHERE NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL)
+"""
+
+
+async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
+    """Every inventory, by provider and class."""
+    return [InventoryRow(*row) for row in await connection.fetch(INVENTORIES + IN_ORDER)]
+
+
+async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
+    """Inventories with more used than there is: allowed only where the inventory shrank under it (invariant 1)."""
+    return [InventoryRow(*row) for row in await connection.fetch(OVER_CAPACITY + IN_ORDER)]
+
+
+async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
+    """What every consumer holds: {consumer: {provider: {class: amount}}}."""
+    held: dict[str, dict[str, dict[str, int]]] = {}
+    for consumer, provider, name, amount in await connection.fetch(ALLOCATIONS):
+        held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
+    return held
+
+
+async def usage_mismatches(connection: asyncpg.Connection) -> list[UsageMismatch]:
+    """Where `used` is not the sum of the allocations."""
+    return [UsageMismatch(*row) for row in await connection.fetch(MISMATCHES)]
+
+
+async def strays(connection: asyncpg.Connection) -> list[str]:
+    """Consumers without allocations and allocations without consumers, one line each."""
+    return [row[0] for row in await connection.fetch(STRAYS)]
+
+
+async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
+    """Holes in the kept part of the change feed (invariant 4)."""
+    return [FeedHole(*row) for row in await connection.fetch(HOLES)]
+
+
+async def feed_span(connection: asyncpg.Connection) -> tuple[int, int, int]:
+    """(lowest number kept, highest, how many are kept)."""
+    row = await connection.fetchrow(SPAN)
+    return (row[0], row[1], row[2])
+
+
+async def findings(connection: asyncpg.Connection) -> list[str]:
+    """Everything that is wrong with the book, one line each; empty when it is sound."""
+    lines = [
+        f"{wrong.provider} {wrong.resource_class}: used {wrong.used}, allocated {wrong.allocated}"
+        for wrong in await usage_mismatches(connection)
+    ]
+    lines += await strays(connection)
+    lines += [f"feed: nothing between {hole.after} and {hole.before}" for hole in await feed_holes(connection)]
+    return lines
