@@ -238,7 +238,7 @@ def _sqlstate(error: BaseException) -> str | None:
 def _is_connection_error(error: Exception) -> bool:
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    cause = error.orig if isinstance(error, DBAPIError) else error
+    cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     while cause is not None:
         if isinstance(cause, OSError | TimeoutError):
             return True

@@ -7,7 +7,7 @@ is drained: what was not acknowledged goes back to its queue, and another proces
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Protocol
 
 import structlog
@@ -96,14 +96,14 @@ class Service:
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set (drain, close, return) or something dies (close, raise the first fault)."""
         self._failed = asyncio.get_running_loop().create_future()
-        stopping = asyncio.create_task(stop.wait(), name=f"{self.name} stop")
-        starting = asyncio.create_task(self._start(), name=f"{self.name} start")
+        stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait(), name=f"{self.name} stop")
+        starting: asyncio.Future[Any] = asyncio.create_task(self._start(), name=f"{self.name} start")
         clean = False
         try:
-            await asyncio.wait({starting, stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([starting, stopping, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 await starting
-                await asyncio.wait({stopping, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([stopping, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 await self._failed
             clean = starting.done()
@@ -179,7 +179,7 @@ class Service:
         self.log.info("service.phase", phase=phase)
 
 
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     waiting = {task for task in tasks if not task.done()}
     for task in waiting:
         task.cancel()

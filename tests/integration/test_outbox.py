@@ -1,0 +1,285 @@
+"""The outbox on a real PostgreSQL: nothing is lost whatever dies, one bus does not hold up another."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from bus import outbox
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellDelete
+from bus.outbox import Addressed, Relay
+from bus.port import BusUnavailable, Unroutable
+from bus.service.database import Database
+
+pytestmark = pytest.mark.postgres
+
+T = TypeVar("T")
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+PATIENCE_S = 20.0
+
+
+class StubBus:
+    """What the relay needs of a bus: `publish_all` and `publish`, which a test makes fail or wait."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.got: list[tuple[Message, str]] = []
+        self.away = 0  # so many calls find the broker away
+        self.refused: set[str] = set()  # projects whose messages have no queue
+        self.calls = 0
+        self.open = asyncio.Event()
+        self.open.set()
+        self.arrived = asyncio.Condition()
+
+    async def publish_all(self, messages: list[tuple[Message, str]]) -> None:
+        self.calls += 1
+        await self.open.wait()
+        if self.away > 0:
+            self.away -= 1
+            raise BusUnavailable("away")
+        refused = False
+        for message, cause in messages:
+            if getattr(message, "project_id", "") in self.refused:
+                refused = True
+                continue
+            self.got.append((message, cause))
+        async with self.arrived:
+            self.arrived.notify_all()
+        if refused:
+            raise Unroutable("no queue")
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        await self.publish_all([(message, cause)])
+
+    async def until(self, count: int) -> None:
+        async with self.arrived:
+            await asyncio.wait_for(self.arrived.wait_for(lambda: len(self.got) >= count), PATIENCE_S)
+
+
+def event(project: str = "p", sequence: int = 1) -> BuildEvent:
+    return BuildEvent(instance_uuid=UUID, project_id=project, state=BuildState.ACTIVE, sequence=sequence)
+
+
+@pytest.fixture
+async def database(postgres_url: str) -> AsyncIterator[Database]:
+    database = Database(postgres_url, "owner")
+    await database.open()
+    async with database.raw() as connection:
+        for statement in (*outbox.OUTBOX_DDL, *outbox.HANDLED_DDL):
+            await connection.execute(statement)
+    yield database
+    await database.close()
+
+
+@asynccontextmanager
+async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
+    named = {bus.name: bus for bus in buses}
+    relay = Relay(database, named, clock=SystemClock(), sweep_every_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
+    task = asyncio.create_task(relay.run())
+    try:
+        yield relay
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def commit(database: Database, outgoing: list[Addressed]) -> int | None:
+    async with database.raw() as connection:
+        return await outbox.add(connection, outgoing)
+
+
+async def rows(database: Database) -> int:
+    async with database.raw() as connection:
+        count: int = await connection.fetchval("SELECT count(*) FROM outbox")
+        return count
+
+
+async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await look() != wanted:  # each look is a round trip to the server
+            pass
+
+
+async def test_a_committed_row_is_published_with_its_causes_and_forgotten(database: Database) -> None:
+    api, cell = StubBus("api"), StubBus("cell1")
+    outgoing = [
+        Addressed("api", event(), "cause-1"),
+        Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "cause-2"),
+    ]
+    async with running(database, api, cell) as relay:
+        relay.send(await commit(database, outgoing), outgoing)
+        await relay.drain(PATIENCE_S)
+        assert relay.held == 0
+    assert api.got == [(event(), "cause-1")]
+    assert cell.got == [(CellDelete(instance_uuid=UUID, project_id="p"), "cause-2")]
+    assert await rows(database) == 0
+
+
+async def test_nothing_to_say_is_no_row(database: Database) -> None:
+    assert await commit(database, []) is None
+    async with running(database, StubBus("api")) as relay:
+        relay.send(None, [])
+        with pytest.raises(AssertionError):
+            relay.send(None, [Addressed("api", event())])
+
+
+async def test_a_rolled_back_transaction_says_nothing(database: Database) -> None:
+    with pytest.raises(KeyError):
+        async with database.raw() as connection:
+            await outbox.add(connection, [Addressed("api", event())])
+            raise KeyError
+    assert await rows(database) == 0
+
+
+async def test_what_a_dead_process_left_is_swept_by_another(database: Database) -> None:
+    await commit(database, [Addressed("api", event(sequence=n), f"c{n}") for n in range(3)])
+    api = StubBus("api")
+    async with running(database, api, sweep_age_s=0.0):
+        await api.until(3)
+        await until_equal(lambda: rows(database), 0)
+    assert [cause for _message, cause in api.got[:3]] == ["c0", "c1", "c2"]
+
+
+async def test_a_young_row_is_left_to_its_own_process(database: Database) -> None:
+    await commit(database, [Addressed("api", event())])
+    api = StubBus("api")
+    async with running(database, api, sweep_age_s=60.0) as relay:
+        row = await commit(database, [Addressed("api", event("mine"))])
+        relay.send(row, [Addressed("api", event("mine"))])
+        await relay.drain(PATIENCE_S)
+    assert [message.project_id for message, _ in api.got] == ["mine"]
+    assert await rows(database) == 1
+
+
+async def test_a_broker_that_is_away_is_waited_for(database: Database) -> None:
+    api = StubBus("api")
+    api.away = 2
+    async with running(database, api) as relay:
+        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        await relay.drain(PATIENCE_S)
+    assert len(api.got) == 1
+    assert await rows(database) == 0
+
+
+async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Database) -> None:
+    api, cell = StubBus("api"), StubBus("cell1")
+    cell.open.clear()
+    stuck = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    async with running(database, api, cell) as relay:
+        relay.send(await commit(database, stuck), stuck)
+        for n in range(20):
+            relay.send(
+                await commit(database, [Addressed("api", event(sequence=n))]), [Addressed("api", event(sequence=n))]
+            )
+        await api.until(20)
+        await until_equal(lambda: rows(database), 1)
+        assert relay.held == 1
+        cell.open.set()
+        await relay.drain(PATIENCE_S)
+    assert await rows(database) == 0
+
+
+async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(database: Database) -> None:
+    api = StubBus("api")
+    api.refused = {"nobody"}
+    async with running(database, api) as relay:
+        for project in ("a", "nobody", "b"):
+            outgoing = [Addressed("api", event(project))]
+            relay.send(await commit(database, outgoing), outgoing)
+        await relay.drain(PATIENCE_S)
+        assert await rows(database) == 1
+    api.refused = set()
+    api.got.clear()
+    async with running(database, api, sweep_age_s=0.0):
+        await api.until(1)
+        await until_equal(lambda: rows(database), 0)
+    assert {message.project_id for message, _ in api.got} == {"nobody"}
+
+
+async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Database) -> None:
+    api = StubBus("api")
+    api.open.clear()
+    relay = Relay(database, {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
+    task = asyncio.create_task(relay.run())
+    for n in range(3):
+        relay.send(await commit(database, [Addressed("api", event(sequence=n))]), [Addressed("api", event(sequence=n))])
+    assert relay.held == 2
+    room = asyncio.create_task(relay.room())
+    api.open.set()
+    await asyncio.wait_for(room, PATIENCE_S)
+    await relay.drain(PATIENCE_S)
+    assert (len(api.got), await rows(database)) == (2, 1)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_draining_ends_with_the_grace_time_and_the_row_stays(database: Database) -> None:
+    api = StubBus("api")
+    api.open.clear()
+    async with running(database, api) as relay:
+        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        await relay.drain(0.05)
+        assert relay.held == 1
+    assert await rows(database) == 1
+
+
+async def test_a_row_of_another_version_is_kept_and_the_rest_goes(database: Database) -> None:
+    async with database.raw() as connection:
+        body = msgspec.json.encode([{"bus": "api", "message": {"type": "from.the.future.v9"}}])
+        await connection.execute("INSERT INTO outbox (body) VALUES ($1)", body)
+        await outbox.add(connection, [Addressed("api", event())])
+    api = StubBus("api")
+    async with running(database, api, sweep_age_s=0.0):
+        await api.until(1)
+        await until_equal(lambda: rows(database), 1)
+
+
+async def test_a_message_handled_twice_is_new_once(database: Database) -> None:
+    async with database.raw() as connection:
+        assert await outbox.first_time(connection, "h", ["b", "a", "b"]) == {"a", "b"}
+    async with database.raw() as connection:
+        assert await outbox.first_time(connection, "h", ["b", "c"]) == {"c"}
+        assert await outbox.first_time(connection, "other", ["b"]) == {"b"}
+
+
+async def test_two_processes_with_the_same_messages_agree_on_who_was_first(database: Database) -> None:
+    rng = random.Random(7)
+
+    async def handle() -> set[str]:
+        ids = [f"m{n}" for n in range(200)]
+        rng.shuffle(ids)
+        async with database.raw() as connection:
+            return await outbox.first_time(connection, "h", ids)
+
+    first, second = await asyncio.gather(handle(), handle())
+    assert len(first | second) == 200
+    assert not first & second
+
+
+async def test_the_tables_are_the_same_in_both_spellings(database: Database) -> None:
+    metadata = sa.MetaData(schema="spelled")
+    outbox.outbox_table(metadata)
+    outbox.handled_table(metadata)
+    async with database.transaction() as connection:
+        await connection.execute(sa.text("CREATE SCHEMA spelled"))
+        await connection.run_sync(metadata.create_all)
+        found = await connection.execute(
+            sa.text(
+                "SELECT table_schema, table_name, column_name, data_type, is_nullable, column_default, is_identity "
+                "FROM information_schema.columns WHERE table_schema IN ('owner', 'spelled') ORDER BY 1, 2, 3"
+            )
+        )
+        columns: dict[str, list[object]] = {}
+        for row in found:
+            columns.setdefault(row[0], []).append(tuple(row[1:]))
+    assert columns["owner"] == columns["spelled"]
