@@ -7,11 +7,13 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.service.settings import Secret
+
 Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 
 
 class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one ironic_sync process; BERTH_IRONIC__... or [ironic] in the settings file.
+    """Settings of one ironic_sync process; BERTH_IRONIC_SYNC__... or [ironic_sync] in the settings file.
 
     url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
     token: X-Auth-Token; username and password: HTTP basic (Ironic's auth_strategy http_basic); neither: noauth.
@@ -19,9 +21,9 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     url: str = "http://127.0.0.1:6385"
     microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.52"
-    token: str = ""
+    token: Secret = ""
     username: str = ""
-    password: str = ""
+    password: Secret = ""
     verify_tls: bool = True
     exchange: str = "ironic"
     topics: tuple[str, ...] = ("ironic_versioned_notifications",)
@@ -41,5 +43,5 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     failed_max_s: Seconds = 30.0
     allocation_s: Seconds = 0.1
     allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
-    leader_poll_s: Seconds = 1.0
+    leader_poll_s: Annotated[float, Bound(gt=0, le=20)] = 1.0  # below the server's idle-in-transaction limit
     forget_removed_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0

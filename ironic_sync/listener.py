@@ -46,6 +46,7 @@ class Listener:
         self._read_all = read_all
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
+        self._stopped = False
         self._events: set[str] = set()
         self.bound = False
 
@@ -69,15 +70,21 @@ class Listener:
         finally:
             self.bound = False
             metrics.BOUND.set(0)
-            if self._subscription is not None:
-                await self._subscription.cancel()
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Take no more notifications."""
+        self._stopped = True
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            await subscription.cancel()
 
     async def _bind(self) -> bool:
         config = self._config
         try:
             # Never `#`: Ironic's RPC goes through the same exchange.
             await self._transport.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
-            if self._subscription is None:
+            if self._subscription is None and not self._stopped:
                 self._subscription = await self._transport.consume(
                     config.queue, self.on_delivery, prefetch=config.prefetch
                 )

@@ -23,6 +23,8 @@ from ironic_sync.writer import PublishAll, Writer
 
 log = structlog.get_logger(__name__)
 
+DRAIN_POLL_S = 0.01
+
 
 class SyncLoop:
     """Keeps the book true to Ironic. Several may run on the same positions; one of them works, the others wait."""
@@ -80,6 +82,15 @@ class SyncLoop:
         """Read all nodes now."""
         if self._term is not None:
             self._term.reader.read_all()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more notifications; see what was taken saved and published, if the grace time allows."""
+        term, until = self._term, self._clock.monotonic() + grace_s
+        if term is None:
+            return
+        await term.listener.stop()
+        while not term.writer.idle and self._clock.monotonic() < until:
+            await self._clock.sleep(DRAIN_POLL_S)
 
     async def run(self) -> None:
         """Work, or wait to, until cancelled."""

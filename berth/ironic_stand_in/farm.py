@@ -156,7 +156,7 @@ class Farm:
         if verb not in ALLOWED or state not in ALLOWED[verb]:
             raise RequestError(
                 400,
-                f"The requested action {verb!r} can not be performed on node {node['uuid']} while it is in state {state!r}.",
+                f"The requested action {verb!r} can not be performed on node {node['uuid']} while it is in {state!r}.",
             )
         if verb == "active" and node["maintenance"]:
             raise RequestError(

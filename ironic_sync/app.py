@@ -1,0 +1,68 @@
+"""Wiring of the Ironic sync: the API bus, its own schema, Ironic's REST API."""
+
+from __future__ import annotations
+
+import httpx
+import structlog
+
+from bus.bus import API
+from bus.service.environment import Environment
+from bus.service.service import Service
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.loop import SyncLoop
+from ironic_sync.source.port import IronicSource
+from ironic_sync.source.rest import RestSource
+from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
+
+log = structlog.get_logger(__name__)
+
+SCHEMA = "ironic_sync"
+
+
+def build(env: Environment, config: IronicSyncConfig, *, source: IronicSource | None = None) -> Service:
+    """One ironic_sync process. Any number may run; one works, the others are ready to take over.
+
+    source: instead of Ironic's REST API at the configured address.
+    """
+    bus, database = env.bus(API), env.database(SCHEMA)
+    reading = source if source is not None else rest_source(config)
+    loop = SyncLoop(
+        reading,
+        PostgresPositions(database),
+        bus.transport,
+        bus.publish_all,
+        clock=env.clock,
+        rng=env.rng,
+        config=config,
+    )
+    service = Service("ironic-sync", clock=env.clock, log=log)
+
+    async def open_database() -> None:
+        await database.open(MIGRATIONS)
+
+    async def nothing_to_open() -> None:
+        """The source connects when it is asked."""
+
+    service.resource(open_database, database.close)
+    service.resource(bus.open, bus.close)
+    service.resource(nothing_to_open, reading.close)
+    service.task("sync", loop.run)
+    service.drain(loop.drain)
+    service.check("bus", lambda: bus.transport.connected)
+    service.check("ironic", lambda: loop.healthy)
+    return service
+
+
+def rest_source(config: IronicSyncConfig) -> RestSource:
+    """Ironic's REST API as the configuration says."""
+    return RestSource(
+        config.url,
+        microversion=config.microversion,
+        timeout_s=config.request_timeout_s,
+        list_timeout_s=config.list_timeout_s,
+        page_size=config.page_size,
+        connections=config.reads_in_flight + 2,  # beside the single reads, one of all and one of an allocation
+        auth=httpx.BasicAuth(config.username, config.password) if config.username else None,
+        token=config.token,
+        verify_tls=config.verify_tls,
+    )
