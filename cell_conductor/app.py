@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+from bus.bus import API
+from bus.faults import BrokenInvariant
+from bus.outbox import Relay
 from bus.service.environment import Environment
 from bus.service.service import Service
 
 from .config import ConductorConfig
+from .engine import Engine
+from .handlers import HostHandlers, RequestHandlers
+from .side_tasks import Reporter, sweep_forever
+from .store.postgres import MIGRATIONS, PostgresInstances
+
+REQUESTS = "conductor.requests"
+RESULTS = "conductor.results"
+HOSTS = "conductor.hosts.{process}"
+# Declared here too: what a cell announces before its first scheduler listens must not be lost.
+ANNOUNCED_TO = "scheduler.builds"
 
 
 def build(env: Environment, config: ConductorConfig, cell: str) -> Service:
-    """A conductor of one cell, ready to run."""
-    raise NotImplementedError
+    """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines."""
+    if cell == API:
+        raise BrokenInvariant("a conductor speaks on its own cell's bus only (C-11)", code="conductor.up_call")
+    service = Service(f"conductor {cell}", clock=env.clock)
+    database = env.database(f"cell_{cell}")
+    bus = env.bus(cell)
+    relay = Relay(database, {cell: bus}, clock=env.clock)
+    store = PostgresInstances(database)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
+    requests = RequestHandlers(engine, env.clock)
+    hosts = HostHandlers(engine, store, env.clock, config)
+    reporter = Reporter(bus, env.clock, config)
+
+    async def declare() -> None:
+        for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS):
+            await bus.declare(queue)
+
+    async def open_database() -> None:
+        await database.open(MIGRATIONS)
+
+    service.resource(open_database, database.close)
+    service.resource(bus.open, bus.close)
+    service.declares(declare)
+    service.task("outbox relay", relay.run)
+    service.task("deadlines", lambda: sweep_forever(engine, env.clock, config))
+    service.task("reports", reporter.run)
+    for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
+        consumer = bus.consumer(
+            queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
+        )
+        service.consumer(consumer)
+        service.check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
+    # One at a time: the newest report of a service decides, so their order is kept.
+    service.consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
+    service.check("bus", lambda: bus.transport.connected)
+    service.check("database", lambda: database.ready)
+    service.drain(relay.drain)
+    return service

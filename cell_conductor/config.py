@@ -17,6 +17,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     for placement (a crash, an outage) is asked for again by the sweep. destroy_again_s: between two Destroy commands to
     a host that does not confirm. report_grace_s: a host's report only counts against an instance when it was made this
     long after the instance's last command, so that a report on its way cannot kill a young build.
+    report_every_s: between two requests for reports from all hosts (they also report by themselves).
     destroy_unknown: destroy what a host runs and no record of this cell owns.
     """
 
@@ -24,6 +25,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ask_again_s: Seconds = 15.0
     destroy_again_s: Seconds = 30.0
     report_grace_s: Seconds = 30.0
+    report_every_s: Seconds = 300.0
     sweep_every_s: Seconds = 0.5
     sweep_batch: Annotated[int, Bound(ge=1, le=5000)] = 500
     max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from bus.outbox import Addressed
 from msgspec import Struct
 
+from bus.outbox import Addressed
 from cell_conductor.domain.instance import Instance, State
 
 
@@ -56,6 +56,3 @@ class InstanceStore(Protocol):
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts (active or deleting there), and these instances whatever they are."""
-
-    async def counts(self) -> dict[State, int]:
-        """How many instances stand where."""

@@ -53,8 +53,6 @@ UNION
 SELECT uuid, state, host_uuid, attempt, since FROM instances WHERE uuid = ANY($2::uuid[])
 """
 
-COUNTS = "SELECT state, count(*) FROM instances GROUP BY state"
-
 
 class PostgresTransaction:
     """One transaction on one connection."""
@@ -112,11 +110,6 @@ class PostgresInstances:
         async with self._database.raw() as connection:
             rows = await connection.fetch(BRIEFS, host_uuids, instance_uuids)
         return [Brief(row[0], State(row[1]), row[2], row[3], row[4]) for row in rows]
-
-    async def counts(self) -> dict[State, int]:
-        """How many instances stand where."""
-        async with self._database.raw() as connection:
-            return {State(row[0]): row[1] for row in await connection.fetch(COUNTS)}
 
 
 def _columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:

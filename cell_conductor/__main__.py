@@ -1,0 +1,12 @@
+"""`python -m cell_conductor` is `berth run conductor`."""
+
+from __future__ import annotations
+
+import sys
+
+# berth composes the workers; a worker imports it here only, to be started like all others.
+from berth.cli import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["run", "conductor"]
+    main()

@@ -1,0 +1,76 @@
+"""What a conductor does on its own: let deadlines pass, and ask hosts what they run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.cell import ReportHosts
+from bus.faults import Transient
+from bus.port import BusError
+
+from .config import ConductorConfig
+from .engine import Engine
+
+log = structlog.get_logger(__name__)
+
+AWAY_PAUSE_S = 2.0  # what we depend on is away: the next look may wait
+
+
+async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
+    """Look for passed deadlines every `sweep_every_s`; a full batch is followed by the next at once.
+
+    Conductors share the work: each takes what no other has locked.
+    """
+    while True:
+        try:
+            swept = await engine.sweep()
+        except (Transient, BusError) as fault:
+            log.warning("sweep.waiting", code=fault.code, reason=str(fault))
+            await clock.sleep(AWAY_PAUSE_S)
+            continue
+        if swept < config.sweep_batch:
+            await clock.sleep(config.sweep_every_s)
+
+
+class Reporter:
+    """Asks every compute service for a report: at start, when the bus is back, and now and then."""
+
+    def __init__(self, bus: Bus, clock: Clock, config: ConductorConfig) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._config = config
+        self._due = asyncio.Event()
+        self._why = "conductor started"
+        bus.transport.on_reconnect(self._reconnected)
+
+    def _reconnected(self) -> None:
+        self._why = "conductor reconnected"
+        self._due.set()
+
+    async def run(self) -> None:
+        """Until cancelled. The reports come to the queue that `HostHandlers` reads."""
+        self._due.set()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tick())
+            group.create_task(self._ask())
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.report_every_s)
+            self._why = "reconciliation"
+            self._due.set()
+
+    async def _ask(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            try:
+                await self._bus.publish(ReportHosts(why=self._why))
+            except BusError as error:
+                log.warning("report.not_asked", code=error.code, reason=str(error))
+                await self._clock.sleep(AWAY_PAUSE_S)
+                self._due.set()

@@ -1,0 +1,80 @@
+"""The whole conductor as it is wired: its lifecycle, its cell's bus, and nothing above."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.contracts.build import BuildState
+from bus.contracts.cell import ReportHosts
+from bus.faults import BrokenInvariant
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from bus.port import Transport
+from bus.service.environment import Environment
+from cell_conductor.app import build
+from cell_conductor.config import ConductorConfig
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
+
+
+def environment(url: str, broker: MemoryBroker, asked: list[str], process: str = "conductor-1") -> Environment:
+    def transports(name: str) -> Transport:
+        asked.append(name)
+        return broker.transport(name)
+
+    return Environment(process, transports=transports, database_url=url)
+
+
+async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url: str) -> None:
+    clock = MovingClock()
+    broker, asked = MemoryBroker(clock), list[str]()
+    service = build(environment(postgres_url, broker, asked), ConductorConfig(), CELL)
+    stop = asyncio.Event()
+    cell = Cell(postgres_url, broker, clock)
+    around = cell.around
+    around.bus = cell.new_bus("around")
+    await around.bus.open()
+    reports = asyncio.Event()
+
+    async def asked_to_report(batch: list[Received]) -> list[Outcome]:
+        if any(isinstance(received.message, ReportHosts) for received in batch):
+            reports.set()
+        return [Done()] * len(batch)
+
+    consumers = [
+        around.bus.consumer("compute.asked.{process}", asked_to_report),  # type: ignore[arg-type]
+        around.bus.consumer("placement.requests", around.placement),
+        around.bus.consumer("compute.{service}", around.compute, service="s1"),
+    ]
+    for consumer in consumers:
+        await consumer.start()
+    running = asyncio.create_task(service.run(stop))
+    async with asyncio.timeout(WAIT_S):
+        await service.ready.wait()
+        await reports.wait()
+    assert service.not_ready() == []
+    made = cell.build(1)
+    await around.bus.publish(made)
+    # The scheduler comes late: what was announced before has waited for it.
+    await around.until(lambda: len(around.spawns) == 1)
+    late = around.bus.consumer("scheduler.builds", around.scheduler)
+    await late.start()
+    await around.until(lambda: around.ends(made.spec.instance_uuid) == [BuildState.ACTIVE])
+    stop.set()
+    async with asyncio.timeout(WAIT_S):
+        await running
+    for consumer in (*consumers, late):
+        await consumer.drain(1.0)
+    await around.bus.close()
+    await cell.database.close()
+    assert asked == [CELL]
+
+
+def test_a_conductor_of_the_api_bus_is_refused(postgres_url: str) -> None:
+    asked: list[str] = []
+    with pytest.raises(BrokenInvariant):
+        build(environment(postgres_url, MemoryBroker(SystemClock()), asked), ConductorConfig(), API)
+    assert asked == []
