@@ -1,1 +1,1 @@
-"""A compute service: manages hosts through a driver. Simulated hypervisors, bare metal, and a reference for real agents."""
+"""A compute service: manages hosts through a driver. Simulated hypervisors, bare metal, a reference for agents."""

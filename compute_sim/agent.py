@@ -335,11 +335,13 @@ class Agent:
             entry = Entry(entry.attempt, Phase.RUNNING, fence=entry.fence)
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
-        if entry.phase is Phase.DESTROYING or (machine and machine.attempt and machine.attempt <= entry.fence):
-            if entry.phase is not Phase.BUILDING:
-                self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=max(entry.fence, entry.attempt)))
-                self._start_destroy(key, max(entry.fence, entry.attempt))
-                return
+        # A machine at or below its fence: its destruction was on record, but did not come true.
+        undead = machine is not None and machine.attempt is not None and machine.attempt <= entry.fence
+        if entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING):
+            fence = max(entry.fence, entry.attempt)
+            self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence))
+            self._start_destroy(key, fence)
+            return
         if entry.phase is Phase.BUILDING and command is not None and key[0] in self._hosts:
             self._start_build(key, command, clear=entry.fence)
             if entry.fence:

@@ -48,9 +48,9 @@ def build(
     config: ComputeConfig,
     cell: str,
     service: str,
+    *,
     fleet: Fleet | None = None,
     driver: Driver | None = None,
-    *,
     die: Callable[[], None] | None = None,
 ) -> Service:
     """One compute service of one cell, over that cell's bus alone.
@@ -59,7 +59,7 @@ def build(
     driver: instead of the one that the configuration names. die: how a planned death of the service happens;
     the default ends the service with a fault (a process of its own may rather kill itself).
     """
-    parts = Parts(env, config, cell, service, fleet, driver, die)
+    parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
     result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
     result.resource(parts.bus.open, parts.bus.close)
     result.resource(parts.open, parts.close)
@@ -91,6 +91,7 @@ class Parts:
         self,
         env: Environment,
         config: ComputeConfig,
+        *,
         cell: str,
         service: str,
         fleet: Fleet | None,

@@ -1,0 +1,184 @@
+"""A cell with nobody in it but a compute service: what it is told, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.consumer import Consumer
+from bus.contracts.base import Message
+from bus.contracts.cell import (
+    ComputeHosts,
+    ComputeOutcome,
+    ComputeResult,
+    Destroy,
+    Heartbeat,
+    InstanceSpec,
+    ReportHosts,
+    Spawn,
+)
+from bus.contracts.placement import InventoryUpdate
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from bus.port import Transport
+from bus.service.environment import Environment
+from bus.service.service import Service
+from compute_sim.app import build
+from compute_sim.config import ComputeConfig
+from compute_sim.driver import Driver
+from compute_sim.fleet import Fleet
+
+CELL = "c1"
+PATIENCE_S = 20.0
+
+
+class Cell:
+    """A bus, ears on it, and compute services that start, stop and die on demand."""
+
+    def __init__(self, transports: Callable[[str], Transport] | None = None) -> None:
+        self.clock = SystemClock()
+        self.rng = random.Random(7)
+        self.broker = MemoryBroker(self.clock)
+        self.transports = transports or (lambda name: self.broker.transport(name))
+        self.bus = Bus(CELL, self.transports(CELL), process="ears", clock=self.clock, rng=self.rng)
+        self.heard: list[Message] = []
+        self._news = asyncio.Condition()
+        self._consumers: list[Consumer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        await self.bus.open()
+        for queue in ("conductor.results", "conductor.hosts.{process}", "placement.inventory"):
+            consumer = self.bus.consumer(queue, self._hear, max_batch=1000, concurrency=1)
+            await consumer.start()
+            self._tasks.append(asyncio.create_task(consumer.run()))
+            self._consumers.append(consumer)
+
+    async def close(self) -> None:
+        for consumer in self._consumers:
+            await consumer.drain(1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bus.close()
+
+    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._news:
+            self.heard.extend(received.message for received in batch)
+            self._news.notify_all()
+        return [Done()] * len(batch)
+
+    async def until(self, there: Callable[[], Any]) -> Any:
+        """Wait until what was heard makes this true; returns it."""
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            await self._news.wait_for(there)
+        return there()
+
+    # --- what was heard
+
+    def results(self, instance: str | None = None) -> list[ComputeResult]:
+        return [m for m in self.heard if isinstance(m, ComputeResult) and instance in (None, m.instance_uuid)]
+
+    def announced(self) -> list[ComputeHosts]:
+        return [m for m in self.heard if isinstance(m, ComputeHosts)]
+
+    def heartbeats(self) -> list[Heartbeat]:
+        return [m for m in self.heard if isinstance(m, Heartbeat)]
+
+    def inventory(self) -> list[InventoryUpdate]:
+        return [m for m in self.heard if isinstance(m, InventoryUpdate)]
+
+    async def outcome(self, instance: str, attempt: int, count: int = 1) -> ComputeResult:
+        """The count-th result of this attempt."""
+
+        def said() -> list[ComputeResult]:
+            found = [r for r in self.results(instance) if r.attempt == attempt]
+            return found if len(found) >= count else []
+
+        return (await self.until(said))[count - 1]  # type: ignore[no-any-return]
+
+    async def ended(self, instance: str, attempt: int, outcome: ComputeOutcome) -> ComputeResult:
+        """A result of this attempt with this outcome."""
+        found = await self.until(
+            lambda: [r for r in self.results(instance) if r.attempt == attempt and r.outcome is outcome]
+        )
+        return found[0]  # type: ignore[no-any-return]
+
+    # --- what is asked
+
+    def instance(self) -> str:
+        return new_uuid(self.rng)
+
+    async def spawn(self, host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> None:
+        await self.bus.publish(spawn(host, instance, attempt, service), cause=instance)
+
+    async def destroy(self, host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> None:
+        command = Destroy(instance_uuid=instance, attempt=attempt, host_uuid=host, service=service)
+        await self.bus.publish(command, cause=instance)
+
+    async def ask(self) -> None:
+        await self.bus.publish(ReportHosts(why="test"))
+
+    # --- compute services
+
+    async def compute(
+        self, config: ComputeConfig, fleet: Fleet, *, service: str = "c1-a", driver: Driver | None = None
+    ) -> Life:
+        env = Environment(f"compute-{service}", transports=self.transports, clock=self.clock, rng=self.rng)
+        life = Life(build(env, config, CELL, service, fleet=fleet, driver=driver))
+        await life.ready()
+        return life
+
+
+class Life:
+    """One life of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._stop = asyncio.Event()
+        self.task = asyncio.create_task(service.run(self._stop))
+
+    async def ready(self) -> None:
+        ready = asyncio.create_task(self.service.ready.wait())
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.wait({ready, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.task.done():
+            await self.task
+            raise AssertionError("the service ended before it was ready")
+
+    async def stop(self) -> None:
+        """Drain and close."""
+        self._stop.set()
+        await self.task
+
+    async def kill(self) -> None:
+        """End it abruptly: nothing is drained."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def spawn(host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> Spawn:
+    return Spawn(
+        spec=InstanceSpec(instance_uuid=instance, project_id="p1", flavor="m1.small"),
+        attempt=attempt,
+        host_uuid=host,
+        allocations={host: {"VCPU": 1, "MEMORY_MB": 512}},
+        service=service,
+    )
+
+
+async def settled(there: Callable[[], Any], turns: int = 10_000) -> None:
+    """Wait, turn of the loop by turn, for something that is not said on the bus."""
+    for _ in range(turns):
+        if there():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+Starting = Callable[..., Awaitable[Life]]
