@@ -1,0 +1,63 @@
+"""What cells announce: recorded in order, and said again on the API bus (DESIGN, "One boot" 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import API
+from bus.clock import Clock
+from bus.contracts.build import BuildEvent, StoryLine
+from bus.outbox import Addressed
+from bus.outcome import Done, Outcome, Received
+from scheduler_worker import metrics
+from scheduler_worker.domain.records import record, told
+from scheduler_worker.store.port import Change, SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+
+class AnnouncementHandler:
+    """Handles queue `scheduler.builds` of one cell's bus. A cell speaks for its own instances only."""
+
+    def __init__(self, store: SchedulerStore, cell: str, *, clock: Clock) -> None:
+        self._store = store
+        self._cell = cell
+        self._clock = clock
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """All of a batch in one transaction; several events of one instance are folded in their order."""
+        events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
+        now = self._clock.time()
+        async with self._store.unit() as unit:
+            kept = await unit.lock([event.instance_uuid for event in events])
+            stories: dict[str, list[StoryLine]] = {}
+            for event in sorted(events, key=lambda event: (event.instance_uuid, event.sequence)):
+                found = kept.get(event.instance_uuid)
+                if found is None:
+                    self._ignored(event, "unknown")
+                    continue
+                standing, announced = record(found.standing, event, self._cell)
+                if announced is None:
+                    self._ignored(event, "late" if found.standing.cell == self._cell else "foreign")
+                    continue
+                kept[event.instance_uuid] = type(found)(standing=standing, delete_requested=found.delete_requested)
+                stories.setdefault(event.instance_uuid, []).append(told(event, now))
+                metrics.ANNOUNCED.labels("announced").inc()
+                unit.say(Addressed(API, announced, event.instance_uuid))
+            await unit.change(
+                [
+                    Change(
+                        standing=kept[uuid].standing, delete_requested=kept[uuid].delete_requested, story=tuple(lines)
+                    )
+                    for uuid, lines in stories.items()
+                ],
+                now,
+            )
+        return [Done()] * len(batch)
+
+    def _ignored(self, event: BuildEvent, why: str) -> None:
+        metrics.ANNOUNCED.labels(why).inc()
+        if why != "late":
+            log.warning("announcement.ignored", why=why, cell=self._cell, instance=event.instance_uuid)

@@ -1,0 +1,176 @@
+"""Wiring of a scheduler: the API bus, each cell's bus, its schema, the replica, the handlers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from bus.bus import API, Bus
+from bus.clock import Clock
+from bus.contracts.cell import ComputeHosts, Heartbeat, ReportHosts
+from bus.outbox import Relay
+from bus.outcome import Done, Outcome, Received
+from bus.port import BusError
+from bus.service.environment import Environment
+from bus.service.service import Service
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
+from scheduler_worker import metrics, plugins
+from scheduler_worker.announcements import AnnouncementHandler
+from scheduler_worker.claiming import Claiming
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.flavors import parse
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.select import Selector
+from scheduler_worker.handlers import RequestHandler, refused_event
+from scheduler_worker.queries import QueryHandler
+from scheduler_worker.store.postgres import MIGRATIONS, PostgresStore
+
+
+class HostsListener:
+    """Keeps the host table: folds announcements in, and asks for them at start, on reconnect, and now and then."""
+
+    def __init__(self, bus: Bus, table: HostTable, *, clock: Clock, rng: random.Random, again_s: float) -> None:
+        self._bus = bus
+        self._table = table
+        self._clock = clock
+        self._rng = rng
+        self._again_s = again_s
+        self._asked = True
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue `scheduler.hosts.{process}` of one cell. A service speaks for its own cell only."""
+        now_s = self._clock.monotonic()
+        for received in batch:
+            message = received.message
+            if isinstance(message, ComputeHosts | Heartbeat) and message.cell == self._bus.name:
+                self._table.heard(message, now_s)
+        metrics.KNOWN_HOSTS.set(len(self._table))
+        return [Done()] * len(batch)
+
+    def reconnected(self) -> None:
+        """The private queue was gone with the connection, and what was said meanwhile with it."""
+        self._asked = False
+
+    async def run(self) -> None:
+        """Ask again: soon after a reconnection, else now and then, each scheduler at its own times."""
+        due = self._clock.monotonic() + self._pause()
+        while True:
+            await self._clock.sleep(RECONNECT_LOOK_S)
+            if not self._asked or self._clock.monotonic() >= due:
+                self._asked = await self.ask()
+                due = self._clock.monotonic() + self._pause()
+
+    async def ask(self) -> bool:
+        """Ask every compute service of the cell to announce its hosts now. False: the bus is away."""
+        try:
+            await self._bus.publish(ReportHosts(why="a scheduler listens"))
+        except BusError:
+            return False
+        return True
+
+    def _pause(self) -> float:
+        return self._again_s * self._rng.uniform(0.75, 1.25)
+
+
+RECONNECT_LOOK_S = 0.5  # how soon after a reconnection hosts are asked
+
+
+def build(env: Environment, config: SchedulerConfig, cells: Sequence[str]) -> Service:
+    """One scheduler over these cells. Any number may run side by side."""
+    service = Service("scheduler", clock=env.clock)
+    asked = {name: parse(name, flavor) for name, flavor in config.flavors.items()}
+    selector = Selector(
+        Book(), HostTable(), config, asked=asked, filters=plugins.filters(config), weighings=plugins.weighings(config)
+    )
+    buses = {name: env.bus(name) for name in (API, *cells)}
+    database = env.database("scheduler")
+    relay = Relay(database, buses, clock=env.clock)
+    store = PostgresStore(database, relay)
+    follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
+    claiming = Claiming(
+        buses[API], selector, follower, clock=env.clock, rng=random.Random(env.rng.getrandbits(64)), config=config
+    )
+
+    service.resource(lambda: database.open(MIGRATIONS), database.close)
+    for bus in buses.values():
+        service.resource(bus.open, bus.close)
+    service.resource(follower.start, follower.close)
+    service.task("outbox", relay.run)
+    service.drain(relay.drain)
+    service.task("replica", follower.run)
+    service.prepare(follower.ready.wait)
+    service.check("replica", follower.ready.is_set)
+
+    for cell in cells:
+        _listen(service, env, buses[cell], selector, config)
+        _announcements(service, env, buses[cell], store, config)
+    _requests(service, env, buses[API], store=store, selector=selector, claiming=claiming, config=config)
+    return service
+
+
+def _listen(service: Service, env: Environment, bus: Bus, selector: Selector, config: SchedulerConfig) -> None:
+    """Hosts first, so that the first request finds them."""
+    rng = random.Random(env.rng.getrandbits(64))
+    listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_again_s)
+    consumer = bus.consumer(
+        "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
+    )
+    bus.transport.on_reconnect(listener.reconnected)
+
+    async def start() -> None:
+        await consumer.start()
+        await listener.ask()
+
+    async def stop() -> None:
+        await consumer.drain(0.0)
+
+    async def run() -> None:
+        await consumer.run()
+
+    service.resource(start, stop)
+    service.task(f"hosts of {bus.name}", run)
+    service.task(f"ask hosts of {bus.name}", listener.run)
+    service.check(f"bus {bus.name}", lambda: bus.transport.connected)
+
+
+def _announcements(service: Service, env: Environment, bus: Bus, store: PostgresStore, config: SchedulerConfig) -> None:
+    # Declared before the first dispatch: what a cell announces is kept from the beginning, whoever is up.
+    service.declares(lambda: bus.declare("scheduler.builds"))
+    service.consumer(
+        bus.consumer(
+            "scheduler.builds",
+            AnnouncementHandler(store, bus.name, clock=env.clock),
+            max_batch=config.batch,
+            concurrency=config.concurrency,
+            prefetch=config.prefetch,
+        )
+    )
+
+
+def _requests(
+    service: Service,
+    env: Environment,
+    bus: Bus,
+    *,
+    store: PostgresStore,
+    selector: Selector,
+    claiming: Claiming,
+    config: SchedulerConfig,
+) -> None:
+    queries = QueryHandler(store, selector, clock=env.clock, service_down_time_s=config.service_down_time_s)
+    requests = RequestHandler(
+        store, bus, selector, claiming, clock=env.clock, config=config, process=f"scheduler {env.process}".strip()
+    )
+    service.consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
+    service.consumer(
+        bus.consumer(
+            "scheduler.requests",
+            requests,
+            max_batch=config.batch,
+            concurrency=config.concurrency,
+            prefetch=config.prefetch,
+            on_malformed=refused_event,
+        )
+    )
+    service.check("bus api", lambda: bus.transport.connected)

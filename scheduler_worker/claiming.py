@@ -1,0 +1,412 @@
+"""Decide, claim, and decide again: from what is wanted to a claimed host, for a whole batch at once.
+
+A round decides every open request on the replica and claims them in one round trip. Each outcome asks for another
+reaction (P-63): claimed; raced: fold the newer shape in and ask for the same host again; full or gone: the next
+host, down the whole list (P-64); consumer changed: somebody else owns this instance, stop. No answer is never "no
+host" (N-23).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import structlog
+from msgspec import Struct
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, stop_any
+from tenacity.stop import stop_base
+from tenacity.wait import wait_base
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.build import BuildRequest
+from bus.contracts.cell import Selection
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.faults import Fault, RequestRefused, Transient
+from bus.port import BusError
+from placement_worker.replica.follower import Follower
+from placement_worker.replica.search import options
+from scheduler_worker import metrics
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.ranking import Candidate, Choice, Ranking
+from scheduler_worker.domain.select import NoHost, Selector, adopted
+from scheduler_worker.domain.spread import Spread
+from scheduler_worker.domain.wanted import Wanted
+
+log = structlog.get_logger(__name__)
+
+FIRST_JITTER_S = 0.001  # the most that is waited before the second round, halved
+ATTEMPT = 1  # the scheduler's claim is the first attempt; the conductor's are the next
+
+
+class Away(Transient):
+    """The resource book does not answer."""
+
+    code = "placement.away"
+
+
+class Placed(Struct, frozen=True, kw_only=True):
+    """Claimed: the selected host (which is where the claim is), and the alternates."""
+
+    cell: str
+    selections: tuple[Selection, ...]
+    consumer_generation: int
+    passed: int
+    score: float
+    claims: int
+
+
+class Stopped(Struct, frozen=True):
+    """It must not be tried any further."""
+
+    code: str
+    reason: str
+
+
+class Contended(Struct, frozen=True):
+    """The bounds of this delivery are used up, though not every host was asked."""
+
+    claims: int
+
+
+Ending = Placed | NoHost | Stopped | Contended | Away
+
+
+class Asking(Struct, frozen=True, kw_only=True):
+    """A request to place. `fresh`: this delivery put it on record, so no earlier run can have claimed for it."""
+
+    request: BuildRequest
+    wanted: Wanted
+    fresh: bool = True
+
+
+class Work(Struct, kw_only=True):
+    """One request on its way through the rounds. `tried`: rows it may not use any more, and why."""
+
+    request: BuildRequest
+    wanted: Wanted
+    fresh: bool
+    tried: dict[int, str]
+    choice: Choice | None = None
+    again: Candidate | None = None  # ask for this host again: its shape had changed
+    raced: int = 0
+    claims: int = 0
+    looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
+    probe: ClaimOption | None = None  # asks whether an earlier run of ours holds a claim
+    ending: Ending | None = None
+
+
+class Claiming:
+    """The claim loop. One per scheduler process; several batches may be in it at once."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        selector: Selector,
+        follower: Follower,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        config: SchedulerConfig,
+    ) -> None:
+        self._bus = bus
+        self._selector = selector
+        self._book = selector.book
+        self._follower = follower
+        self._clock = clock
+        self._rng = rng
+        self._config = config
+        self._jitter = _Jitter(rng, config.retry_jitter_s)
+        self.spread = Spread()
+
+    async def place(self, wanted: Sequence[Asking]) -> list[Ending]:
+        """An ending for each, in order."""
+        works = [
+            Work(
+                request=asking.request,
+                wanted=asking.wanted,
+                fresh=asking.fresh,
+                tried=dict.fromkeys(sorted(self._selector.rows_of(asking.request.ignore_hosts)), "host.ignored"),
+            )
+            for asking in wanted
+        ]
+        deadline = self._clock.monotonic() + self._config.claim_deadline_s
+        rounds = AsyncRetrying(
+            retry=retry_if_result(bool),
+            stop=stop_any(stop_after_attempt(self._config.claim_rounds), _StopAt(self._clock, deadline)),
+            wait=self._jitter,
+            sleep=self._clock.sleep,
+            retry_error_callback=lambda _: True,
+        )
+        await rounds(self._round, works)
+        return [work.ending if work.ending is not None else Contended(work.claims) for work in works]
+
+    async def _round(self, works: list[Work]) -> bool:
+        """One round over what is still open. True: something still is."""
+        still = [work for work in works if work.ending is None]
+        if any(work.again is not None or work.looked_twice for work in still):
+            # Never "none" or "the same again" on old news: ask for the newest changes (one shared round trip).
+            await self._follower.refresh(timeout_s=self._config.raced_wait_s)
+        try:
+            await self._decide_and_claim(still)
+        finally:
+            # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
+            for work in still:
+                if not isinstance(work.ending, Placed):
+                    self._book.settle(work.request.instance_uuid, None)
+        return any(work.ending is None for work in still)
+
+    async def _decide_and_claim(self, works: list[Work]) -> None:
+        started = self._clock.monotonic()
+        self._decide(works)
+        decided = self._clock.monotonic()
+        metrics.STAGE_S.labels("decide").observe(decided - started)
+        claiming = [work for work in works if work.choice is not None or work.probe is not None]
+        if claiming:
+            await self._claim(claiming)
+            metrics.STAGE_S.labels("claim").observe(self._clock.monotonic() - decided)
+
+    # --- deciding
+
+    def _decide(self, works: list[Work]) -> None:
+        """One synchronous pass over the book: each choice is assumed, so that the next one sees it (N-18)."""
+        subset = self.spread.subset(self._config.host_subset_size, self._config.max_subset_size)
+        metrics.SUBSET.set(subset)
+        now_s = self._clock.monotonic()
+        rankings: dict[tuple[str, ...], Ranking] = {}
+        for work in works:
+            work.choice = self._same_host(work)
+            if work.choice is None:
+                ranking = rankings.get(work.wanted.key)
+                if ranking is None:
+                    ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
+                    metrics.CANDIDATES.observe(len(ranking))
+                work.choice = ranking.pick(work.tried, subset=subset, alternates=self._alternates(work.request))
+                if work.choice is not None:
+                    self._assume(work, work.choice)
+                    ranking.consumed(work.choice.selected)
+            else:
+                self._assume(work, work.choice)
+            if work.choice is None:
+                self._nothing(work, now_s)
+
+    def _same_host(self, work: Work) -> Choice | None:
+        """The host whose shape had changed, if it still fits as it is now."""
+        again, work.again = work.again, None
+        if again is None or work.choice is None:
+            return None
+        found = options(self._book, work.wanted.query, again.row, limit=self._config.max_options)
+        if not found:
+            work.tried[again.row] = "claim.raced"
+            return None
+        return Choice(
+            Candidate(again.row, again.position, again.score, found), work.choice.alternates, work.choice.passed
+        )
+
+    def _alternates(self, request: BuildRequest) -> int:
+        """One host fewer than may be tried (C-7); a request may ask for fewer."""
+        return (request.max_attempts or self._config.max_attempts) - 1
+
+    def _assume(self, work: Work, choice: Choice) -> None:
+        metrics.DECISIONS.labels("chosen").inc()
+        self._book.assume(work.request.instance_uuid, choice.selected.options[0].allocations)
+
+    def _nothing(self, work: Work, now_s: float) -> None:
+        """Nothing fits: look again at the newest state; then make sure that no earlier run of ours holds a claim."""
+        if not work.looked_twice:
+            work.looked_twice = True
+            return
+        if not work.fresh and work.probe is None:
+            # After a crash the only host that fits may be the one that we hold already, which looks full.
+            work.probe = self._impossible(work.wanted)
+            if work.probe is not None:
+                return
+        self._no_host(work, now_s)
+
+    def _no_host(self, work: Work, now_s: float) -> None:
+        metrics.DECISIONS.labels("no_host").inc()
+        work.ending = self._selector.explain(work.wanted, now_s, work.tried)
+
+    def _impossible(self, wanted: Wanted) -> ClaimOption | None:
+        """An option that never fits: a claim of it only tells whether this attempt holds an allocation already."""
+        roots = self._book.rows_of_roots()
+        if not roots.size:
+            return None
+        resource_class = min(wanted.query.resources)
+        return ClaimOption(allocations={self._book.uuid_of(int(roots[0])): {resource_class: MAX_AMOUNT}})
+
+    # --- claiming
+
+    async def _claim(self, works: list[Work]) -> None:
+        answers = await self._ask(works)
+        lost = 0
+        for work, answer in zip(works, answers, strict=True):
+            work.claims += 1
+            outcome = answer.outcome.value if isinstance(answer, ClaimResult) else answer.code
+            metrics.CLAIMS.labels(outcome).inc()
+            if isinstance(answer, ClaimResult):
+                lost += answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
+                self._fold(work, answer)
+            else:
+                work.ending = self._unanswered(answer)
+        self.spread = self.spread.after(len(works), lost)
+
+    async def _ask(self, works: list[Work]) -> list[ClaimResult | Fault]:
+        claims = [
+            Claim(
+                consumer=work.request.instance_uuid,
+                attempt=ATTEMPT,
+                options=(work.probe,) if work.choice is None and work.probe is not None else _options(work),
+                project_id=work.request.project_id,
+                user_id=work.request.user_id,
+            )
+            for work in works
+        ]
+        causes = [claim.consumer for claim in claims]
+        try:
+            return await self._bus.request_all(
+                claims, ClaimResult, timeout_s=self._config.claim_timeout_s, causes=causes
+            )
+        except (BusError, Transient) as error:
+            # Nobody serves claims, or the bus is away: the claims may or may not have been heard.
+            return [Away(str(error)) for _ in claims]
+
+    def _unanswered(self, fault: Fault) -> Ending:
+        if isinstance(fault, RequestRefused):
+            return Stopped(fault.code, fault.reason)
+        return Away(f"{fault.code} {fault.reason}".strip())
+
+    def _fold(self, work: Work, answer: ClaimResult) -> None:
+        """What one outcome asks for."""
+        choice = work.choice
+        if choice is None:
+            self._probed(work, answer)
+            return
+        match answer.outcome:
+            case ClaimOutcome.CLAIMED:
+                work.ending = self._claimed(work, choice, answer)
+            case ClaimOutcome.RACED:
+                work.raced += 1
+                metrics.RETRIES.labels("raced").inc()
+                if work.raced <= self._config.raced_retries:
+                    work.again = choice.selected
+                else:
+                    work.tried[choice.selected.row] = "claim.raced"
+            case ClaimOutcome.FULL | ClaimOutcome.GONE:
+                metrics.RETRIES.labels(answer.outcome.value).inc()
+                work.tried[choice.selected.row] = f"claim.{answer.outcome.value}"
+            case ClaimOutcome.CONSUMER_CHANGED:
+                reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
+                work.ending = Stopped("claim.consumer_changed", reason)
+            case ClaimOutcome.INVALID:
+                work.ending = Stopped("claim.invalid", answer.reason or "the resource book cannot ever accept this")
+
+    def _probed(self, work: Work, answer: ClaimResult) -> None:
+        if answer.outcome is ClaimOutcome.CLAIMED:
+            work.ending = self._adopt(work, (), answer)
+        else:
+            self._no_host(work, self._clock.monotonic())
+
+    def _claimed(self, work: Work, choice: Choice, answer: ClaimResult) -> Ending:
+        """Build where the claim is, which is where we asked unless an earlier run of ours had claimed already."""
+        selected = choice.selected
+        option = self._option(selected.options, answer)
+        if option is None:
+            return self._adopt(work, (selected, *choice.alternates), answer)
+        if option:
+            self._book.assume(work.request.instance_uuid, selected.options[option].allocations)
+        self._book.settle(work.request.instance_uuid, answer.generations)
+        return self._placed(
+            work,
+            self._selector.selection(selected, option),
+            choice.alternates,
+            answer,
+            passed=choice.passed,
+            score=selected.score,
+        )
+
+    def _adopt(self, work: Work, alternates: tuple[Candidate, ...], answer: ClaimResult) -> Ending:
+        """A claim that a run before us made, and did not live to write down: the claim is what counts."""
+        self._book.settle(work.request.instance_uuid, None)
+        main = self._earlier(work, answer)
+        if main is None:
+            return Away("an earlier claim of this request holds a host that is not known here yet")
+        cell = self._selector.cell_of(main.host_uuid)
+        others = [
+            alternate
+            for alternate in alternates
+            if (uuid := self._book.uuid_of(alternate.row)) != main.host_uuid and self._selector.cell_of(uuid) == cell
+        ][: self._alternates(work.request)]
+        log.info("claim.adopted", instance=work.request.instance_uuid, host=main.host)
+        return self._placed(work, main, others, answer, passed=len(others) + 1, score=0.0)
+
+    def _placed(
+        self,
+        work: Work,
+        main: Selection,
+        alternates: Sequence[Candidate],
+        answer: ClaimResult,
+        *,
+        passed: int,
+        score: float,
+    ) -> Ending:
+        cell = self._selector.cell_of(main.host_uuid)
+        if cell is None:
+            return Away("the claimed host's compute service is not known here any more")
+        return Placed(
+            cell=cell,
+            selections=(main, *(self._selector.selection(alternate) for alternate in alternates)),
+            consumer_generation=answer.consumer_generation or 0,
+            passed=passed,
+            score=score,
+            claims=work.claims,
+        )
+
+    def _option(self, offered: list[ClaimOption], answer: ClaimResult) -> int | None:
+        """Which of the offered options is held; None: something that was not offered now."""
+        held = set(answer.generations)
+        if answer.option is not None and answer.option < len(offered):
+            fits = not held or held == set(offered[answer.option].allocations)
+            return answer.option if fits else None
+        matching = [at for at, option in enumerate(offered) if set(option.allocations) == held]
+        return matching[0] if len(matching) == 1 else None
+
+    def _earlier(self, work: Work, answer: ClaimResult) -> Selection | None:
+        providers = sorted(answer.generations)
+        held = adopted(self._book, work.wanted.query.resources, providers)
+        rows = {provider: row for provider in providers if (row := self._book.row_of(provider)) is not None}
+        if held is None or not rows:
+            return None
+        host_uuid = self._book.uuid_of(self._book.root_of(rows[providers[0]]))
+        if self._selector.table.index_of(host_uuid) is None:
+            return None
+        shapes = {provider: self._book.shape_of(row) for provider, row in rows.items()}
+        return self._selector.placed(host_uuid, held, shapes)
+
+
+def _options(work: Work) -> tuple[ClaimOption, ...]:
+    assert work.choice is not None
+    return tuple(work.choice.selected.options)
+
+
+class _StopAt(stop_base):
+    """Tenacity's stop, by our clock."""
+
+    def __init__(self, clock: Clock, at_s: float) -> None:
+        self._clock = clock
+        self._at_s = at_s
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return self._clock.monotonic() >= self._at_s
+
+
+class _Jitter(wait_base):
+    """Tenacity's wait, with our own source of randomness: evenly from nothing to a bound that doubles each round."""
+
+    def __init__(self, rng: random.Random, most_s: float) -> None:
+        self._rng = rng
+        self._most_s = most_s
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        return self._rng.uniform(0.0, min(self._most_s, FIRST_JITTER_S * 2.0 ** min(retry_state.attempt_number, 16)))

@@ -1,0 +1,114 @@
+"""What an operator can set about scheduling, as one frozen struct, parsed once and passed down."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct, field
+
+Positive = Annotated[int, Bound(ge=1)]
+Seconds = Annotated[float, Bound(gt=0)]
+
+
+class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a client may ask for by name (N-2).
+
+    extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
+    forbidden, everything else (plain, or `capabilities:name`) is for the filters.
+    """
+
+    vcpus: Annotated[int, Bound(ge=0)] = 0
+    memory_mb: Annotated[int, Bound(ge=0)] = 0
+    disk_gb: Annotated[int, Bound(ge=0)] = 0
+    extra_specs: dict[str, str] = {}
+
+
+class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A host aggregate: the same uuid as the provider aggregate that says who is in it; its metadata is ours (N-15)."""
+
+    uuid: str
+    name: str
+    metadata: dict[str, str] = {}
+
+
+def _bare_metal(resource_class: str, vcpus: int, memory_mb: int, disk_gb: int) -> Flavor:
+    """A whole node: its class alone is asked for; the sizes are what a person is told."""
+    specs = {"resources:VCPU": "0", "resources:MEMORY_MB": "0", "resources:DISK_GB": "0"}
+    return Flavor(
+        vcpus=vcpus, memory_mb=memory_mb, disk_gb=disk_gb, extra_specs={f"resources:{resource_class}": "1", **specs}
+    )
+
+
+DEFAULT_FLAVORS: dict[str, Flavor] = {
+    "m1.tiny": Flavor(vcpus=1, memory_mb=512, disk_gb=1),
+    "m1.small": Flavor(vcpus=1, memory_mb=2048, disk_gb=20),
+    "m1.medium": Flavor(vcpus=2, memory_mb=4096, disk_gb=40),
+    "m1.large": Flavor(vcpus=4, memory_mb=8192, disk_gb=80),
+    "gpu.small": Flavor(vcpus=4, memory_mb=8192, disk_gb=40, extra_specs={"resources:VGPU": "1"}),
+    "bm.gold": _bare_metal("CUSTOM_BAREMETAL_GOLD", 32, 131_072, 1000),
+    "bm.silver": _bare_metal("CUSTOM_BAREMETAL_SILVER", 16, 65_536, 500),
+}
+
+# Most selective and cheapest first; they run in this order (F-order).
+DEFAULT_FILTERS = (
+    "scheduler_worker.filters.service_is_up.ComputeFilter",
+    "scheduler_worker.filters.tenant_is_allowed.AggregateMultiTenancyIsolation",
+    "scheduler_worker.filters.capabilities_match.ComputeCapabilitiesFilter",
+)
+DEFAULT_WEIGHERS = (
+    "scheduler_worker.weighers.free_ram.RAMWeigher",
+    "scheduler_worker.weighers.free_cpu.CPUWeigher",
+    "scheduler_worker.weighers.free_disk.DiskWeigher",
+    "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",
+)
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The scheduler's settings; each name says its unit.
+
+    available_filters: class paths that may be enabled besides berth's own (F-plug); enabled_filters: those that run,
+    in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the
+    weigher's own default.
+    """
+
+    flavors: dict[str, Flavor] = field(default_factory=lambda: dict(DEFAULT_FLAVORS))
+    aggregates: tuple[Aggregate, ...] = ()
+    available_filters: tuple[str, ...] = ()
+    enabled_filters: tuple[str, ...] = DEFAULT_FILTERS
+    enabled_weighers: tuple[str, ...] = DEFAULT_WEIGHERS
+    multipliers: dict[str, float] = {}
+
+    # Choosing (N-5, N-6)
+    host_subset_size: Positive = 1
+    shuffle_best_same_weighed_hosts: bool = True
+    max_subset_size: Positive = 64  # contention widens the choice among near-best hosts up to this
+    max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
+    max_options: Annotated[int, Bound(ge=1, le=16)] = 4  # candidate allocations of one host, tried in one claim (P-65)
+
+    # Pre-filters (R-1, R-2)
+    limit_tenants_to_placement_aggregate: bool = False
+    placement_aggregate_required_for_tenants: bool = False
+    default_availability_zone: str = "nova"
+
+    # Hosts
+    service_down_time_s: Seconds = 60.0
+    hosts_warmup_s: Seconds = 5.0  # after a start, unknown hosts may still announce themselves: retry, do not refuse
+    report_again_s: Seconds = 300.0  # hosts are asked again now and then, in case an announcement was lost
+
+    # Claiming
+    claim_timeout_s: Seconds = 5.0
+    claim_rounds: Positive = 256  # hosts tried for one request in one delivery (P-64: the whole list, but bounded)
+    claim_deadline_s: Seconds = 20.0  # ... and for no longer than this
+    raced_retries: Positive = 4  # claims on the same host whose shape keeps changing
+    raced_wait_s: Seconds = 0.25  # how long to wait for the replica to fold a newer shape in
+    retry_jitter_s: Seconds = 0.05
+
+    # Building
+    build_timeout_s: Seconds = 300.0
+
+    # Bounds of the consumers
+    batch: Positive = 64
+    concurrency: Positive = 2
+    prefetch: Positive = 256
+    max_funnel_nearest: Positive = 3

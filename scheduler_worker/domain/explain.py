@@ -1,0 +1,61 @@
+"""A request that fits nowhere, explained: the funnel, and a sentence a person understands (N-34, U-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bus.contracts.build import FunnelStep
+from scheduler_worker.domain.wanted import Wanted
+
+# What the stable words of the funnel mean, for a person. A word that is not here is shown as it is.
+PHRASES = {
+    "host.disabled": "are disabled",
+    "service.down": "have a compute service that is down",
+    "tenant.not_allowed": "are kept for other projects",
+    "host.unannounced": "were never announced by a compute service",
+    "host.ignored": "were to be ignored",
+    "claim.full": "were taken while we asked",
+    "claim.gone": "went away while we asked",
+    "claim.raced": "kept changing while we asked",
+    "host.taken": "were taken by requests decided just before",
+}
+
+
+def sentence(wanted: Wanted, funnel: Sequence[FunnelStep], nearest: int) -> str:
+    """Why no host took it, in one line, the reasons that felled most (last steps first) named with their numbers."""
+    amounts = ", ".join(f"{amount} {name}" for name, amount in sorted(wanted.query.resources.items()))
+    asked = f"{wanted.flavor} ({amounts})"
+    hosts = funnel[0].left + sum(funnel[0].fell.values()) if funnel else 0
+    if hosts == 0:
+        return f"No host can take {asked}: the resource book has no hosts at all."
+    reasons = nearest_reasons(funnel, nearest)
+    if not reasons:
+        return f"None of {hosts} hosts can take {asked}."
+    return f"None of {hosts} hosts can take {asked}: " + "; ".join(reasons) + "."
+
+
+def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
+    """The nearest misses first: what fell at the last steps was closest to being taken."""
+    said: list[str] = []
+    for step in reversed(funnel):
+        for reason, count in sorted(step.fell.items(), key=lambda item: (-item[1], item[0])):
+            said.append(f"{count} {phrase(step.step, reason)}")
+            if len(said) == limit:
+                return said
+    return said
+
+
+def phrase(step: str, reason: str) -> str:
+    """One reason in words."""
+    if reason in PHRASES:
+        return PHRASES[reason]
+    if reason.startswith("capability."):
+        return f"do not have the asked {reason.removeprefix('capability.')}"
+    return f"fell at {step} ({reason})" if reason != step else f"fell at {step}"
+
+
+def step(name: str, before: int, fell: Mapping[str, int]) -> FunnelStep:
+    """One step of a funnel; what fell and what is left add up to what came in."""
+    left = before - sum(fell.values())
+    assert left >= 0, (name, before, fell)
+    return FunnelStep(step=name, left=left, fell=dict(fell))

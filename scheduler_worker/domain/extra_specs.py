@@ -1,0 +1,55 @@
+"""The extra-spec operators, as Nova has them (F-op, trap 15)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+# Nova: `=` means "at least" for numbers, whatever it looks like; `s==` is equality of strings.
+_NUMBERS: dict[str, Callable[[float, float], bool]] = {
+    "=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    "<=": operator.le,
+}
+_STRINGS: dict[str, Callable[[str, str], bool]] = {
+    "s==": operator.eq,
+    "s!=": operator.ne,
+    "s<": operator.lt,
+    "s<=": operator.le,
+    "s>": operator.gt,
+    "s>=": operator.ge,
+}
+
+
+def matches(value: str | None, wanted: str) -> bool:
+    """Whether a host's value meets what an extra spec asks. A host that does not say fails.
+
+    Without an operator the two must be the same text. `<in> x`: x is part of the value; `<all-in> x y`: all of
+    them are; `<or> x <or> y`: the value is one of them. A number operator on something that is no number fails.
+    """
+    if value is None:
+        return False
+    words = wanted.split()
+    if not words:
+        return value == wanted
+    first, rest = words[0], words[1:]
+    if first in _NUMBERS:
+        return bool(rest) and _compare_numbers(_NUMBERS[first], value, rest[0])
+    if first in _STRINGS:
+        return bool(rest) and _STRINGS[first](value, rest[0])
+    if first == "<in>":
+        return bool(rest) and rest[0] in value
+    if first == "<all-in>":
+        return bool(rest) and all(word in value for word in rest)
+    if first == "<or>":
+        return value in rest[0::2]
+    return value == wanted
+
+
+def _compare_numbers(compare: Callable[[float, float], bool], value: str, wanted: str) -> bool:
+    try:
+        return compare(float(value), float(wanted))
+    except ValueError:
+        return False

@@ -1,0 +1,141 @@
+"""What compute services say about hosts: who manages each, in which cell, whether it takes builds (N-4, C-3).
+
+The book knows what a host has; this table knows whether it can be reached. Columns, because every decision reads
+all of them; epoch and sequence guard each service's announcements, because they may come late or twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
+
+Rows = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
+NOBODY = -1  # no service manages this host any more
+MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that claims more is wrong
+FIRST_ROOM = 1024
+
+
+class ServiceState(Struct):
+    """One compute service as last heard of. `heard_s`: monotonic."""
+
+    name: str
+    cell: str
+    epoch: int
+    sequence: int
+    heard_s: float
+    leaving: bool = False
+
+
+class HostTable:
+    """All announced hosts as columns. A host keeps its index for ever; whose it is may change."""
+
+    def __init__(self) -> None:
+        self.services: list[ServiceState] = []
+        self.cells: list[str] = []
+        self._service_index: dict[tuple[str, str], int] = {}
+        self._index: dict[str, int] = {}
+        self._by_name: dict[str, list[int]] = {}
+        self.uuids: list[str] = []
+        self.names: list[str] = []
+        self.attributes: list[Mapping[str, str]] = []
+        self.service = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
+        self.cell = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
+        self.enabled = np.zeros(FIRST_ROOM, dtype=np.bool_)
+        self.failed_builds = np.zeros(FIRST_ROOM, dtype=np.float64)
+
+    def __len__(self) -> int:
+        return len(self.uuids)
+
+    def index_of(self, uuid: str) -> int | None:
+        """The host's index, or None when nobody ever announced it."""
+        return self._index.get(uuid)
+
+    def find(self, name: str) -> list[str]:
+        """The uuids of the hosts with this name or uuid, in announcement order."""
+        if name in self._index:
+            return [name]
+        return [self.uuids[index] for index in self._by_name.get(name, ())]
+
+    def heard(self, message: ComputeHosts | Heartbeat, now_s: float) -> bool:
+        """Fold one announcement in. False: it is older than what is known, and ignored."""
+        known = self._service_index.get((message.cell, message.service))
+        if known is None:
+            known = self._add_service(message, now_s)
+        else:
+            service = self.services[known]
+            if (message.epoch, message.sequence) <= (service.epoch, service.sequence):
+                return False
+            service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
+        self.services[known].leaving = isinstance(message, Heartbeat) and message.leaving
+        if isinstance(message, ComputeHosts):
+            self._fold(known, message)
+        return True
+
+    def down(self, now_s: float, service_down_time_s: float) -> Mask:
+        """Per service: not heard from for too long, or gone on purpose. One more entry at the end stands for nobody."""
+        silent = [s.leaving or now_s - s.heard_s > service_down_time_s for s in self.services]
+        return np.array([*silent, True], dtype=np.bool_)
+
+    def _add_service(self, message: ComputeHosts | Heartbeat, now_s: float) -> int:
+        self.services.append(ServiceState(message.service, message.cell, message.epoch, message.sequence, now_s))
+        self._service_index[message.cell, message.service] = len(self.services) - 1
+        if message.cell not in self.cells:
+            self.cells.append(message.cell)
+        return len(self.services) - 1
+
+    def _fold(self, service: int, message: ComputeHosts) -> None:
+        cell = self.cells.index(message.cell)
+        if message.complete:
+            # What this service no longer lists it no longer manages (a node re-homed, a hypervisor removed).
+            self.service[: len(self)][self.service[: len(self)] == service] = NOBODY
+        for host in message.hosts:
+            self._put(host, service, cell)
+
+    def _put(self, host: HostReport, service: int, cell: int) -> None:
+        index = self._index.get(host.uuid)
+        if index is None:
+            if len(self) >= MAX_HOSTS:
+                return
+            index = self._add(host)
+        if self.names[index] != host.name:
+            self._rename(index, host)
+        self.attributes[index] = host.attributes
+        self.service[index], self.cell[index] = service, cell
+        self.enabled[index] = host.enabled
+        self.failed_builds[index] = host.failed_builds
+
+    def _add(self, host: HostReport) -> int:
+        index = len(self.uuids)
+        if index == len(self.service):
+            self._grow()
+        self.uuids.append(host.uuid)
+        self.names.append(host.name)
+        self.attributes.append(host.attributes)
+        self._index[host.uuid] = index
+        self._by_name.setdefault(host.name, []).append(index)
+        return index
+
+    def _rename(self, index: int, host: HostReport) -> None:
+        self._by_name[self.names[index]].remove(index)
+        self._by_name.setdefault(host.name, []).append(index)
+        self.names[index] = host.name
+
+    def _grow(self) -> None:
+        room = len(self.service)
+        self.service = _longer(self.service, room, NOBODY)
+        self.cell = _longer(self.cell, room, NOBODY)
+        self.enabled = _longer(self.enabled, room, False)
+        self.failed_builds = _longer(self.failed_builds, room, 0.0)
+
+
+def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
+    return np.concatenate([column, np.full(more, fill, dtype=column.dtype)])

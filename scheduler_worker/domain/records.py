@@ -1,0 +1,57 @@
+"""What a build's record becomes when its cell announces something: pure, and exactly one terminal event a request."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState, StoryLine
+
+# The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
+MALFORMED, ACCEPTED, SCHEDULED, DECIDED, DELETED = 0, 1, 2, 3, 4
+FIRST_OF_CONDUCTOR = 10
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """Where one build stands on record. `terminal`: its build request's one terminal event was announced."""
+
+    instance_uuid: str
+    project_id: str
+    state: BuildState
+    sequence: int
+    terminal: bool
+    cell: str | None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    history: tuple[AttemptRecord, ...] = ()
+
+
+def record(standing: Standing, event: BuildEvent, cell: str) -> tuple[Standing, BuildEvent | None]:
+    """Fold one announcement of a cell in; None: it is old, or not this cell's to say, and nothing is announced."""
+    if event.sequence <= standing.sequence or standing.state is BuildState.DELETED or standing.cell != cell:
+        return standing, None
+    terminal = event.terminal and (event.state is BuildState.DELETED or not standing.terminal)
+    # A delete is under way: what the build still does is told, but the record keeps saying so.
+    deleting = standing.state is BuildState.DELETING and event.state is not BuildState.DELETED
+    folded = replace(
+        standing,
+        state=standing.state if deleting else event.state,
+        sequence=event.sequence,
+        terminal=standing.terminal or terminal,
+        host=event.host or standing.host,
+        code=event.code,
+        reason=event.reason,
+        history=event.history or standing.history,
+    )
+    return folded, replace(event, terminal=terminal, cell=cell, project_id=standing.project_id)
+
+
+def told(event: BuildEvent, now: float) -> StoryLine:
+    """One announcement as a line of the build's story."""
+    where = f"{event.host} (attempt {event.attempt})" if event.host else ""
+    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
+    last = event.history[-1] if event.history else None
+    before = f"{last.host} attempt {last.attempt}: {last.outcome} {last.code}".rstrip() if last and not why else ""
+    detail = "; ".join(part for part in (where, why, before) if part)
+    return StoryLine(at=event.at or now, who="conductor", what=event.state.value, detail=detail)

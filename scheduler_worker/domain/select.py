@@ -1,0 +1,184 @@
+"""From a book, a host table and a request to a choice, or to the funnel that says why there is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from bus.contracts.build import BuildRequest, FunnelStep
+from bus.contracts.cell import Selection
+from placement_worker.replica.book import Book
+from placement_worker.replica.search import search
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.explain import step
+from scheduler_worker.domain.flavors import Asked, want
+from scheduler_worker.domain.hosts import NOBODY, HostTable, Rows
+from scheduler_worker.domain.plugins import Filter, Weighing
+from scheduler_worker.domain.ranking import Candidate, Chance, Choice, Ranking
+from scheduler_worker.domain.view import HostsView, Membership
+from scheduler_worker.domain.wanted import Impossible, Wanted
+
+UNANNOUNCED = "host.unannounced"
+
+
+class NoHost(Struct, frozen=True):
+    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's word."""
+
+    funnel: tuple[FunnelStep, ...]
+    unannounced: int = 0
+
+
+class Selector:
+    """All that a decision reads. It changes nothing but the book's assumptions, which its callers make."""
+
+    def __init__(
+        self,
+        book: Book,
+        table: HostTable,
+        config: SchedulerConfig,
+        *,
+        asked: Mapping[str, Asked],
+        filters: Sequence[Filter],
+        weighings: Sequence[Weighing],
+    ) -> None:
+        self.book = book
+        self.table = table
+        self.config = config
+        self.asked = asked
+        self.filters = tuple(filters)
+        self.weighings = tuple(weighings)
+        self.membership = Membership(config.aggregates)
+        self._roots: Rows | None = None
+        self._known = -1
+        self._index = np.empty(0, dtype=np.intp)
+
+    def want(self, request: BuildRequest) -> Wanted | Impossible:
+        """What the request wants, as things are configured. The flavor is known."""
+        hosts = None if request.host is None else tuple(self.uuids_of(request.host))
+        return want(request, self.asked[request.flavor], hosts, self.membership, self.config)
+
+    def uuids_of(self, host: str) -> list[str]:
+        """The hosts that a client's word means: a name, or a uuid."""
+        known = self.table.find(host)
+        if known or self.book.row_of(host) is None:
+            return known
+        return [host]
+
+    def rows_of(self, hosts: Sequence[str]) -> set[int]:
+        """Rows of the book of the named hosts; unknown ones are left out (N-13)."""
+        rows = (self.book.row_of(uuid) for host in hosts for uuid in self.uuids_of(host))
+        return {row for row in rows if row is not None}
+
+    def rank(self, wanted: Wanted, now_s: float, chance: Chance) -> Ranking:
+        """All hosts that can take it now, best first (maybe none)."""
+        view, funnel = self._passing(wanted, now_s, explain=False)
+        return Ranking(
+            view,
+            wanted,
+            self.weighings,
+            funnel,
+            shuffle=self.config.shuffle_best_same_weighed_hosts,
+            chance=chance,
+            max_options=self.config.max_options,
+        )
+
+    def explain(self, wanted: Wanted, now_s: float, tried: Mapping[int, str]) -> NoHost:
+        """Why nothing is left. `tried`: rows this request may not use any more, and why."""
+        view, funnel = self._passing(wanted, now_s, explain=True)
+        out = [tried[row] for row in view.rows.tolist() if row in tried]
+        if out:
+            funnel = (*funnel, step("claim", len(view), Counter(out)))
+        unannounced = sum(count for s in funnel for reason, count in s.fell.items() if reason == UNANNOUNCED)
+        return NoHost(funnel, unannounced)
+
+    def selection(self, candidate: Candidate, option: int = 0) -> Selection:
+        """One candidate as the cell's conductor gets it (C-6)."""
+        uuid = self.book.uuid_of(candidate.row)
+        chosen = candidate.options[option]
+        return self.placed(uuid, chosen.allocations, chosen.shapes)
+
+    def placed(
+        self, host_uuid: str, allocations: Mapping[str, Mapping[str, int]], shapes: Mapping[str, int]
+    ) -> Selection:
+        """A selection on a host that is in the host table."""
+        at = self.table.index_of(host_uuid)
+        assert at is not None, host_uuid
+        service = self.table.services[int(self.table.service[at])]
+        return Selection(
+            host_uuid=host_uuid,
+            host=self.table.names[at],
+            service=service.name,
+            allocations={provider: dict(amounts) for provider, amounts in allocations.items()},
+            shapes=dict(shapes),
+        )
+
+    def cell_of(self, host_uuid: str) -> str | None:
+        """The cell of a host that somebody manages."""
+        at = self.table.index_of(host_uuid)
+        if at is None or self.table.service[at] == NOBODY:
+            return None
+        return self.table.cells[int(self.table.cell[at])]
+
+    def choose(self, ranking: Ranking, excluded: Mapping[int, str], alternates: int, subset: int) -> Choice | None:
+        """Take the next from a ranking; what it picks is the caller's to assume, then `ranking.consumed`."""
+        return ranking.pick(excluded, subset=subset, alternates=alternates)
+
+    def _passing(self, wanted: Wanted, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
+        """Search, then each filter in order; the funnel says what each left."""
+        found = search(self.book, wanted.query, explain=explain)
+        down = self.table.down(now_s, self.config.service_down_time_s)
+        view = HostsView(
+            self.book, self.table, self.membership, rows=found.roots, index=self._index_of(found.roots), down=down
+        )
+        funnel = [*found.funnel]
+        known = view.known
+        if not known.all():
+            before = len(view)
+            view = view.subset(known)
+            funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
+        for judge in self.filters:
+            before = len(view)
+            verdict = judge.judge(view, wanted)
+            if not verdict.passed.all():
+                view = view.subset(verdict.passed)
+            # A plug-in may count carelessly; the funnel must add up all the same.
+            fell = (
+                verdict.fell if sum(verdict.fell.values()) == before - len(view) else {judge.name: before - len(view)}
+            )
+            funnel.append(step(judge.name, before, fell))
+        return view, tuple(funnel)
+
+    def _index_of(self, rows: Rows) -> Rows:
+        """Host table index per row of the book; looked up anew only when hosts or roots came or went."""
+        roots = self.book.rows_of_roots()
+        if roots is not self._roots or len(self.table) != self._known:
+            self._index = np.full(int(roots.max()) + 1 if roots.size else 0, NOBODY, dtype=np.intp)
+            for row in roots.tolist():
+                at = self.table.index_of(self.book.uuid_of(row))
+                if at is not None:
+                    self._index[row] = at
+            self._roots, self._known = roots, len(self.table)
+        return self._index[rows]
+
+
+def adopted(book: Book, resources: Mapping[str, int], providers: Sequence[str]) -> dict[str, dict[str, int]] | None:
+    """What a claim of an earlier run holds, from the providers that the answer names.
+
+    That run crashed before it wrote its choice down; the claim itself is what counts. Each class is held by the
+    one of these providers that has it; None when that is not clear.
+    """
+    held: dict[str, dict[str, int]] = {}
+    rows = {provider: book.row_of(provider) for provider in providers}
+    for resource_class, amount in sorted(resources.items()):
+        having = [
+            provider
+            for provider, row in sorted(rows.items())
+            if row is not None and resource_class in book.inventory_of(row)
+        ]
+        if len(having) != 1:
+            return None
+        held.setdefault(having[0], {})[resource_class] = amount
+    return held if held.keys() == set(providers) else None

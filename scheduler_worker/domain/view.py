@@ -1,0 +1,134 @@
+"""The hosts as filters and weighers see them: columns of the book and of the host table, side by side (N-4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from placement_worker.replica.book import Book
+from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.hosts import NOBODY, Floats, HostTable, Mask, Rows
+
+
+class Membership:
+    """Which roots are in which configured aggregate, by row of the book."""
+
+    def __init__(self, aggregates: Sequence[Aggregate]) -> None:
+        self.aggregates = tuple(aggregates)
+        self._keys = tuple(sorted({key for aggregate in aggregates for key in aggregate.metadata}))
+
+    def with_key(self, key: str) -> list[Aggregate]:
+        """The aggregates whose metadata has this key, in configured order."""
+        return [aggregate for aggregate in self.aggregates if key in aggregate.metadata]
+
+    def with_prefix(self, prefix: str) -> list[Aggregate]:
+        """The aggregates with a metadata key that begins like this, in configured order."""
+        return [a for a in self.aggregates if any(key.startswith(prefix) for key in a.metadata)]
+
+    def has_key(self, key: str) -> bool:
+        """Whether any aggregate says something under this key: most do not, and then nothing is computed."""
+        return key in self._keys
+
+
+class HostView(Struct, frozen=True):
+    """One host, for a filter that looks at one at a time."""
+
+    uuid: str
+    name: str
+    cell: str
+    enabled: bool
+    up: bool
+    failed_builds: int
+    attributes: Mapping[str, str]
+    aggregates: tuple[Aggregate, ...]
+    view: HostsView
+    position: int
+
+    def free(self, resource_class: str) -> float:
+        """What is free of a class over the host's whole tree."""
+        return float(self.view.subset(np.array([self.position])).free(resource_class)[0])
+
+
+class HostsView:
+    """Some hosts at one moment. `rows` are rows of the book, `index` the same hosts' indexes in the host table.
+
+    `down`: per service, whether it is down at this moment (see HostTable.down).
+    """
+
+    def __init__(
+        self, book: Book, table: HostTable, membership: Membership, *, rows: Rows, index: Rows, down: Mask
+    ) -> None:
+        self.book = book
+        self.table = table
+        self.membership = membership
+        self.rows = rows
+        self.index = index
+        self.down = down
+
+    def __len__(self) -> int:
+        return int(self.rows.size)
+
+    def subset(self, chosen: Mask | Rows) -> HostsView:
+        """The same moment, fewer hosts."""
+        return HostsView(
+            self.book, self.table, self.membership, rows=self.rows[chosen], index=self.index[chosen], down=self.down
+        )
+
+    @property
+    def known(self) -> Mask:
+        """Whether a compute service has announced the host, so that its cell is known."""
+        return self.index >= 0
+
+    @property
+    def enabled(self) -> Mask:
+        """Whether the host takes new builds at all."""
+        return np.asarray(self.table.enabled[self.index], dtype=np.bool_)
+
+    @property
+    def up(self) -> Mask:
+        """Whether the host's service was heard from recently. A host that nobody manages any more is not up."""
+        # Service NOBODY (-1) indexes the last entry of `down`, which stands for nobody and is always down.
+        return ~self.down[self.table.service[self.index]]
+
+    @property
+    def cell(self) -> Rows:
+        """Index of the host's cell in `table.cells`."""
+        return self.table.cell[self.index].astype(np.intp)
+
+    @property
+    def failed_builds(self) -> Floats:
+        """Consecutive failed builds, as the host's service counts them."""
+        return np.asarray(self.table.failed_builds[self.index], dtype=np.float64)
+
+    def free(self, resource_class: str) -> Floats:
+        """What is free of a class, summed over each host's tree; claims in flight count as used."""
+        return np.asarray(self.book.free(resource_class, self.rows), dtype=np.float64)
+
+    def attribute(self, key: str) -> list[str | None]:
+        """One announced word per host."""
+        attributes = self.table.attributes
+        return [attributes[at].get(key) for at in self.index.tolist()]
+
+    def member_of(self, uuid: str) -> Mask:
+        """Whether each host is in an aggregate."""
+        return self.book.in_aggregate(uuid, self.rows)
+
+    def host(self, position: int) -> HostView:
+        """One host of the view, with its words."""
+        at = int(self.index[position])
+        row = int(self.rows[position])
+        mine = set(self.book.aggregates_of(row))
+        return HostView(
+            uuid=self.book.uuid_of(row),
+            name=self.table.names[at] if at != NOBODY else self.book.name_of(row),
+            cell=self.table.cells[int(self.table.cell[at])] if at != NOBODY else "",
+            enabled=bool(self.table.enabled[at]) if at != NOBODY else False,
+            up=not bool(self.down[self.table.service[at]]) if at != NOBODY else False,
+            failed_builds=int(self.table.failed_builds[at]) if at != NOBODY else 0,
+            attributes=self.table.attributes[at] if at != NOBODY else {},
+            aggregates=tuple(a for a in self.membership.aggregates if a.uuid in mine),
+            view=self,
+            position=position,
+        )

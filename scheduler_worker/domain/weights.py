@@ -1,0 +1,94 @@
+"""How weighers combine (W-0): clamp, scale to 0..1, multiply, add up. As Nova's `weights.py`, over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher, Weighing
+from scheduler_worker.domain.view import HostsView, Membership
+from scheduler_worker.domain.wanted import Wanted
+
+
+class Scale(Struct, frozen=True):
+    """One weigher's scale over a set of hosts: what 0 and 1 stand for (`span` 0 = all alike, all 0)."""
+
+    weighing: Weighing
+    low: float
+    span: float
+
+
+def clamp(weigher: Weigher, raw: Floats) -> Floats:
+    """Raw weights within the weigher's own bounds."""
+    if weigher.minimum is None and weigher.maximum is None:
+        return raw
+    return np.clip(raw, weigher.minimum, weigher.maximum)
+
+
+def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
+    """Between the weigher's bounds where it has them, else between the smallest and largest seen."""
+    weigher = weighing.weigher
+    low = float(clamped.min()) if weigher.minimum is None else weigher.minimum
+    high = float(clamped.max()) if weigher.maximum is None else weigher.maximum
+    return Scale(weighing, low, high - low)
+
+
+def score(view: HostsView, wanted: Wanted, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
+    """Every host's sum of weights, and the scales that make a later score of some of them comparable.
+
+    One host is never weighed: there is nothing to choose.
+    """
+    total = np.zeros(len(view), dtype=np.float64)
+    scales: list[Scale] = []
+    if len(view) <= 1:
+        return total, scales
+    for weighing in weighings:
+        clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, wanted))
+        scale = scale_of(weighing, clamped)
+        scales.append(scale)
+        total += _weights(view, scale, clamped)
+    return total, scales
+
+
+def score_again(view: HostsView, wanted: Wanted, scales: Sequence[Scale]) -> Floats:
+    """Some hosts' sums on scales made before, after what they have free has changed."""
+    total = np.zeros(len(view), dtype=np.float64)
+    for scale in scales:
+        weigher = scale.weighing.weigher
+        total += _weights(view, scale, clamp(weigher, weigher.weigh(view, wanted)))
+    return total
+
+
+def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | float:
+    if scale.span == 0:
+        return 0.0
+    return (clamped - scale.low) / scale.span * multipliers(view, scale.weighing)
+
+
+def multipliers(view: HostsView, weighing: Weighing) -> Floats | float:
+    """Per host: its aggregates' `<name>_weight_multiplier`, the smallest wins; else the operator's setting.
+
+    One value that is no number makes the setting hold for the hosts of that aggregate (trap 2).
+    """
+    weigher = weighing.weigher
+    key = f"{weigher.name}_weight_multiplier"
+    if not view.membership.has_key(key):
+        return weighing.multiplier * weigher.sign
+    return weigher.sign * _by_aggregate(view, view.membership, key, weighing.multiplier)
+
+
+def _by_aggregate(view: HostsView, membership: Membership, key: str, setting: float) -> Floats:
+    smallest = np.full(len(view), np.inf)
+    unreadable = np.zeros(len(view), dtype=np.bool_)
+    for aggregate in membership.with_key(key):
+        members = view.member_of(aggregate.uuid)
+        try:
+            value = float(aggregate.metadata[key])
+        except ValueError:
+            unreadable |= members
+        else:
+            smallest = np.where(members, np.minimum(smallest, value), smallest)
+    return np.where(unreadable | np.isinf(smallest), setting, smallest)

@@ -1,0 +1,1 @@
+"""The filters that come with berth, one a file, loaded by class path like anybody else's."""

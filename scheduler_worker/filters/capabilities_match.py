@@ -1,0 +1,46 @@
+"""Does the host say of itself what the flavor's extra specs ask? (F-2)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+SCOPE = "capabilities"
+
+
+class ComputeCapabilitiesFilter:
+    """Compares un-scoped and `capabilities:` extra specs with the host's announced attributes."""
+
+    name: ClassVar[str] = "ComputeCapabilitiesFilter"
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """Each asked attribute in turn; a host falls for the first that does not match."""
+        passed = np.ones(len(view), dtype=np.bool_)
+        fell: Counter[str] = Counter()
+        for key, value in asked(wanted).items():
+            # Hosts say the same few words, so each distinct word is judged once.
+            words = view.attribute(key)
+            verdicts = {word: matches(word, value) for word in set(words)}
+            mine = np.array([verdicts[word] for word in words], dtype=np.bool_)
+            fell[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
+            passed &= mine
+        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
+
+
+def asked(wanted: Wanted) -> dict[str, str]:
+    """The extra specs that are about capabilities: `capabilities:name`, or a name without any scope."""
+    specs: dict[str, str] = {}
+    for key, value in wanted.extra_specs.items():
+        scope, colon, name = key.partition(":")
+        if not colon:
+            specs[key] = value
+        elif scope == SCOPE:
+            specs[name] = value
+    return specs

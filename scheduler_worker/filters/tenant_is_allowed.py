@@ -1,0 +1,42 @@
+"""Is the host kept for other projects? (F-8)"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.plugins import EVERYONE, Verdict, one_reason
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+KEY = "filter_tenant_id"
+
+
+class AggregateMultiTenancyIsolation:
+    """A host in an aggregate with `filter_tenant_id*` metadata is for those projects only; others are open to all.
+
+    As Nova's: the values of all such keys of all the host's aggregates make one list of allowed projects.
+    """
+
+    name: ClassVar[str] = "AggregateMultiTenancyIsolation"
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """Restricted hosts pass when any of their aggregates names the project."""
+        restricting = view.membership.with_prefix(KEY)
+        if not restricting:
+            return Verdict(np.ones(len(view), dtype=np.bool_), EVERYONE)
+        restricted = np.zeros(len(view), dtype=np.bool_)
+        allowed = np.zeros(len(view), dtype=np.bool_)
+        for aggregate in restricting:
+            members = view.member_of(aggregate.uuid)
+            restricted |= members
+            if wanted.project_id in tenants(aggregate.metadata):
+                allowed |= members
+        return one_reason(~restricted | allowed, "tenant.not_allowed")
+
+
+def tenants(metadata: dict[str, str]) -> set[str]:
+    """The projects that an aggregate's `filter_tenant_id*` keys name (comma lists)."""
+    named = (value.split(",") for key, value in metadata.items() if key.startswith(KEY))
+    return {word.strip() for words in named for word in words if word.strip()}

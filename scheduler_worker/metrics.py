@@ -1,0 +1,20 @@
+"""What the scheduler counts and measures."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+FAST_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+HOSTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000)
+
+REQUESTS = Counter(
+    "berth_scheduler_requests", "Build and delete requests, by what became of them.", ["kind", "outcome"]
+)
+DECISIONS = Counter("berth_scheduler_decisions", "Decisions, by result.", ["result"])
+CLAIMS = Counter("berth_scheduler_claims", "Claims, by outcome.", ["outcome"])
+RETRIES = Counter("berth_scheduler_claim_retries", "Claims asked again, by why.", ["why"])
+CANDIDATES = Histogram("berth_scheduler_candidates", "Hosts left to choose from.", buckets=HOSTS)
+STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one stage.", ["stage"], buckets=FAST_S)
+ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by what became of them.", ["outcome"])
+SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
+KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")

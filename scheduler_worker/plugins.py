@@ -1,0 +1,55 @@
+"""Finds filters and weighers by class path (F-plug); an unknown or unfit one fails the start (F-order)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bus.faults import Fault
+from scheduler_worker.config import DEFAULT_FILTERS, SchedulerConfig
+from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
+
+
+class PluginInvalid(Fault):
+    """A configured filter or weigher cannot be used."""
+
+    code = "plugin.invalid"
+
+
+def filters(config: SchedulerConfig) -> list[Filter]:
+    """The enabled filters in their order; each is one of berth's own or of `available_filters`."""
+    available = dict.fromkeys((*DEFAULT_FILTERS, *config.available_filters))
+    by_name = {path.rpartition(".")[2]: path for path in available}
+    made: list[Filter] = []
+    for wanted in config.enabled_filters:
+        path = wanted if wanted in available else by_name.get(wanted)
+        if path is None:
+            raise PluginInvalid(f"filter {wanted!r} is not available (available: {', '.join(sorted(by_name))})")
+        made.append(_made(path, "judge"))
+    return made
+
+
+def weighings(config: SchedulerConfig) -> list[Weighing]:
+    """The enabled weighers with their multipliers; one whose multiplier is 0 is left out, it would change nothing."""
+    made: list[Weigher] = [_made(path, "weigh") for path in config.enabled_weighers]
+    unknown = config.multipliers.keys() - {weigher.name for weigher in made}
+    if unknown:
+        raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")
+    chosen = [Weighing(weigher, config.multipliers.get(weigher.name, weigher.multiplier)) for weigher in made]
+    return [weighing for weighing in chosen if weighing.multiplier or _has_metadata(config, weighing)]
+
+
+def _has_metadata(config: SchedulerConfig, weighing: Weighing) -> bool:
+    key = f"{weighing.weigher.name}_weight_multiplier"
+    return any(key in aggregate.metadata for aggregate in config.aggregates)
+
+
+def _made(path: str, method: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise PluginInvalid(f"{path}: {error}") from error
+    if not callable(getattr(made, method, None)) or not isinstance(getattr(made, "name", None), str):
+        raise PluginInvalid(f"{path} has no {method}() or no name")
+    return made

@@ -1,0 +1,68 @@
+"""Answers about builds (with their story) and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bus.clock import Clock
+from bus.contracts.build import BuildPage, BuildQuery, HostRecord, HostsPage, HostsQuery
+from bus.outcome import Done, Outcome, Received
+from scheduler_worker.domain.hosts import NOBODY
+from scheduler_worker.domain.select import Selector
+from scheduler_worker.store.port import SchedulerStore
+
+
+class QueryHandler:
+    """Handles queue `scheduler.queries`."""
+
+    def __init__(self, store: SchedulerStore, selector: Selector, *, clock: Clock, service_down_time_s: float) -> None:
+        self._store = store
+        self._selector = selector
+        self._clock = clock
+        self._service_down_time_s = service_down_time_s
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """One after another: queries are few."""
+        return [Done(reply=await self._answer(received)) for received in batch]
+
+    async def _answer(self, received: Received) -> BuildPage | HostsPage:
+        message = received.message
+        if isinstance(message, BuildQuery):
+            return BuildPage(builds=tuple(await self._store.builds(message)))
+        assert isinstance(message, HostsQuery)
+        return self.hosts(message.limit)
+
+    def hosts(self, limit: int) -> HostsPage:
+        """The hosts of the replica, by name, beside what their compute services say of them."""
+        book, table = self._selector.book, self._selector.table
+        down = table.down(self._clock.monotonic(), self._service_down_time_s)
+        rows = sorted(book.rows_of_roots().tolist(), key=book.name_of)[:limit]
+        asked = np.array(rows, dtype=np.intp)
+        amounts = {
+            name: (book.usage(name, asked).tolist(), book.totals(name, asked).tolist())
+            for name in sorted(book.resource_classes())
+        }
+        hosts = []
+        for at, row in enumerate(rows):
+            uuid = book.uuid_of(row)
+            index = table.index_of(uuid)
+            service = NOBODY if index is None else int(table.service[index])
+            hosts.append(
+                HostRecord(
+                    uuid=uuid,
+                    name=book.name_of(row) if index is None else table.names[index],
+                    cell=None if index is None else table.cells[int(table.cell[index])],
+                    service=None if service == NOBODY else table.services[service].name,
+                    up=not bool(down[service]),
+                    enabled=False if index is None else bool(table.enabled[index]),
+                    resources={
+                        name: (float(used[at]), float(total[at]))
+                        for name, (used, total) in amounts.items()
+                        if used[at] or total[at]
+                    },
+                    failed_builds=0 if index is None else int(table.failed_builds[index]),
+                )
+            )
+        return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)

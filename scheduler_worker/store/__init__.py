@@ -1,0 +1,1 @@
+"""Build requests and the instance-to-cell map in PostgreSQL."""

@@ -1,0 +1,101 @@
+"""What the scheduler keeps, as its handlers see it: one unit of work commits state and outgoing messages together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, FunnelStep, StoryLine
+from bus.outbox import Addressed
+from scheduler_worker.domain.records import Standing
+
+
+class NewBuild(Struct, frozen=True, kw_only=True):
+    """A request to be put on record. `digest`: of its whole content, so that a repeat is told from a clash."""
+
+    request: BuildRequest
+    digest: bytes
+    state: BuildState
+    sequence: int
+    terminal: bool = False
+    code: str = ""
+    reason: str = ""
+    story: tuple[StoryLine, ...] = ()
+
+
+class OnRecord(Struct, frozen=True, kw_only=True):
+    """What the record says of a request that came (again)."""
+
+    state: BuildState
+    digest: bytes
+    delete_requested: bool
+    project_id: str
+
+
+class Decided(Struct, frozen=True, kw_only=True):
+    """The end of scheduling, one way or the other: dispatched to a cell, or failed with the funnel."""
+
+    instance_uuid: str
+    state: BuildState
+    sequence: int
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    host_uuid: str | None = None
+    code: str = ""
+    reason: str = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    story: tuple[StoryLine, ...] = ()
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """A locked record: where it stands, and whether somebody asked to delete it while it was being scheduled."""
+
+    standing: Standing
+    delete_requested: bool
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """A locked record's new standing, with what is added to its story."""
+
+    standing: Standing
+    delete_requested: bool
+    story: tuple[StoryLine, ...] = ()
+
+
+class Unit(Protocol):
+    """One transaction. What is said in it is published after it has committed, and only then."""
+
+    async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
+        """Put requests on record; returns those that were not there."""
+
+    async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
+        """What is on record now."""
+
+    async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
+        """Write down the decisions on requests that still wait for one and were not deleted; returns those written.
+
+        Dispatched ones are mapped to their cell, once and for all (C-4).
+        """
+
+    async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
+        """Read records and hold them until the end of the unit."""
+
+    async def change(self, changes: Sequence[Change], now: float) -> None:
+        """Write locked records."""
+
+    def say(self, message: Addressed) -> None:
+        """Publish this after the commit."""
+
+
+class SchedulerStore(Protocol):
+    """Build requests and the instance-to-cell map."""
+
+    def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
+        """A transaction. Not durable: for what a redelivered message would write again after a crash."""
+
+    async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        """One build, or a page of them, newest first."""

@@ -1,0 +1,24 @@
+"""How much virtual CPUs is free on the host?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+
+class CPUWeigher:
+    """Likes free virtual CPUs; a negative multiplier packs instead. Clamped at 0 before scaling, as Nova's."""
+
+    name: ClassVar[str] = "cpu"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = 0.0
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+        """Capacity less used, claims in flight included."""
+        del wanted
+        return view.free("VCPU")

@@ -1,0 +1,24 @@
+"""How many builds in a row have failed on the host? (W-9)"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+
+class BuildFailureWeigher:
+    """Sinks sick hosts below all others, whatever else speaks for them."""
+
+    name: ClassVar[str] = "build_failure"
+    multiplier: ClassVar[float] = 1_000_000.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+        """Consecutive failures; a success on the host sets them back to none."""
+        del wanted
+        return view.failed_builds
