@@ -57,13 +57,15 @@ class Listener:
         while we are connected. So the binding is repeated with each read of all; repeating it costs nothing.
         """
         self._transport.on_reconnect(self._check.set)
+        first = True  # nodes are read even while there is nothing to bind to
         try:
             while True:
                 self._check.clear()
                 was_bound, self.bound = self.bound, await self._bind()
                 metrics.BOUND.set(self.bound)
-                if self.bound and not was_bound:
+                if first or (self.bound and not was_bound):
                     self._read_all()
+                first = False
                 wait_s = self._config.resync_s if self.bound else self._config.bind_retry_s
                 if await event_or_time(self._check, self._clock, wait_s):
                     self.bound = False  # the connection is new: bind first, then read all

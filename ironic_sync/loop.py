@@ -148,7 +148,6 @@ class SyncLoop:
                 tasks.create_task(term.reader.run_all())
                 tasks.create_task(term.listener.run())
                 tasks.create_task(self._check(term, kept))
-                term.reader.read_all()  # the exchange may be missing for long; Ironic can be read without it
         except* Exception as faults:
             raise _first(faults) from faults
 

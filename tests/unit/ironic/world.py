@@ -17,7 +17,7 @@ import msgspec
 from bus.contracts.base import Message
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from bus.memory import MemoryBroker
-from bus.port import Outgoing
+from bus.port import Outgoing, QueueMissing
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
@@ -176,7 +176,10 @@ class World:
         return False
 
     async def _drained(self) -> bool:
-        return await self.transport.depth(self.config.queue) == 0
+        try:
+            return await self.transport.depth(self.config.queue) == 0
+        except QueueMissing:
+            return True
 
 
 class Recording:
