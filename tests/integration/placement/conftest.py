@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport
+from bus.service.database import Database
+from placement_worker.store import audit
+from placement_worker.store.postgres import PostgresStore
+
+Hold = Mapping[str, Mapping[str, int]]
+
+
+class Book:
+    """A store on its own database, with words for what tests do to it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.database = Database(url, "placement")
+        self.store = PostgresStore(self.database)
+        self.versions = 0
+
+    async def open(self) -> None:
+        await self.store.open()
+
+    async def hosts(self, count: int, rng: random.Random, **amounts: int) -> list[str]:
+        """Flat hosts with these inventories, in the book."""
+        uuids = [new_uuid(rng) for _ in range(count)]
+        results = await self.store.report([self.host(uuid, **amounts) for uuid in uuids])
+        assert all(getattr(result, "outcome", None) == "applied" for result in results), results
+        return uuids
+
+    def host(self, uuid: str, *, source: str = "test", version: int | None = None, **amounts: int) -> InventoryUpdate:
+        self.versions += 1
+        inventories = {name: Inventory(total=total) for name, total in amounts.items()}
+        report = ProviderReport(uuid=uuid, name=f"host-{uuid}", inventories=inventories)
+        return InventoryUpdate(
+            source=source, version=self.versions if version is None else version, root_uuid=uuid, providers=(report,)
+        )
+
+    async def findings(self) -> list[str]:
+        async with self.database.raw() as connection:
+            return await audit.findings(connection)
+
+    async def over_capacity(self) -> list[audit.InventoryRow]:
+        async with self.database.raw() as connection:
+            return await audit.over_capacity(connection)
+
+    async def allocations(self) -> dict[str, dict[str, dict[str, int]]]:
+        async with self.database.raw() as connection:
+            return await audit.allocations(connection)
+
+
+def claim(consumer: str, *holds: Hold, **fields: Any) -> Claim:
+    options = tuple(ClaimOption(allocations={p: dict(r) for p, r in hold.items()}) for hold in holds)
+    return Claim(consumer=consumer, options=options, project_id="p", **fields)
+
+
+@pytest.fixture
+async def book(postgres_url: str) -> AsyncIterator[Book]:
+    made = Book(postgres_url)
+    await made.open()
+    yield made
+    await made.store.close()
+
+
+@pytest.fixture
+def make_claim() -> Callable[..., Claim]:
+    return claim
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(20)
