@@ -26,10 +26,12 @@ BOOT = {"VCPU": 2, "MEMORY_MB": 4096, "DISK_GB": 20}
 
 
 def uuid(number: int) -> str:
+    """A readable uuid."""
     return f"00000000-0000-4000-8000-{number:012d}"
 
 
 def host(number: int) -> ProviderState:
+    """A flat host."""
     return ProviderState(
         uuid=uuid(number),
         name=f"host{number}",
@@ -87,10 +89,12 @@ def weight_mb(book: Book) -> float:
 
 
 def say(what: str, figures: str) -> None:
+    """One line."""
     print(f"  {what:<72}{figures}")
 
 
 def loaded(states: list[ProviderState]) -> Book:
+    """A book with these providers, measured."""
     gc.collect()
     book = Book()
     began = time.perf_counter()
@@ -124,6 +128,7 @@ def boots(book: Book, query: Query, what: str, repeats: int) -> None:
 
 
 def searches(book: Book, hosts: int, repeats: int) -> None:
+    """What searching costs."""
     plain = Query(resources=BOOT)
     picky = Query(
         resources=BOOT, required=(("CUSTOM_GOLD",),), forbidden=("CUSTOM_BAD",), member_of=(("agg0", "agg10"),)
@@ -162,6 +167,7 @@ def searches(book: Book, hosts: int, repeats: int) -> None:
 
 
 def feed(book: Book, hosts: int, changes: int) -> None:
+    """What following the feed costs."""
     batch = [
         Change(
             sequence=book.sequence + 1 + number,
@@ -191,6 +197,7 @@ def feed(book: Book, hosts: int, changes: int) -> None:
 
 
 def main() -> None:
+    """Print all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, nargs="*", default=[1_000, 10_000, 100_000])
     parser.add_argument("--nested", type=int, nargs="*", default=[1_000, 10_000])

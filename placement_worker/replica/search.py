@@ -128,7 +128,7 @@ def _ways(book: Book, plan: Plan, root: int) -> Iterator[list[int]]:
     choices = [[masks[row] for row in givers[number]] for number in order]
     # What the classes from each place on can still meet together: no step is taken that cannot end well.
     rest = [unions(choices[place:]) for place in range(len(order) + 1)]
-    walks = [_walk(givers, order, giver, masks, rest, cover.everything) for giver in givers[pivot]]
+    walks = [_walk(givers, order, giver, masks, rest) for giver in givers[pivot]]
     while walks:  # ends: every round takes a way or drops a walk
         still = []
         for walk in walks:
@@ -155,10 +155,11 @@ def _givers(book: Book, plan: Plan, root: int) -> list[list[int]]:
 
 
 def _walk(
-    givers: list[list[int]], order: list[int], first: int, masks: dict[int, int], rest: list[list[int]], everything: int
+    givers: list[list[int]], order: list[int], first: int, masks: dict[int, int], rest: list[list[int]]
 ) -> Iterator[list[int]]:
     """All ways in which `first` gives the first class in `order`, fewest providers first, never a dead end."""
     chosen = [first] * len(order)
+    everything = max(rest[0], default=0)  # the root passes, so all of it can be met
 
     def onward(place: int, have: int) -> Iterator[list[int]]:
         if not any(have | more == everything for more in rest[place]):

@@ -34,7 +34,7 @@ def _ways_of_tree(
         return set()
     members = [state for state in providers.values() if state.root_uuid == root.uuid]
     asked = sorted((name, amount) for name, amount in query.resources.items() if amount > 0)
-    givers = [[one for one in members if _gives(one, root, assumed, query, name, amount)] for name, amount in asked]
+    givers = [[one for one in members if _gives(one, root, assumed, query, (name, amount))] for name, amount in asked]
     found: set[Way] = set()
     for chosen in product(*givers) if asked else ():
         together = {trait for one in chosen for trait in one.traits}
@@ -44,8 +44,9 @@ def _ways_of_tree(
 
 
 def _gives(
-    one: ProviderState, root: ProviderState, assumed: dict[str, dict[str, int]], query: Query, name: str, amount: int
+    one: ProviderState, root: ProviderState, assumed: dict[str, dict[str, int]], query: Query, asked: tuple[str, int]
 ) -> bool:
+    name, amount = asked
     if set(query.forbidden) & set(one.traits):
         return False
     itself_or_root = any(all(set(group) & set(which.aggregates) for group in query.member_of) for which in (one, root))

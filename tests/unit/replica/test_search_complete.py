@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -157,7 +158,7 @@ def compare(world: World, query: Query) -> None:
         assert [book.uuid_of(row) for row in found.roots] == sorted(expected, key=lambda one: book.row_of(one) or 0)
     steps = found.funnel
     assert steps[-1].left == len(expected)
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert before.left - after.left == sum(after.fell.values())
     for root, all_ways in expected.items():
         check_options(world, query, root, all_ways)

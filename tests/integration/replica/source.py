@@ -1,0 +1,188 @@
+"""A stand-in for placement's feed: a true list of changes, and an announcer that can be made to lie and lose."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from msgspec import structs
+
+from bus.bus import Bus
+from bus.contracts.placement import (
+    Change,
+    ChangesPage,
+    ChangesRequest,
+    FeedChanges,
+    FeedHead,
+    ProviderState,
+    SnapshotPage,
+    SnapshotRequest,
+)
+from bus.outcome import Done, Outcome, Received
+from placement_worker.replica.book import Book
+from tests.unit.replica.books import inventory, uuid
+
+
+class ManualClock:
+    """Time that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def time(self) -> float:
+        return 1_700_000_000.0 + self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now + seconds, waiter))
+        await waiter
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        due = [waiter for at, waiter in self._sleepers if at <= self.now]
+        self._sleepers = [(at, waiter) for at, waiter in self._sleepers if at > self.now]
+        for waiter in due:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+async def until(is_met: Callable[[], bool], clock: ManualClock, *, turns: int = 20_000) -> None:
+    """Turn the loop, time creeping on, until it is so."""
+    for turn in range(turns):
+        if is_met():
+            return
+        await asyncio.sleep(0)
+        if turn % 20 == 19:
+            clock.advance(0.05)
+    raise AssertionError("it never came true")
+
+
+class Source:
+    """The truth, and what is said of it."""
+
+    def __init__(self, bus: Bus, rng: random.Random) -> None:
+        self.bus = bus
+        self.rng = rng
+        self.states: dict[str, ProviderState] = {}
+        self.changes: list[Change] = []
+        self.first = 1  # the oldest number still kept
+        self.snapshots = self.pages = 0
+        self.on_page: Callable[[], None] = lambda: None
+        self.unsaid: list[Change] = []
+        self._consumer = bus.consumer("placement.reads", self._answer)
+
+    async def open(self) -> None:
+        await self._consumer.start()
+
+    async def close(self) -> None:
+        await self._consumer.drain(0.0)
+
+    @property
+    def head(self) -> int:
+        return self.first - 1 + len(self.changes)
+
+    def trim(self) -> None:
+        """Forget all old changes."""
+        self.first, self.changes = self.head + 1, []
+
+    def begin_again(self) -> None:
+        """The database was set back: other providers, lower numbers."""
+        self.states, self.changes, self.first, self.unsaid = {}, [], 1, []
+
+    def write(self) -> None:
+        """One random committed change."""
+        number = self.rng.randrange(30)
+        root = number - number % 3
+        old = self.states.get(uuid(number))
+        if old is not None and self.rng.random() < 0.15:
+            del self.states[old.uuid]
+            self._commit(Change(sequence=0, provider=old.uuid, generation=old.generation + 1, removed=True))
+        elif old is not None and self.rng.random() < 0.7:
+            amounts = {"VCPU": self.rng.randint(0, 9)}
+            state = structs.replace(old, generation=old.generation + 1, used=amounts)
+            self.states[old.uuid] = state
+            self._commit(Change(sequence=0, provider=old.uuid, generation=state.generation, used=amounts))
+        else:
+            state = ProviderState(
+                uuid=uuid(number),
+                name=f"p{number}",
+                root_uuid=uuid(root),
+                parent_uuid=None if number == root else uuid(root),
+                generation=0 if old is None else old.generation + 1,
+                shape=0 if old is None else old.shape + 1,
+                inventories={"VCPU": inventory(self.rng.randint(1, 9))},
+                used={} if old is None else old.used,
+                traits=tuple(sorted(self.rng.sample(("T1", "T2", "T3"), 2))),
+            )
+            self.states[state.uuid] = state
+            self._commit(Change(sequence=0, provider=state.uuid, generation=state.generation, state=state))
+
+    def _commit(self, change: Change) -> None:
+        change = structs.replace(change, sequence=self.head + 1)
+        self.changes.append(change)
+        self.unsaid.append(change)
+
+    async def say(self) -> None:
+        """Announce what is committed and not said, as placement does."""
+        unsaid, self.unsaid = self.unsaid, []
+        if unsaid:
+            await self.bus.publish(FeedChanges(changes=tuple(unsaid)))
+
+    async def say_badly(self) -> None:
+        """Lose, repeat or swap some of it."""
+        unsaid, self.unsaid = self.unsaid, []
+        parts = [unsaid[at : at + 3] for at in range(0, len(unsaid), 3)]
+        if self.rng.random() < 0.5:
+            self.rng.shuffle(parts)
+        for part in parts:
+            for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
+                await self.bus.publish(FeedChanges(changes=tuple(part)))
+
+    async def say_head(self) -> None:
+        await self.bus.publish(FeedHead(sequence=self.head))
+
+    async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        return [Done(self._page(received.message)) for received in batch]
+
+    def _page(self, asked: object) -> ChangesPage | SnapshotPage:
+        self.on_page()
+        self.pages += 1
+        if isinstance(asked, ChangesRequest):
+            if asked.after < self.first - 1:
+                return ChangesPage(head=self.head, too_old=True)
+            at = asked.after - self.first + 1
+            return ChangesPage(head=self.head, changes=tuple(self.changes[at : at + asked.limit]))
+        assert isinstance(asked, SnapshotRequest)
+        self.snapshots += asked.after is None
+        left = sorted(one for one in self.states if asked.after is None or one > asked.after)
+        return SnapshotPage(
+            sequence=self.head,
+            providers=tuple(self.states[one] for one in left[: asked.limit]),
+            more=len(left) > asked.limit,
+        )
+
+    def is_told_by(self, book: Book) -> bool:
+        """Whether the book says just what is true."""
+        if book.sequence != self.head or len(book) != len(self.states):
+            return False
+        return all(_same(book, state) for state in self.states.values())
+
+
+def _same(book: Book, state: ProviderState) -> bool:
+    row = book.row_of(state.uuid)
+    if row is None:
+        return False
+    told = {name: (numbers.capacity, used) for name, (numbers, used, _) in book.inventory_of(row).items()}
+    true = {name: (int(numbers[0]), state.used.get(name, 0)) for name, numbers in state.inventories.items()}
+    return (
+        told == true
+        and book.traits_of(row) == state.traits
+        and book.generation_of(row) == state.generation
+        and book.shape_of(row) == state.shape
+        and book.uuid_of(book.root_of(row)) == state.root_uuid
+    )

@@ -1,0 +1,286 @@
+"""The follower on a real bus (in memory), against a feed that loses, repeats, swaps, trims and goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bus.bus import Bus
+from bus.contracts.placement import FeedChanges
+from bus.memory import MemoryBroker
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower, FollowerLimits, SnapshotEndless
+from tests.integration.replica.source import ManualClock, Source, until
+from tests.unit.replica.books import provider, used
+
+LIMITS = FollowerLimits(page=4, buffered=50)
+
+
+class Stage:
+    def __init__(self, seed: int = 1) -> None:
+        self.clock = ManualClock()
+        self.rng = random.Random(seed)
+        self.broker = MemoryBroker(self.clock)
+        self.book = Book()
+        self.source = Source(self.bus("placement"), self.rng)
+
+    def bus(self, process: str) -> Bus:
+        return Bus("api", self.broker.transport("api"), process=process, clock=self.clock, rng=self.rng)
+
+    def follower(self, bus: Bus, limits: FollowerLimits = LIMITS) -> Follower:
+        return Follower(bus, self.book, process="s1", clock=self.clock, limits=limits)
+
+    def is_true(self) -> bool:
+        return self.source.is_told_by(self.book)
+
+    async def until_true(self) -> None:
+        """Heads are said each second, as placement does, until the book is right."""
+        for _ in range(60):
+            await self.source.say_head()
+            for _ in range(300):
+                if self.is_true():
+                    return
+                await asyncio.sleep(0)
+            self.clock.advance(1.0)
+        raise AssertionError(f"book at {self.book.sequence}, head {self.source.head}")
+
+
+@asynccontextmanager
+async def playing(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterator[Follower]:
+    await stage.source.bus.open()
+    bus = stage.bus("s1")
+    await bus.open()
+    await stage.source.open()
+    follower = stage.follower(bus, limits)
+    try:
+        await follower.start()
+        yield follower
+    finally:
+        await follower.close()
+        await stage.source.close()
+        await bus.close()
+        await stage.source.bus.close()
+
+
+async def test_snapshot_then_feed() -> None:
+    stage = Stage()
+    for _ in range(50):
+        stage.source.write()
+    stage.source.unsaid.clear()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        assert stage.is_true()
+        assert follower.is_fresh()
+        pages = stage.source.pages
+        for _ in range(20):
+            stage.source.write()
+            await stage.source.say()
+        assert await follower.wait_until(stage.source.head, timeout_s=5)
+        assert stage.is_true()
+        assert stage.source.pages == pages, "a whole feed needs no asking"
+
+
+async def test_changes_while_the_snapshot_is_being_read() -> None:
+    stage = Stage()
+    for _ in range(60):
+        stage.source.write()
+
+    def write() -> None:
+        for _ in range(3):
+            stage.source.write()
+
+    stage.source.on_page = write
+    async with playing(stage) as follower:
+        await until(lambda: stage.source.pages >= 3, stage.clock)
+        await stage.source.say()
+        await until(lambda: stage.source.pages >= 6, stage.clock)
+        stage.source.on_page = lambda: None
+        await stage.source.say()
+        await until(follower.ready.is_set, stage.clock)
+        await stage.until_true()
+        assert stage.source.snapshots == 1
+
+
+async def test_a_gap_is_asked_for_without_waiting_for_a_head() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.source.write()
+        stage.source.unsaid.clear()  # lost
+        stage.source.write()
+        await stage.source.say()
+        before = stage.clock.now
+        await until(stage.is_true, stage.clock)
+        assert stage.clock.now - before < LIMITS.head_lag_s
+        assert stage.source.snapshots == 1
+
+
+async def test_a_silent_loss_shows_at_the_heads() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        for _ in range(10):
+            stage.source.write()
+        stage.source.unsaid.clear()
+        await stage.source.say_head()
+        await until(lambda: follower.lag == 10, stage.clock)
+        await stage.until_true()
+        assert stage.source.snapshots == 1
+
+
+async def test_silence_makes_it_ask() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.source.write()
+        stage.source.unsaid.clear()
+        await until(stage.is_true, stage.clock)  # nothing is ever said
+
+
+async def test_too_old_means_a_new_snapshot() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        for _ in range(20):
+            stage.source.write()
+        stage.source.trim()
+        stage.source.unsaid.clear()
+        await stage.until_true()
+        assert stage.source.snapshots == 2
+
+
+async def test_a_book_that_was_set_back_is_read_anew() -> None:
+    stage = Stage()
+    for _ in range(40):
+        stage.source.write()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.source.begin_again()
+        for _ in range(5):
+            stage.source.write()
+        await stage.source.say()
+        await stage.until_true()
+
+
+async def test_a_cut_connection_is_caught_up() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.broker.drop_connections()
+        for _ in range(9):
+            stage.source.write()
+        stage.source.unsaid.clear()  # said while nobody listened
+        before = stage.clock.now
+        await until(stage.is_true, stage.clock)
+        assert stage.clock.now - before < LIMITS.head_lag_s
+        stage.source.write()
+        await stage.source.say()
+        assert await follower.wait_until(stage.source.head, timeout_s=5)
+
+
+async def test_placement_away_at_the_start() -> None:
+    stage = Stage()
+    await stage.source.bus.open()
+    bus = stage.bus("s1")
+    await bus.open()
+    follower = stage.follower(bus, FollowerLimits(request_timeout_s=0.01))
+    await follower.start()
+    stage.source.write()
+    await stage.source.say()
+    assert not await follower.wait_until(1, timeout_s=0.05)
+    assert not follower.ready.is_set()
+    assert not follower.is_fresh()
+    await stage.source.open()
+    await until(follower.ready.is_set, stage.clock)
+    await stage.until_true()
+    await follower.close()
+    await stage.source.close()
+    await bus.close()
+    await stage.source.bus.close()
+
+
+async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        for _ in range(200):
+            stage.source.write()
+        del stage.source.unsaid[0]
+        async with asyncio.timeout(5):
+            for change in stage.source.unsaid:
+                await stage.source.bus.publish(FeedChanges(changes=(change,)))
+                assert len(follower._kept) <= LIMITS.buffered
+        stage.source.unsaid.clear()
+        await stage.until_true()
+
+
+async def test_refresh_asks_now_and_many_share_it() -> None:
+    stage = Stage()
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.source.write()
+        stage.source.unsaid.clear()
+        pages = stage.source.pages
+        assert all(await asyncio.gather(*(follower.refresh(timeout_s=5) for _ in range(50))))
+        assert stage.is_true()
+        assert stage.source.pages - pages <= 2
+
+
+async def test_a_claim_result_before_and_after_its_change() -> None:
+    """The claim counts once at every moment: assumed until the feed has it, used from then on."""
+    stage = Stage()
+    state = provider(0, generation=3, inventories={"VCPU": 8})
+    stage.source.states[state.uuid] = state
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        book, told = stage.book, []
+        roots = book.rows_of_roots()
+        follower.on_change(lambda: told.append(int(book.free("VCPU", roots)[0])))
+        book.assume("boot", {state.uuid: {"VCPU": 2}})
+        assert book.free("VCPU", roots)[0] == 6
+        book.settle("boot", {state.uuid: 4})
+        assert book.free("VCPU", roots)[0] == 6
+        await stage.source.bus.publish(FeedChanges(changes=(used(1, 0, 4, {"VCPU": 2}),)))
+        await until(lambda: book.sequence == 1, stage.clock)
+        assert book.free("VCPU", roots)[0] == 6
+        assert list(book.assumed_keys()) == []
+        assert set(told) == {6}
+
+
+async def test_a_snapshot_without_end_stops_the_process() -> None:
+    stage = Stage()
+    for _ in range(100):
+        stage.source.write()
+    async with playing(stage, FollowerLimits(page=1, pages=3)) as follower:
+        with pytest.raises(SnapshotEndless):
+            async with asyncio.timeout(5):
+                await follower.run()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_happens_it_ends_true(seed: int) -> None:
+    stage = Stage(seed)
+    rng = random.Random(seed)
+    async with playing(stage) as follower:
+        for _ in range(60):
+            for _ in range(rng.randrange(8)):
+                stage.source.write()
+            what = rng.random()
+            if what < 0.05:
+                stage.broker.drop_connections()
+            elif what < 0.1:
+                stage.source.trim()
+            elif what < 0.2:
+                await stage.source.say_head()
+            if rng.random() < 0.7:
+                await stage.source.say_badly()
+            for _ in range(rng.randrange(20)):
+                await asyncio.sleep(0)
+            stage.clock.advance(rng.random() / 2)
+        await stage.until_true()
+        assert follower.ready.is_set()
+        assert not follower._kept
