@@ -39,7 +39,7 @@ class Journal(Generic[Row]):
     def open(self) -> list[Row]:
         """Take the file (raises JournalInUse), cut off a torn end, and return what it holds."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,7 +88,7 @@ class Journal(Generic[Row]):
         if self._file < 0:
             return
         kept = list(rows)
-        fresh = self._path.with_suffix(".new")
+        fresh = self._path.with_name(self._path.name + ".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         for at in range(0, len(kept), 1000):
             self._write(file, b"".join([self._encode(row) + b"\n" for row in kept[at : at + 1000]]))

@@ -43,7 +43,7 @@ class Cell:
         self.clock = SystemClock()
         self.rng = random.Random(7)
         self.broker = MemoryBroker(self.clock)
-        self.transports = transports or (lambda name: self.broker.transport(name))
+        self.transports = transports or self.broker.transport
         self.bus = Bus(CELL, self.transports(CELL), process="ears", clock=self.clock, rng=self.rng)
         self.heard: list[Message] = []
         self._news = asyncio.Condition()

@@ -252,8 +252,10 @@ async def test_consecutive_failures_are_announced_and_end_with_a_success(cell: C
         expected = 0 if result.outcome is ComputeOutcome.ACTIVE else expected + 1
         assert fleet.records.failed_builds(host) == expected
     await cell.until(
-        lambda: [p for p in cell.announced() for h in p.hosts if h.uuid == host][-1:]
-        and [h.failed_builds for p in cell.announced() for h in p.hosts if h.uuid == host][-1] == expected
+        lambda: (
+            [p for p in cell.announced() for h in p.hosts if h.uuid == host][-1:]
+            and [h.failed_builds for p in cell.announced() for h in p.hosts if h.uuid == host][-1] == expected
+        )
     )
     await life.stop()
 

@@ -1,0 +1,70 @@
+"""A process that manages a fleet on disk until it is killed: says on standard output what it accepted and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.cell import ComputeResult, Destroy, Spawn
+from compute_sim.agent import Agent, Limits
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import Faults
+from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.fleet import Fleet
+from tests.integration.compute.harness import CELL, spawn
+
+SERVICE = "c1-a"
+FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s=0.005)
+
+
+def config(state_dir: str) -> ComputeConfig:
+    return ComputeConfig(hosts=5, state_dir=state_dir, faults=FAULTS, heartbeat_s=0.5)
+
+
+def shout(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def answered(result: ComputeResult) -> None:
+    shout("said", result.host_uuid, result.instance_uuid, result.attempt, result.outcome)
+
+
+async def main(state_dir: str) -> None:
+    settings, clock, rng = config(state_dir), SystemClock(), random.Random(3)
+    fleet = Fleet.planned(settings, CELL, SERVICE)
+    fleet.open()
+    limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_tries=3)
+    agent = Agent(
+        service=SERVICE,
+        driver=Hypervisors(fleet, FAULTS, seed=1, clock=clock),
+        records=fleet.records,
+        say=answered,
+        clock=clock,
+        limits=limits,
+    )
+    await agent.resume()
+    hosts = [host.plan.uuid for host in fleet.hosts]
+    known: list[tuple[str, str]] = []
+    while True:
+        batch: list[Spawn | Destroy] = []
+        for _ in range(8):
+            if known and rng.random() < 0.3:
+                host, instance = known.pop(rng.randrange(len(known)))
+                batch.append(Destroy(instance_uuid=instance, attempt=1, host_uuid=host, service=SERVICE))
+            else:
+                known.append((rng.choice(hosts), new_uuid(rng)))
+                batch.append(spawn(*known[-1]))
+        agent.take(batch)
+        for command in batch:
+            if isinstance(command, Spawn):
+                shout("took", command.host_uuid, command.spec.instance_uuid, "spawn")
+            else:
+                shout("took", command.host_uuid, command.instance_uuid, "destroy")
+        await asyncio.sleep(0.002)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

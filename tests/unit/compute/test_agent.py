@@ -1,0 +1,295 @@
+"""The agent over a driver that is slow, breaks, and checks that it is used as the port says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.clock import SystemClock
+from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
+from compute_sim.agent import Agent, Limits
+from compute_sim.domain.attempts import Phase
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
+from compute_sim.records import Key, Records
+
+HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
+INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
+LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0, destroy_tries=3)
+
+
+class Instant(SystemClock):
+    """Waiting takes turns of the loop, not time."""
+
+    async def sleep(self, seconds: float) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+class Scripted:
+    """A driver whose calls take a number of turns of the loop and may fail."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self.machines: dict[Key, int] = {}
+        self.busy: dict[Key, str] = {}
+        self.building: dict[str, int] = {}
+        self.most_building = 0
+        self.built: list[tuple[Key, int]] = []
+        self.away = 0  # calls of destroy that fail
+        self.gate: asyncio.Event | None = None
+        self.bug: Exception | None = None
+        self._rng = rng
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        return [DriverHost(uuid=uuid, name=uuid[-4:]) for uuid in HOSTS]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        return ()
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        found: dict[str, list[Machine]] = {}
+        for (host, instance), attempt in self.machines.items():
+            found.setdefault(host, []).append(Machine(host, instance, attempt))
+        return found
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None: ...
+
+    async def _turns(self) -> None:
+        for _ in range(self._rng.randrange(6) if self._rng else 1):
+            await asyncio.sleep(0)
+
+    async def spawn(self, build: Build) -> None:
+        key = (build.host_uuid, build.spec.instance_uuid)
+        assert key not in self.busy, f"{self.busy[key]} and spawn at once"
+        assert key not in self.machines, "built over an older attempt"
+        self.busy[key] = "spawn"
+        self.building[key[0]] = self.building.get(key[0], 0) + 1
+        self.most_building = max(self.most_building, self.building[key[0]])
+        try:
+            await self._turns()
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.bug is not None:
+                raise self.bug
+            if self._rng and self._rng.random() < 0.3:
+                raise Reschedule("no.luck")
+            self.machines[key] = build.attempt
+            self.built.append((key, build.attempt))
+            await self._turns()
+        finally:
+            del self.busy[key]
+            self.building[key[0]] -= 1
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        key = (host_uuid, instance_uuid)
+        assert key not in self.busy, f"{self.busy[key]} and destroy at once"
+        self.busy[key] = "destroy"
+        try:
+            await self._turns()
+            if self.away or (self._rng and self._rng.random() < 0.1):
+                self.away = max(0, self.away - 1)
+                raise DriverUnavailable("away")
+            if self.machines.get(key, attempt + 1) <= attempt:
+                del self.machines[key]
+        finally:
+            del self.busy[key]
+
+
+class Service:
+    """An agent with its memory and what it said."""
+
+    def __init__(self, driver: Scripted, records: Records | None = None, limits: Limits = LIMITS) -> None:
+        self.said: list[ComputeResult] = []
+        self.records = records or Records()
+        self.driver = driver
+        self.agent = Agent(
+            service="s", driver=driver, records=self.records, say=self.said.append, clock=Instant(), limits=limits
+        )
+
+    async def rest(self) -> None:
+        """Until nothing is under way."""
+        async with asyncio.timeout(20):
+            while self.agent._tasks:
+                await asyncio.wait(self.agent._tasks)
+
+
+def spawn(number: int, attempt: int = 1, host: int = 0) -> Spawn:
+    return Spawn(
+        spec=InstanceSpec(instance_uuid=INSTANCES[number], project_id="p"),
+        attempt=attempt,
+        host_uuid=HOSTS[host],
+        allocations={HOSTS[host]: {"VCPU": 1}},
+        service="s",
+    )
+
+
+def destroy(number: int, attempt: int = 1, host: int = 0) -> Destroy:
+    return Destroy(instance_uuid=INSTANCES[number], attempt=attempt, host_uuid=HOSTS[host], service="s")
+
+
+COMMAND = st.builds(
+    lambda build, number, attempt, host: (spawn if build else destroy)(number, attempt, host),
+    st.booleans(),
+    st.integers(0, 2),
+    st.integers(1, 4),
+    st.integers(0, 1),
+)
+STEP = st.one_of(st.lists(COMMAND, min_size=1, max_size=4), st.integers(1, 8), st.just("restart"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(STEP, max_size=25), seed=st.integers(0, 2**16))
+def test_any_order_of_commands_and_restarts_ends_in_agreement(steps: list[object], seed: int) -> None:
+    with asyncio.Runner() as runner:
+        runner.run(_any_order(steps, seed))
+
+
+async def _any_order(steps: list[object], seed: int) -> None:
+    driver = Scripted(random.Random(seed))
+    service = Service(driver)
+    await service.agent.resume()
+    said: list[ComputeResult] = []
+    commands: list[Spawn | Destroy] = []
+    for step in steps:
+        if isinstance(step, int):
+            for _ in range(step):
+                await asyncio.sleep(0)
+        elif step == "restart":
+            await service.agent.stop(0)
+            said += service.said
+            service = Service(driver, service.records)
+            await service.agent.resume()
+        else:
+            assert isinstance(step, list)
+            service.agent.take(step)
+            commands += step
+    await service.rest()
+    while any(entry.phase is Phase.DESTROYING for _, entry in service.records.entries()):
+        for key, entry in service.records.entries():  # what failed for good is asked again, as a conductor would
+            if entry.phase is Phase.DESTROYING:
+                service.agent.take([destroy(INSTANCES.index(key[1]), entry.fence, HOSTS.index(key[0]))])
+        await service.rest()
+    said += service.said
+    _agree(driver, service.records, commands, said)
+
+
+def _agree(driver: Scripted, records: Records, commands: list[Spawn | Destroy], said: list[ComputeResult]) -> None:
+    """At rest: the machines are what the records say, nothing fenced runs, nobody was built twice, all are answered."""
+    running = {key: entry.attempt for key, entry in records.entries() if entry.phase is Phase.RUNNING}
+    assert driver.machines == running
+    fences: dict[Key, int] = {}
+    answered = {(r.host_uuid, r.instance_uuid, r.attempt, r.outcome) for r in said}
+    for command in commands:
+        if isinstance(command, Destroy):
+            key = (command.host_uuid, command.instance_uuid)
+            fences[key] = max(fences.get(key, 0), command.attempt)
+    for key, fence in fences.items():
+        assert running.get(key, fence + 1) > fence
+    for (host, instance), attempt in running.items():
+        assert (host, instance, attempt, ComputeOutcome.ACTIVE) in answered
+    assert not driver.busy
+
+
+async def test_every_destroy_is_answered_for_its_own_attempt() -> None:
+    service = Service(Scripted())
+    await service.agent.resume()
+    service.agent.take([spawn(0), destroy(0, 1), destroy(0, 2), spawn(0, 3), destroy(0, 1)])
+    await service.rest()
+    destroyed = sorted(r.attempt for r in service.said if r.outcome is ComputeOutcome.DESTROYED)
+    assert set(destroyed) == {1, 2}
+    assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 3}
+
+
+async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> None:
+    driver = Scripted()
+    driver.gate = asyncio.Event()
+    service = Service(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_tries=1))
+    await service.agent.resume()
+    service.agent.take([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
+    for _ in range(10):  # turns of the loop are enough: nothing waits for time
+        await asyncio.sleep(0)
+    assert driver.building[HOSTS[0]] == driver.most_building == 2
+    driver.gate.set()
+    await service.rest()
+    assert len(driver.machines) == 4 and driver.most_building == 2
+
+
+async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
+    driver = Scripted()
+    driver.gate = asyncio.Event()
+    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_tries=1))
+    await service.agent.resume()
+    service.agent.take([spawn(0), spawn(1), spawn(2)])
+    assert [(r.instance_uuid, r.code) for r in service.said] == [(INSTANCES[2], "service.busy")]
+    driver.gate.set()
+    await service.rest()
+    service.agent.take([spawn(2, attempt=1)])
+    await service.rest()
+    assert len(driver.machines) == 3
+
+
+async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
+    driver = Scripted()
+    driver.bug = ZeroDivisionError("oops")
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.bug = None
+    service.agent.take([spawn(1)])
+    await service.rest()
+    assert [(r.outcome, r.code) for r in service.said] == [
+        (ComputeOutcome.FAILED, "driver.fault"),
+        (ComputeOutcome.ACTIVE, ""),
+    ]
+
+
+async def test_a_build_that_takes_too_long_is_given_up() -> None:
+    driver = Scripted()
+    driver.gate = asyncio.Event()
+    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_tries=1))
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    assert [r.code for r in service.said] == ["build.timeout"]
+
+
+@pytest.mark.parametrize("away", [2, 3])
+async def test_destroyed_is_said_only_when_it_is_certain(away: int) -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.away = away  # of three tries
+    service.agent.take([destroy(0)])
+    await service.rest()
+    last = service.said[-1]
+    if away < 3:
+        assert last.outcome is ComputeOutcome.DESTROYED and not driver.machines
+        return
+    assert (last.outcome, last.code) == (ComputeOutcome.FAILED, "destroy.failed") and driver.machines
+    again = Service(driver, service.records)  # the next start tries again without being asked
+    await again.agent.resume()
+    await again.rest()
+    assert [r.outcome for r in again.said] == [ComputeOutcome.DESTROYED] and not driver.machines
+
+
+async def test_results_nobody_confirmed_are_said_again_by_the_next_start() -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0), spawn(1)])
+    await service.rest()
+    service.records.told([r for r in service.said if r.instance_uuid == INSTANCES[0]])
+    again = Service(driver, service.records)
+    await again.agent.resume()
+    assert [(r.instance_uuid, r.outcome) for r in again.said] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]
