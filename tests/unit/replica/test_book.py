@@ -1,0 +1,197 @@
+"""Folding in changes, trees, and claims in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement_worker.replica.book import FIRST_SIZE, Book, Gap
+from placement_worker.replica.columns import MOVES_KEPT, Moves
+from placement_worker.replica.search import Query, search
+from tests.unit.replica.books import changed, provider, removed, used, uuid
+
+
+def loaded(*states: object) -> Book:
+    book = Book()
+    book.load(states, 10)  # type: ignore[arg-type]
+    return book
+
+
+def free(book: Book, number: int = 0, name: str = "VCPU") -> int:
+    row = book.row_of(uuid(number))
+    assert row is not None
+    return int(book.free(name, np.array([row]))[0])
+
+
+def test_a_hole_stops_and_says_so() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}))
+    gap = book.apply([used(11, 0, 2, {"VCPU": 1}), used(13, 0, 4, {"VCPU": 7}), used(14, 0, 5, {"VCPU": 8})])
+    assert gap == Gap(expected=12, got=13)
+    assert (book.sequence, free(book)) == (11, 7)
+
+
+def test_known_changes_are_ignored() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}))
+    assert book.apply([used(11, 0, 2, {"VCPU": 1})]) is None
+    assert book.apply([used(10, 0, 9, {"VCPU": 5}), used(11, 0, 9, {"VCPU": 5}), used(12, 0, 3, {"VCPU": 2})]) is None
+    assert (book.sequence, free(book)) == (12, 6)
+
+
+def test_an_older_generation_loses_to_a_later_page_of_the_snapshot() -> None:
+    book = loaded(provider(0, generation=7, inventories={"VCPU": 8}, used={"VCPU": 4}))
+    older = provider(0, generation=6, inventories={"VCPU": 2})
+    assert book.apply([used(11, 0, 5, {"VCPU": 1}), changed(12, older)]) is None
+    assert (book.sequence, free(book), book.generation_of(0)) == (12, 4, 7)
+
+
+def test_a_provider_made_again_starts_from_generation_zero() -> None:
+    book = loaded(provider(0, generation=7, inventories={"VCPU": 8}))
+    again = provider(0, generation=0, shape=0, inventories={"VCPU": 3})
+    assert book.apply([removed(11, 0, 8), changed(12, again)]) is None
+    assert (free(book), book.generation_of(book.row_of(uuid(0)) or 0), len(book)) == (3, 0, 1)
+
+
+def test_children_may_come_before_their_root() -> None:
+    child = provider(1, root=0, parent=0, inventories={"VGPU": 4})
+    book = Book()
+    book.apply([changed(1, child)])
+    assert len(book) == 1
+    assert len(book.rows_of_roots()) == 0
+    assert book.row_of(uuid(0)) is None
+    book.apply([changed(2, provider(0, inventories={"VCPU": 8}))])
+    root = book.row_of(uuid(0))
+    assert root is not None
+    assert book.rows_of_roots().tolist() == [root]
+    assert [book.name_of(row) for row in book.tree(root)] == ["p0", "p1"]
+    assert free(book, 0, "VGPU") == 4
+
+
+def test_a_tree_is_told_root_first_then_by_depth_and_name() -> None:
+    states = [provider(3, root=0, parent=1), provider(2, root=0, parent=0), provider(1, root=0, parent=0), provider(0)]
+    book = loaded(*states)
+    assert [book.name_of(row) for row in book.tree(book.row_of(uuid(0)) or 0)] == ["p0", "p1", "p2", "p3"]
+    assert book.parent_of(book.row_of(uuid(3)) or 0) == book.row_of(uuid(1))
+    assert book.parent_of(book.row_of(uuid(0)) or 0) is None
+
+
+def test_rows_of_removed_trees_are_used_again() -> None:
+    book = Book()
+    sequence = 0
+    for turn in range(3 * FIRST_SIZE):
+        root = provider(2 * turn, inventories={"VCPU": 8})
+        child = provider(2 * turn + 1, root=2 * turn, parent=2 * turn, inventories={"VGPU": 1})
+        orders = [
+            changed(0, root),
+            changed(0, child),
+            removed(0, 2 * turn + turn % 2, 2),
+            removed(0, 2 * turn + 1 - turn % 2, 2),
+        ]
+        for change in orders:
+            sequence += 1
+            assert (
+                book.apply(
+                    [
+                        type(change)(
+                            **{**{f: getattr(change, f) for f in change.__struct_fields__}, "sequence": sequence}
+                        )
+                    ]
+                )
+                is None
+            )
+    assert (len(book), book.size) == (0, FIRST_SIZE)
+    assert book.top <= 4
+    assert not any(column.root_free.any() for column in (book.column("VCPU"), book.column("VGPU")) if column)
+
+
+def test_growing_keeps_everything() -> None:
+    count = 3 * FIRST_SIZE
+    book = Book()
+    book.apply([changed(1 + number, provider(number, inventories={"VCPU": number + 1})) for number in range(count)])
+    assert book.free("VCPU", book.rows_of_roots()).tolist() == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize("reached", [4, 5])
+def test_a_settled_claim_counts_until_the_feed_has_it(reached: int) -> None:
+    book = loaded(provider(0, generation=3, inventories={"VCPU": 8}))
+    book.assume("k", {uuid(0): {"VCPU": 2}})
+    book.settle("k", {uuid(0): 4})
+    assert free(book) == 6
+    book.apply([used(11, 0, reached, {"VCPU": 2})])
+    assert free(book) == 6
+    assert not list(book.assumed_keys())
+
+
+def test_a_result_that_comes_after_its_change_ends_the_assumption_at_once() -> None:
+    book = loaded(provider(0, generation=3, inventories={"VCPU": 8}))
+    book.assume("k", {uuid(0): {"VCPU": 2}})
+    book.apply([used(11, 0, 4, {"VCPU": 2})])
+    assert free(book) == 4  # careful rather than right, until the result is here
+    book.settle("k", {uuid(0): 4})
+    assert free(book) == 6
+
+
+def test_a_failed_claim_and_one_that_landed_elsewhere_are_dropped_at_once() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
+    book.assume("failed", {uuid(0): {"VCPU": 2}})
+    book.assume("elsewhere", {uuid(0): {"VCPU": 3}})
+    book.settle("failed", None)
+    book.settle("elsewhere", {uuid(1): 2})
+    book.settle("never heard of", None)
+    assert free(book) == 8
+    assert not list(book.assumed_keys())
+
+
+def test_a_key_assumed_again_replaces_what_it_had() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
+    book.assume("k", {uuid(0): {"VCPU": 2}})
+    book.assume("k", {uuid(1): {"VCPU": 3}})
+    assert (free(book, 0), free(book, 1)) == (8, 5)
+
+
+def test_claims_in_flight_outlive_a_snapshot() -> None:
+    book = loaded(provider(0, generation=1, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
+    book.assume("open", {uuid(0): {"VCPU": 1}})
+    book.assume("waits", {uuid(0): {"VCPU": 2}, uuid(1): {"VCPU": 1}})
+    book.settle("waits", {uuid(0): 5, uuid(1): 5})
+    book.load([provider(0, generation=4, inventories={"VCPU": 8})], 20)
+    assert free(book) == 5
+    book.load([provider(0, generation=5, inventories={"VCPU": 8}, used={"VCPU": 2})], 21)
+    assert free(book) == 5
+    assert list(book.assumed_keys()) == ["open"]
+
+
+def test_a_removed_provider_takes_its_settled_claims_along() -> None:
+    book = loaded(provider(0, generation=1, inventories={"VCPU": 8}))
+    book.assume("k", {uuid(0): {"VCPU": 2}})
+    book.settle("k", {uuid(0): 9})
+    book.apply([removed(11, 0, 2)])
+    assert not list(book.assumed_keys())
+
+
+def test_versions_tell_which_roots_moved() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}), provider(1, root=0, parent=0), provider(2))
+    version = book.version
+    assert book.changed_roots(version) is not None
+    assert book.changed_roots(version).tolist() == []  # type: ignore[union-attr]
+    book.apply([used(11, 1, 2, {"VCPU": 0})])
+    assert book.changed_roots(version).tolist() == [book.row_of(uuid(0))]  # type: ignore[union-attr]
+    book.load([], 30)
+    assert book.changed_roots(version) is None
+
+
+def test_moves_are_remembered_within_their_bound() -> None:
+    moves = Moves()
+    for row in range(MOVES_KEPT):
+        moves.add(row)
+    assert len(moves.since(0)) == MOVES_KEPT  # type: ignore[arg-type]
+    moves.add(7)
+    assert moves.since(0) is None
+    assert moves.since(MOVES_KEPT).tolist() == [7]  # type: ignore[union-attr]
+    assert moves.since(MOVES_KEPT + 1).tolist() == []  # type: ignore[union-attr]
+
+
+def test_what_is_handed_out_cannot_be_written_to() -> None:
+    book = loaded(provider(0, inventories={"VCPU": 8}))
+    for rows in (book.rows_of_roots(), search(book, Query(resources={"VCPU": 1})).roots):
+        with pytest.raises(ValueError, match="read-only"):
+            rows[0] = 5

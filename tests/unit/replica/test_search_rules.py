@@ -1,0 +1,203 @@
+"""Placement's rules for un-numbered requests, one by one (P-41, P-47, P-48, P-49, P-1.31, P-1.35), and the funnel."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from bus.contracts.placement import ProviderState
+from placement_worker.replica import covers
+from placement_worker.replica.book import Book
+from placement_worker.replica.covers import QueryTooWide
+from placement_worker.replica.plan import PLANS_KEPT
+from placement_worker.replica.search import Query, options, search
+from tests.unit.replica.books import inventory, provider, used, uuid
+
+
+def told(*states: ProviderState) -> Book:
+    book = Book()
+    book.load(states, 0)
+    return book
+
+
+def found(book: Book, query: Query) -> list[str]:
+    return [book.name_of(row) for row in search(book, query).roots]
+
+
+def ways(book: Book, query: Query, root: int = 0, limit: int = 64) -> list[dict[str, dict[str, int]]]:
+    row = book.row_of(uuid(root))
+    assert row is not None
+    named = options(book, query, row, limit=limit)
+    return [{book.name_of(book.row_of(one) or 0): share for one, share in way.allocations.items()} for way in named]
+
+
+@pytest.mark.parametrize(
+    ("amount", "fits"), [(1, False), (2, True), (3, False), (4, True), (6, True), (8, False), (10, False)]
+)
+def test_an_amount_is_within_min_max_step_and_room(amount: int, fits: bool) -> None:
+    state = structs.replace(provider(0), inventories={"VCPU": inventory(10, low=2, high=8, step=2)}, used={"VCPU": 4})
+    assert bool(found(told(state), Query(resources={"VCPU": amount}))) is fits
+
+
+def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
+    """P-48: the trait on a bystander is no use."""
+    book = told(
+        provider(0, inventories={"VCPU": 8}),
+        provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("GOOD",)),
+    )
+    query = Query(resources={"VCPU": 1}, required=(("GOOD",),))
+    assert found(book, query) == []
+    assert search(book, query, explain=True).funnel[-1].left == 0
+    assert found(book, structs.replace(query, resources={"VCPU": 1, "VGPU": 1})) == ["p0"]
+
+
+def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> None:
+    left = provider(1, root=0, parent=0, inventories={"VGPU": 1}, traits=("A",))
+    right = provider(2, root=0, parent=0, inventories={"VGPU": 1}, traits=("B",))
+    book = told(provider(0, inventories={"VCPU": 8}, traits=("C",)), left, right)
+    both = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A",), ("B",)))
+    assert found(book, both) == []
+    one = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("C",), ("B",)))
+    assert ways(book, one) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
+    either = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("A", "B"),))
+    assert len(ways(book, either)) == 2
+
+
+def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
+    bad = provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("BAD",))
+    good = provider(2, root=0, parent=0, inventories={"VGPU": 1})
+    book = told(provider(0, inventories={"VCPU": 8}), bad, good)
+    query = Query(resources={"VCPU": 1, "VGPU": 1}, forbidden=("BAD",))
+    assert ways(book, query) == [{"p0": {"VCPU": 1}, "p2": {"VGPU": 1}}]
+    assert found(book, structs.replace(query, resources={"VGPU": 2})) == []
+
+
+def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> None:
+    """P-47, in both directions."""
+    book = told(
+        provider(0, inventories={"VCPU": 8}, aggregates=("wide",)),
+        provider(1, root=0, parent=0, inventories={"VGPU": 4}, aggregates=("narrow",)),
+    )
+    both = {"VCPU": 1, "VGPU": 1}
+    assert found(book, Query(resources=both, member_of=(("wide",),))) == ["p0"]
+    assert found(book, Query(resources=both, member_of=(("narrow",),))) == []
+    assert found(book, Query(resources={"VGPU": 1}, member_of=(("narrow",),))) == ["p0"]
+    # Both at once must be met by one provider, not by the root and the child together.
+    assert found(book, Query(resources={"VGPU": 1}, member_of=(("narrow",), ("wide",)))) == []
+    assert found(book, Query(resources={"VGPU": 1}, forbidden_aggregates=("wide",))) == []
+    assert found(book, Query(resources=both, forbidden_aggregates=("narrow",))) == []
+    assert found(book, Query(resources={"VCPU": 1}, forbidden_aggregates=("narrow",))) == ["p0"]
+
+
+def test_root_traits_are_the_roots_own() -> None:
+    book = told(
+        provider(0, inventories={"VCPU": 8}, traits=("COMPUTE_STATUS_DISABLED",)),
+        provider(1, inventories={"VCPU": 8}),
+        provider(2, root=1, parent=1, inventories={"VGPU": 1}, traits=("COMPUTE_STATUS_DISABLED", "X")),
+    )
+    assert found(book, Query(resources={"VCPU": 1}, root_forbidden=("COMPUTE_STATUS_DISABLED",))) == ["p1"]
+    assert found(book, Query(resources={"VGPU": 1}, root_required=(("X",),))) == []
+
+
+def test_each_class_comes_from_one_provider_whole() -> None:
+    cells = [provider(number, root=0, parent=0, inventories={"VCPU": 4}) for number in (1, 2)]
+    book = told(provider(0), *cells)
+    assert found(book, Query(resources={"VCPU": 5})) == []
+    assert book.free("VCPU", book.rows_of_roots()).tolist() == [8]
+
+
+def test_pins() -> None:
+    book = told(*(provider(number, inventories={"VCPU": 8}) for number in range(4)), provider(9, root=2, parent=2))
+    asked = {"VCPU": 1}
+    assert found(book, Query(resources=asked, in_tree=uuid(9))) == ["p2"]
+    assert found(book, Query(resources=asked, in_tree=uuid(77))) == []
+    assert found(book, Query(resources=asked, only_roots=(uuid(3), uuid(1), uuid(77), uuid(9)))) == ["p1", "p3"]
+    assert found(book, Query(resources=asked, only_roots=(uuid(77),))) == []
+    assert found(book, Query(resources=asked, ignore_roots=(uuid(0), uuid(77)))) == ["p1", "p2", "p3"]
+    assert found(book, Query(resources=asked, only_roots=(uuid(0), uuid(1)), ignore_roots=(uuid(0),))) == ["p1"]
+
+
+def test_a_class_asked_with_nothing_is_not_asked() -> None:
+    book = told(provider(0, inventories={"CUSTOM_BAREMETAL_GOLD": 1}))
+    query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
+    assert ways(book, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
+    nothing = search(book, Query(resources={"VCPU": 0}), explain=True)
+    assert (len(nothing.roots), nothing.funnel[-1].fell) == (0, {"nothing is asked": 1})
+
+
+def test_options_are_near_roomy_and_real_alternatives() -> None:
+    """NUMA cells: both classes from one cell first; the emptier cell first; the second option is the other cell."""
+    cells = [
+        provider(1, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}, used={"VCPU": 4}),
+        provider(2, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}),
+    ]
+    book = told(provider(0), *cells)
+    asked = ways(book, Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
+    assert [list(way) for way in asked[:2]] == [["p1"], ["p2"]]
+    assert [len(way) for way in asked] == [1, 1, 2, 2]
+    assert ways(book, Query(resources={"VCPU": 2}))[0] == {"p2": {"VCPU": 2}}
+
+
+def test_many_like_children_do_not_explode() -> None:
+    devices = [provider(number, root=0, parent=0, inventories={"VGPU": 1, "FPGA": 1}) for number in range(1, 201)]
+    book = told(provider(0, inventories={"VCPU": 8}), *devices)
+    asked = ways(book, Query(resources={"VCPU": 1, "VGPU": 1, "FPGA": 1}), limit=4)
+    assert len(asked) == 4
+    assert len({name for way in asked for name in way}) == 5  # the root and four different devices
+
+
+def test_a_query_past_the_budget_is_refused_not_answered_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(covers, "MAX_UNIONS", 3)
+    owned = {"A": 1, "B": 1}
+    traits = {number: (f"T{number}", f"T{number % 8 + 1}") for number in range(1, 9)}
+    members = [provider(one, root=0, parent=0, inventories=owned, traits=its) for one, its in traits.items()]
+    states = [provider(0), *members]
+    query = Query(resources={"A": 1, "B": 1}, required=tuple((f"T{number}",) for number in range(1, 9)))
+    with pytest.raises(QueryTooWide):
+        search(told(*states), query)
+
+
+def test_the_funnel_says_why() -> None:
+    book = told(
+        provider(0, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",), aggregates=("az1",)),
+        provider(1, inventories={"VCPU": 8, "MEMORY_MB": 64}, aggregates=("az1",)),
+        provider(2, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD",)),
+        provider(
+            3, inventories={"VCPU": 8, "MEMORY_MB": 64}, used={"MEMORY_MB": 60}, traits=("SSD",), aggregates=("az1",)
+        ),
+        provider(4, inventories={"VCPU": 8, "MEMORY_MB": 4}, traits=("SSD",), aggregates=("az1",)),
+        provider(5, inventories={"VCPU": 8}, traits=("SSD",), aggregates=("az1",)),
+        provider(6, inventories={"VCPU": 8, "MEMORY_MB": 64}, traits=("SSD", "OLD"), aggregates=("az1",)),
+    )
+    query = Query(
+        resources={"VCPU": 1, "MEMORY_MB": 8},
+        required=(("SSD",),),
+        forbidden=("OLD",),
+        member_of=(("az1", "az2"),),
+        ignore_roots=(uuid(0),),
+    )
+    funnel = search(book, query, explain=True).funnel
+    assert [(step.step, step.left, step.fell) for step in funnel] == [
+        ("providers", 6, {"ignored": 1}),
+        ("traits", 4, {"has OLD": 1, "lacks SSD": 1}),
+        ("aggregates", 3, {"not in one of az1, az2": 1}),
+        ("MEMORY_MB", 0, {"none here": 1, "capacity too small": 1, "in use": 1}),
+        ("VCPU", 0, {}),
+    ]
+
+
+def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
+    book = told(provider(0, inventories={"VCPU": 2 * PLANS_KEPT}))
+    for _ in range(2):
+        for amount in range(1, 2 * PLANS_KEPT + 1):
+            assert found(book, Query(resources={"VCPU": amount})) == ["p0"]
+            assert len(book.plans) <= PLANS_KEPT
+        book.apply([used(1, 0, 2, {"VCPU": 0})])
+
+
+def test_a_class_that_appears_later_is_found() -> None:
+    book = told(provider(0))
+    query = Query(resources={"CUSTOM_NEW": 1})
+    assert found(book, query) == []
+    book.load([provider(0, inventories={"CUSTOM_NEW": 1})], 5)
+    assert found(book, query) == ["p0"]
