@@ -131,6 +131,7 @@ class Postgres:
             log=self._work.path / "postgres.log",
             account=self._account,
             stop_signal="INT",  # fast shutdown: roll back, flush, go
+            temporary=self._work.path if self._work.temporary else None,
         )
 
     def _ready(self) -> bool:

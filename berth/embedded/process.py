@@ -24,19 +24,21 @@ STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
 
 # stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
-# The watcher asks the server to stop when the pipe closes; the shell's exit status is the server's.
+# The watcher asks the server to stop when the pipe closes; when nobody said "keep" before, we died, and a temporary
+# directory goes too. The shell's exit status is the server's.
 _GUARD = """
-how="$1"; log="$2"; shift 2
+how="$1"; log="$2"; goes="$3"; shift 3
 exec 3>&1 4<&0 </dev/null >>"$log" 2>&1
 "$@" 3>&- 4<&- &
 server=$!
 echo "$server" >&3
 exec 3>&-
-{ read -r _ <&4; kill -s "$how" "$server"; } 2>/dev/null &
+{ read -r word <&4; kill -s "$how" "$server"; [ "$word" = keep ] || exit 9; exit 0; } 2>/dev/null &
 watcher=$!
 exec 4<&-
 wait "$server"; status=$?
 kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
+[ $? != 9 ] || [ -z "$goes" ] || rm -rf "$goes"
 exit "$status"
 """
 
@@ -85,9 +87,10 @@ class GuardedProcess:
         log: Path,
         account: Account,
         stop_signal: str = "TERM",
+        temporary: Path | None = None,
     ) -> None:
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, "guard", stop_signal, str(log), *command],
+            ["/bin/sh", "-c", _GUARD, "guard", stop_signal, str(log), str(temporary or ""), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -147,8 +150,10 @@ class GuardedProcess:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def _let_go(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._held.close()
+        if not self._held.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._held.write(b"keep\n")
+                self._held.close()
 
 
 class Workspace:
@@ -185,6 +190,7 @@ def _alive_in_group(group: int) -> bool:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _parent, its_group = entry.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
+            # A leader may be a zombie already while its threads still die, and hold the port.
+            if int(its_group) == group and (state not in "ZX" or len(list((entry.parent / "task").iterdir())) > 1):
                 return True
     return False

@@ -61,6 +61,7 @@ class RabbitMQ:
             cwd=self._work.path,
             log=self._work.path / "server.log",
             account=Account(),
+            temporary=self._work.path if self._work.temporary else None,
         )
         self._process.wait_until(self._ready)
         return self

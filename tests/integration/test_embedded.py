@@ -1,0 +1,155 @@
+"""Private servers: they recover from a kill, and nothing of them survives us, however we end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import aio_pika
+import asyncpg
+import pytest
+
+from berth.embedded.postgres import Postgres, find_binaries, runnable_by
+from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port, listening
+from berth.embedded.rabbitmq import RabbitMQ
+
+PATIENCE_S = 60.0
+
+CHILD = """
+import sys, time
+from berth.embedded.postgres import Postgres
+server = Postgres().start()
+print(server.pid, server.url().split("host=")[1].split("&")[0], flush=True)
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Another process's state: there is no event to wait for."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+
+
+@pytest.mark.postgres
+async def test_a_killed_postgres_comes_back_with_what_was_committed() -> None:
+    server = await asyncio.to_thread(Postgres(tcp=True).start)
+    try:
+        connection = await asyncpg.connect(server.tcp_url())
+        await connection.execute("CREATE TABLE t AS SELECT 1 AS n")
+        pid = server.pid
+        server.kill()
+        assert (alive(pid), server.pid) == (False, 0)
+        connection.terminate()
+        await asyncio.to_thread(server.start)
+        connection = await asyncpg.connect(server.url())
+        assert await connection.fetchval("SELECT n FROM t") == 1
+        await connection.close()
+    finally:
+        server.stop()
+
+
+@pytest.mark.postgres
+def test_a_given_directory_is_kept_and_used_again() -> None:
+    # Under the temporary directory itself: pytest's own one is closed to the account that PostgreSQL runs as.
+    directory = Path(tempfile.mkdtemp(prefix="berth-kept-"))
+
+    async def look(url: str) -> str | None:
+        connection = await asyncpg.connect(url)
+        found: str | None = await connection.fetchval("SELECT to_regclass('t')::text")
+        await connection.execute("CREATE TABLE IF NOT EXISTS t ()")
+        await connection.close()
+        return found
+
+    try:
+        for wanted in (None, "t"):
+            with Postgres(directory) as server:
+                assert asyncio.run(look(server.url())) == wanted
+            assert directory.exists()
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_and_its_files_go_when_its_owner_is_killed(end: signal.Signals) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True, cwd=os.getcwd())
+    assert child.stdout is not None
+    with child.stdout as said:
+        pid, directory = said.readline().split()
+    assert alive(int(pid))
+    child.send_signal(end)
+    child.wait()
+    until(lambda: not alive(int(pid)))
+    until(lambda: not Path(directory).exists())
+
+
+@pytest.mark.postgres
+def test_binaries_out_of_the_accounts_reach_are_copied(tmp_path: Path) -> None:
+    account = Account(("nobody",))
+    found = find_binaries()
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o700)
+    (hidden / "it").symlink_to(found.parent)
+    usable = runnable_by(account, hidden / "it" / "bin")
+    assert (usable / "postgres").exists()
+    if account.name is not None:
+        assert usable != hidden / "it" / "bin"
+        shutil.rmtree(usable.parent)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    account = Account()
+    process = GuardedProcess(
+        ["/bin/sh", "-c", "echo no such luck; exit 3"], env={}, cwd=tmp_path, log=tmp_path / "log", account=account
+    )
+    with pytest.raises(ServerFailed, match=r"(?s)status 3.*no such luck"):
+        process.wait_until(lambda: False)
+    process.stop()
+
+
+@pytest.mark.rabbitmq
+async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -> None:
+    broker = await asyncio.to_thread(RabbitMQ().start)
+    try:
+        url = await asyncio.to_thread(broker.add_vhost, "cell-1")
+        await asyncio.to_thread(broker.add_user, "cell", "secret")
+        await asyncio.to_thread(broker.set_permissions, "cell", "cell-1")
+        async with await aio_pika.connect(url) as connection:
+            channel = await connection.channel()
+            queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+            await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
+        await asyncio.to_thread(broker.kill)
+        assert not listening(broker.port)
+        await asyncio.to_thread(broker.start)
+        async with await aio_pika.connect(broker.url("cell-1", user="cell", password="secret")) as connection:
+            channel = await connection.channel()
+            queue = await channel.get_queue("q")
+            message = await queue.get(timeout=PATIENCE_S)
+            assert message is not None
+            assert message.body == b"kept"
+        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+            await aio_pika.connect(broker.url("/", user="cell", password="secret"))
+    finally:
+        await asyncio.to_thread(broker.stop)
+    assert not listening(broker.port)
+
+
+def test_a_free_port_is_free() -> None:
+    assert not listening(free_port())
