@@ -370,7 +370,7 @@ class MemoryBroker:
         routes = self._routes.setdefault(exchange, {})
         found = routes.get(key)
         if found is None:
-            words = key.split(".")
+            words = key.split(".") if key else []  # RabbitMQ: an empty key has no words
             found = tuple(dict.fromkeys(queue for pattern, queue in bindings if matches(pattern, words)))
             if len(routes) >= MAX_ROUTES:
                 routes.clear()

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import aio_pika
+from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
-from pamqp.commands import Basic
 from yarl import URL
 
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
 from bus.port import BusError, Outgoing, QueueMissing
+from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.topology import Names, QueuePlan
 
 CONNECT_TIMEOUT_S = 10.0
-# An answer to a declaration or a get, and a confirm, may take this long on a broker that is busy syncing disks.
+# An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
 RPC_TIMEOUT_S = 30.0
-CONFIRM_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 # Silence of the broker is noticed within about three of these.
 HEARTBEAT_S = 10
@@ -37,6 +37,8 @@ class Session:
         self._connection.closing.add_done_callback(lambda _: self.lost.set())
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
+        self._publisher: PublishChannel | None = None
+        self._publishing = asyncio.Lock()
 
     @classmethod
     async def connect(cls, url: str, names: Names, connection_name: str) -> Session:
@@ -60,7 +62,7 @@ class Session:
         with translated():
             return await self._connection.channel(publisher_confirms=confirms, timeout=RPC_TIMEOUT_S)
 
-    async def named(self, name: str, *, confirms: bool = False) -> AbstractChannel:
+    async def named(self, name: str) -> AbstractChannel:
         """A channel kept for one purpose; opened anew when the broker has closed it."""
         found = self._channels.get(name)
         if found is not None and not found.is_closed:
@@ -68,23 +70,23 @@ class Session:
         async with self._opening:
             found = self._channels.get(name)
             if found is None or found.is_closed:
-                found = self._channels[name] = await self.channel(confirms=confirms)
+                found = self._channels[name] = await self.channel(confirms=False)
             return found
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
-        channel = await self.named("publish", confirms=True)
-        exchange = self.names.exchange(message.exchange)
-        with translated(exchange or "amq.default"):
-            await channel.basic_publish(
-                message.body,
-                exchange=exchange,
-                routing_key=self.names.key(message.exchange, message.routing_key),
-                properties=self._properties(message),
-                mandatory=message.mandatory,
-                timeout=CONFIRM_TIMEOUT_S,
-                wait=False,  # type: ignore[call-arg]  # in aiormq.Channel, not yet in its abstract class
-            )
+        publisher = self._publisher
+        if publisher is None or publisher.channel.is_closed:
+            publisher = await self._open_publisher()
+        await publisher.publish(message)
+
+    async def _open_publisher(self) -> PublishChannel:
+        async with self._publishing:
+            if self._publisher is None or self._publisher.channel.is_closed:
+                channel = await self.channel(confirms=True)
+                assert isinstance(channel, Channel)
+                self._publisher = PublishChannel(channel, self.names)
+            return self._publisher
 
     async def declare_exchanges(self) -> None:
         """The three exchanges of the catalogue."""
@@ -132,18 +134,6 @@ class Session:
         with translated():
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
-
-    def _properties(self, message: Outgoing) -> Basic.Properties:
-        return Basic.Properties(
-            content_type=message.content_type,
-            headers=dict(message.headers) or None,
-            delivery_mode=2 if message.persistent else 1,
-            correlation_id=message.correlation_id,
-            reply_to=None if message.reply_to is None else self.names.queue(message.reply_to),
-            expiration=None if message.expiration_s is None else str(max(0, int(message.expiration_s * 1000))),
-            message_id=message.message_id or None,
-            message_type=message.type or None,
-        )
 
 
 async def is_there(session: Session, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> bool:

@@ -1,0 +1,216 @@
+"""What the contract tests need of a broker, whichever it is: connections, and a way to cut them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from yarl import URL
+
+from bus.clock import SystemClock
+from bus.memory import MemoryBroker
+from bus.port import Delivery, Transport
+from bus.rabbitmq import RabbitTransport
+
+# A test that waits this long for a condition has failed.
+PATIENCE_S = 20.0
+
+
+class Collector:
+    """Collects deliveries and lets a test wait for a number of them."""
+
+    def __init__(self, *, ack: bool = True) -> None:
+        self.got: list[Delivery] = []
+        self._ack = ack
+        self._changed = asyncio.Event()
+
+    def __call__(self, delivery: Delivery) -> None:
+        self.got.append(delivery)
+        if self._ack:
+            delivery.ack()
+        self._changed.set()
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [delivery.body for delivery in self.got]
+
+    async def wait(self, count: int) -> list[Delivery]:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.got) < count:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.got
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Until an awaitable condition holds; asks again and again, because a broker does not announce it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (  # noqa: ASYNC110  (brokers do not announce their depths)
+            await answer if asyncio.iscoroutine(answer := condition()) else answer
+        ):
+            await asyncio.sleep(0.005)
+
+
+class Proxy:
+    """A TCP proxy before the broker, whose connections a test can cut and whose door it can shut."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def shut(self) -> None:
+        """No new connections, and the old ones cut."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await self._server.wait_closed()
+
+    def cut(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        await self.shut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, there_writer}
+        for one, other in ((reader, there_writer), (there_reader, writer)):
+            task = asyncio.get_running_loop().create_task(self._pump(one, other))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+        self._writers.discard(writer)
+
+
+class Rig:
+    """One broker under test."""
+
+    kind: str
+
+    def __init__(self) -> None:
+        self._open: list[Transport] = []
+
+    def make(self, name: str, prefix: str = "") -> Transport:
+        raise NotImplementedError
+
+    async def transport(self, name: str = "test", prefix: str = "") -> Transport:
+        transport = self.make(name, prefix)
+        self._open.append(transport)
+        await transport.open()
+        await transport.declare_exchanges()
+        return transport
+
+    async def close(self) -> None:
+        for transport in self._open:
+            await transport.close()
+
+    async def cut(self) -> None:
+        """Every connection is lost; the broker is still there."""
+        raise NotImplementedError
+
+    async def shut(self) -> None:
+        """The broker cannot be reached."""
+        raise NotImplementedError
+
+    async def reopen(self) -> None:
+        """It can again."""
+        raise NotImplementedError
+
+
+class MemoryRig(Rig):
+    kind = "memory"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broker = MemoryBroker(SystemClock())
+
+    def make(self, name: str, prefix: str = "") -> Transport:
+        return self.broker.transport(name, prefix=prefix)
+
+    async def foreign_exchange(self, name: str) -> None:
+        self.broker.declare_exchange(name)
+
+    async def cut(self) -> None:
+        self.broker.drop_connections()
+
+    async def shut(self) -> None:
+        self.broker.stop()
+
+    async def reopen(self) -> None:
+        self.broker.start()
+
+
+class RabbitRig(Rig):
+    kind = "rabbitmq"
+
+    def __init__(self, url: str, prefix: str) -> None:
+        super().__init__()
+        parsed = URL(url)
+        self._prefix = prefix
+        self._direct = url
+        self._proxy = Proxy(parsed.host or "localhost", parsed.port or 5672)
+        self._url = parsed
+
+    async def open(self) -> None:
+        await self._proxy.open()
+        self._url = self._url.with_host("127.0.0.1").with_port(self._proxy.port)
+
+    def make(self, name: str, prefix: str = "") -> Transport:
+        return RabbitTransport(str(self._url), name=name, prefix=self._prefix + prefix)
+
+    async def foreign_exchange(self, name: str) -> None:
+        import aio_pika  # noqa: PLC0415
+
+        async with await aio_pika.connect(self._direct) as connection:
+            channel = await connection.channel()
+            await channel.declare_exchange(name, "topic", auto_delete=True, durable=False)
+            queue = await channel.declare_queue(exclusive=False, auto_delete=False, arguments={"x-expires": 60_000})
+            await queue.bind(name, "keeps.it.alive")
+
+    async def close(self) -> None:
+        await super().close()
+        await self._proxy.close()
+
+    async def cut(self) -> None:
+        self._proxy.cut()
+
+    async def shut(self) -> None:
+        await self._proxy.shut()
+
+    async def reopen(self) -> None:
+        await self._proxy.open()
+
+
+@contextlib.asynccontextmanager
+async def rig_for(kind: str, amqp: Callable[[], tuple[str, str]]) -> AsyncIterator[Rig]:
+    """A rig of the kind asked for, closed afterwards."""
+    rig: Rig
+    if kind == "memory":
+        rig = MemoryRig()
+    else:
+        rig = RabbitRig(*amqp())
+        await rig.open()
+    try:
+        yield rig
+    finally:
+        await rig.close()
