@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 from uuid import UUID
+from weakref import WeakKeyDictionary
 
 import asyncpg
 import structlog
@@ -156,7 +157,8 @@ class Database:
                 await connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), self._lock())
                 await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{self.schema}"'))
                 if package is not None:
-                    await connection.run_sync(migrations.upgrade, package, self.schema)
+                    async with _alembic():
+                        await connection.run_sync(migrations.upgrade, package, self.schema)
         except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError))
         finally:
@@ -194,6 +196,15 @@ class Database:
         event.listen(engine.sync_engine, "connect", _on_connect)
         event.listen(engine.sync_engine, "checkout", _on_checkout)
         return engine
+
+
+# Alembic keeps what it works on in globals of the process, and our migrations wait for the database in the middle of it.
+_MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
+def _alembic() -> asyncio.Lock:
+    """Held by the one migration that may run in this process."""
+    return _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
 def parse_url(url: str) -> URL:
