@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, BuildAbort, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,resource_class"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
 DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
-BROKEN = frozenset({"deploy failed", "error", "clean failed"})
+PASSING = frozenset({401, 403, 408, 429})  # credentials and load are not the build's fault
 # From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
 DELETABLE = frozenset({"active", "deploy failed", "wait call-back", "error", "deploy hold", "rescue", "deploying"})
 
@@ -102,8 +102,6 @@ class BareMetal:
         node = await self._guarded(build)
         if node.instance_uuid is None:
             await self._take(build)
-        if node.provision_state not in ("active", *DEPLOYING):
-            await self._provision(build.host_uuid, "active")
         async with asyncio.timeout(self._config.deploy_timeout_s):
             while True:
                 node = await self._expect(build.host_uuid)
@@ -111,20 +109,23 @@ class BareMetal:
                     raise Reschedule("node.taken", "the node was given to somebody else while it was deployed")
                 if node.provision_state == "active":
                     return
-                if node.provision_state in BROKEN:
+                if node.provision_state == "available":
+                    await self._deploy(build)
+                elif node.provision_state not in DEPLOYING:
                     raise Reschedule("node.deploy_failed", f"the node is in {node.provision_state}")
                 await self._clock.sleep(self._config.poll_s)
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
-        """Undeploy the node when it is this instance's; return when it is not any more."""
+        """Undeploy the node when it is this instance's; return when it is not any more (cleaning goes on)."""
         deadline = self._clock.monotonic() + self._config.clean_timeout_s
         while (node := await self._node(host_uuid)) is not None and node.instance_uuid == instance_uuid:
-            if node.provision_state == "available":  # taken, never deployed
-                await self._call("PATCH", f"/v1/nodes/{host_uuid}", [{"op": "remove", "path": "/instance_uuid"}])
-            elif node.provision_state in DELETABLE:
-                await self._provision(host_uuid, "deleted")
             if self._clock.monotonic() > deadline:
-                raise DriverUnavailable(f"node {host_uuid} is still in {node.provision_state}")
+                raise DriverUnavailable(f"the node is still in {node.provision_state}")
+            # What Ironic says to these does not matter (the node may be locked just now): the next look tells.
+            if node.provision_state == "available":  # taken, and not deployed
+                await self._change("PATCH", f"/v1/nodes/{host_uuid}", [{"op": "remove", "path": "/instance_uuid"}])
+            elif node.provision_state in DELETABLE:
+                await self._change("PUT", f"/v1/nodes/{host_uuid}/states/provision", {"target": "deleted"})
             await self._clock.sleep(self._config.poll_s)
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
@@ -156,13 +157,17 @@ class BareMetal:
     async def _take(self, build: Build) -> None:
         """Write our instance on the node: Ironic answers 409 when it has another, or is locked."""
         patch = [{"op": "add", "path": "/instance_uuid", "value": build.spec.instance_uuid}]
-        answer = await self._call("PATCH", f"/v1/nodes/{build.host_uuid}", patch)
+        answer = await self._change("PATCH", f"/v1/nodes/{build.host_uuid}", patch)
         if answer.status_code == httpx.codes.CONFLICT:
-            raise Reschedule("node.taken", "Ironic refused to give the node to this instance")
+            raise Reschedule("node.taken", "Ironic did not give the node to this instance")
+        if answer.is_error:
+            raise Reschedule("node.refused", f"Ironic answered {answer.status_code} to taking the node")
 
-    async def _provision(self, uuid: str, target: str) -> None:
-        """Ask for a provision state. A conflict is no error here: the state that is read next tells the truth."""
-        await self._call("PUT", f"/v1/nodes/{uuid}/states/provision", {"target": target})
+    async def _deploy(self, build: Build) -> None:
+        """Ask for it. A conflict (the node is locked just now) is seen at the next look, and asked again."""
+        answer = await self._change("PUT", f"/v1/nodes/{build.host_uuid}/states/provision", {"target": "active"})
+        if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
+            raise Reschedule("node.refused", f"Ironic answered {answer.status_code} to deploying the node")
 
     # --- Ironic's REST API
 
@@ -192,25 +197,35 @@ class BareMetal:
             raise Reschedule("host.unknown", "Ironic has no such node")
         return node
 
+    async def _change(self, method: str, path: str, body: Any) -> httpx.Response:
+        """A request that changes something is never left half-way: cancelled, it could land after its undoing."""
+        asking = asyncio.ensure_future(self._call(method, path, body))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait({asking})  # bounded by the request's own timeout
+            if not asking.cancelled():
+                asking.exception()
+            raise
+
     async def _call(
         self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """One request. 404 and 409 are the caller's; what time may heal is DriverUnavailable; the rest never works."""
+        """One request. What time or an operator may heal is DriverUnavailable; other answers are the caller's."""
         if self._client is None:
             raise DriverUnavailable("the driver is closed")
         try:
             answer = await self._client.request(method, path, json=body, params=params)
         except httpx.HTTPError as error:
             raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
-        status = answer.status_code
-        if status >= 500 or status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.REQUEST_TIMEOUT):
-            raise DriverUnavailable(f"Ironic answered {status}")
-        if status >= 400 and status not in (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT):
-            raise BuildAbort("ironic.refused", f"Ironic answered {status} to {method}")
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in PASSING:
+            raise DriverUnavailable(f"Ironic answered {answer.status_code}")
         return answer
 
 
 def _parse(answer: httpx.Response, kind: type[T]) -> T:
+    if answer.is_error:
+        raise DriverUnavailable(f"Ironic answered {answer.status_code}")
     if len(answer.content) > MAX_BODY:
         raise DriverUnavailable("Ironic's answer is too large")
     try:
