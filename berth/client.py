@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from bus.bus import Bus
 from msgspec import Struct
 
+from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.build import (
     BuildEvent,

@@ -30,9 +30,7 @@ SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
 """
 _ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
-_FEED = (
-    "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::bigint FROM changes"
-)
+_FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
 # What the book keeps beside each inventory against the sum of what is allocated, both ways round.
 _AUDIT = """
 SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount

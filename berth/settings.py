@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
-from msgspec import Struct
+from msgspec import Struct, field
 from placement_worker.config import PlacementConfig
 
 from bus.contracts.base import Word
@@ -71,7 +71,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     state_dir: str = ""
     bus: BusSettings = BusSettings()
-    cells: dict[Word, CellSettings] = {"cell1": CellSettings(), "cell2": CellSettings()}
+    cells: dict[Word, CellSettings] = field(
+        default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()}
+    )
     database: DatabaseSettings = DatabaseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     up: UpSettings = UpSettings()

@@ -42,9 +42,13 @@ class Brokers:
 
     def transport(self, name: str, prefix: str = "") -> Transport:
         """A connection of its own to one bus."""
+        return self.broker(name).transport(name, prefix=prefix)
+
+    def broker(self, name: str) -> MemoryBroker:
+        """The broker that holds one bus."""
         if name not in self.by_bus:
             self.by_bus[name] = MemoryBroker(self._clock)
-        return self.by_bus[name].transport(name, prefix=prefix)
+        return self.by_bus[name]
 
 
 class Site:

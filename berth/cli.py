@@ -1,0 +1,47 @@
+"""The command line. Each command is a function in `berth.commands`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from berth.commands import builds, dead_letters, load, processes
+
+app = typer.Typer(
+    name="berth",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
+    "3 bus or database out of reach, 4 time ran out.",
+)
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings file; else $BERTH_CONFIG, else ./berth.toml.")
+    ] = None,
+) -> None:
+    context.obj = config
+
+
+app.command("up")(processes.up)
+app.command("run")(processes.run_role)
+app.command("config")(processes.config)
+app.command("boot")(builds.boot)
+app.command("delete")(builds.delete)
+app.command("show")(builds.show)
+app.command("list")(builds.list_builds)
+app.command("hosts")(builds.hosts)
+app.command("load")(load.load)
+app.command("check")(load.check)
+app.add_typer(dead_letters.app, name="dead-letters")
+
+
+def main() -> None:
+    """Entry point of the `berth` command."""
+    app()

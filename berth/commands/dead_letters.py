@@ -1,0 +1,191 @@
+"""`berth dead-letters`: what was given up and why; look at it, send it back, or throw it away."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Annotated, TypeVar
+
+import typer
+from rich.table import Table
+
+from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
+from berth.site import Site
+from bus import dead_letters as letters
+from bus.bus import API
+from bus.contracts.catalogue import QUEUES, QueueKind, Where
+from bus.dead_letters import DeadLetter
+from bus.port import QueueMissing, Transport
+
+MAX_SHOWN = 10_000
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, help="Look at messages that were given up; send them back or drop them.")
+
+Queue = Annotated[str, typer.Argument(help="The queue, e.g. scheduler.requests; `list` names them.")]
+BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
+Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The oldest so many.")]
+
+
+@app.command("list")
+def list_letters(
+    context: typer.Context,
+    queue: Annotated[str | None, typer.Argument(help="One queue; without it, every queue is counted.")] = None,
+    bus: BusName = API,
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Count dead letters by queue, or list those of one queue."""
+
+    async def body() -> None:
+        site = Site(settings_of(context))
+        if queue is None:
+            _show_counts(await _counts(site), as_json)
+            return
+        found = await _on(site, bus, lambda transport: letters.list_dead(transport, queue, limit))
+        if as_json:
+            print_json([_plain(letter) for letter in found])
+            return
+        table = Table("id", "code", "reason", "type", "routing key", "died at")
+        for letter in found:
+            table.add_row(letter.id, letter.code, letter.reason, letter.type, letter.routing_key, _when(letter.died_at))
+        out.print(table)
+
+    run(body)
+
+
+@app.command()
+def show(
+    context: typer.Context, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False
+) -> None:
+    """Show one dead letter whole. Its body may hold secrets."""
+
+    async def body() -> None:
+        found = await _on(
+            Site(settings_of(context)), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN)
+        )
+        letter = next((letter for letter in found if letter.id == letter_id), None)
+        if letter is None:
+            raise Stop(EXIT_NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
+        plain = {**_plain(letter), "headers": {name: str(value) for name, value in letter.headers.items()}}
+        if as_json:
+            print_json(plain)
+            return
+        for name, value in plain.items():
+            out.print(f"{name:12} {value}", soft_wrap=True, markup=False)
+
+    run(body)
+
+
+@app.command()
+def replay(
+    context: typer.Context,
+    queue: Queue,
+    ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    bus: BusName = API,
+    as_json: AsJson = False,
+) -> None:
+    """Send dead letters back to their queue."""
+    if bool(ids) == every:
+        raise typer.BadParameter("name the letters, or give --all")
+
+    async def body() -> None:
+        wanted = None if every else ids
+        sent = await _on(Site(settings_of(context)), bus, lambda transport: letters.replay(transport, queue, wanted))
+        if as_json:
+            print_json({"replayed": sent})
+        else:
+            out.print(f"{len(sent)} sent back to {queue}")
+        if ids and len(sent) < len(set(ids)):
+            raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(sorted(set(ids) - set(sent)))}")
+
+    run(body)
+
+
+@app.command()
+def purge(
+    context: typer.Context,
+    queue: Queue,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    bus: BusName = API,
+    as_json: AsJson = False,
+) -> None:
+    """Throw the dead letters of a queue away, for good."""
+    if not yes and not typer.confirm(f"Throw away all dead letters of {queue}?"):
+        raise SystemExit(EXIT_NO)
+
+    async def body() -> None:
+        gone = await _on(Site(settings_of(context)), bus, lambda transport: letters.purge(transport, queue))
+        if as_json:
+            print_json({"purged": gone})
+        else:
+            out.print(f"{gone} thrown away")
+
+    run(body)
+
+
+async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -> T:
+    if bus != API:
+        site.check_cell(bus)
+    transport = site.transport(bus, process="dead-letters")
+    await open_in_time(transport.open())
+    try:
+        return await work(transport)
+    except QueueMissing as fault:
+        raise Stop(EXIT_USAGE, fault.code, f"there is no such queue, or it keeps no dead letters: {fault}") from fault
+    finally:
+        await transport.close()
+
+
+async def _counts(site: Site) -> list[tuple[str, str, int]]:
+    """(bus, queue, dead letters) of every durable queue of the catalogue that exists."""
+    found: list[tuple[str, str, int]] = []
+    for bus in (API, *site.cells):
+        wanted = {Where.BOTH, Where.API if bus == API else Where.CELL}
+        names = [
+            row.name
+            for row in QUEUES
+            if row.kind is QueueKind.DURABLE and row.where in wanted and "{" not in row.name
+        ]
+        found += await _on(site, bus, lambda transport, bus=bus, names=names: _depths(transport, bus, names))  # type: ignore[misc]
+    return found
+
+
+async def _depths(transport: Transport, bus: str, names: list[str]) -> list[tuple[str, str, int]]:
+    found = []
+    for name in names:
+        try:
+            found.append((bus, name, await transport.depth(letters.dead_queue(name))))
+        except QueueMissing:
+            continue
+    return found
+
+
+def _show_counts(counts: list[tuple[str, str, int]], as_json: bool) -> None:
+    if as_json:
+        print_json([{"bus": bus, "queue": queue, "dead": count} for bus, queue, count in counts])
+        return
+    table = Table("bus", "queue", "dead letters")
+    for bus, queue, count in counts:
+        table.add_row(bus, queue, f"[red]{count}[/red]" if count else "0")
+    out.print(table)
+
+
+def _plain(letter: DeadLetter) -> dict[str, object]:
+    return {
+        "id": letter.id,
+        "code": letter.code,
+        "reason": letter.reason,
+        "type": letter.type,
+        "exchange": letter.exchange,
+        "routing_key": letter.routing_key,
+        "cause": letter.cause,
+        "died_at": letter.died_at,
+        "body": letter.body.decode(errors="replace"),
+    }
+
+
+def _when(at: float | None) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""

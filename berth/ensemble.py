@@ -1,0 +1,82 @@
+"""Several workers in one process, each with its own lifecycle, connections and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from msgspec import Struct
+
+from bus.service.service import Service
+
+READY_TIMEOUT_S = 60.0
+
+
+class MemberFailed(Exception):
+    """A worker ended though nobody stopped it. The cause is what it died of."""
+
+
+class Member(Struct):
+    """One running worker."""
+
+    name: str
+    service: Service
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+
+class Ensemble:
+    """Starts, kills and stops workers of this process. `failed` is set with the first that dies unasked."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self, *services: tuple[str, Service]) -> None:
+        """Start workers side by side and wait until all are ready. Raises MemberFailed when one dies first."""
+        for name, service in services:
+            stop = asyncio.Event()
+            task = asyncio.create_task(service.run(stop), name=name)
+            self.members[name] = Member(name=name, service=service, stop=stop, task=task)
+            task.add_done_callback(self._ended)
+        ready = asyncio.gather(*(service.ready.wait() for _, service in services))
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.wait({ready, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not ready.done():
+                ready.cancel()
+                await asyncio.gather(ready, return_exceptions=True)
+        if self.failed.done():
+            await self.failed
+
+    async def kill(self, name: str) -> None:
+        """End a worker at once, without draining: what it had not acknowledged goes back to its queues."""
+        member = self.members.pop(name)
+        member.task.cancel()
+        await asyncio.gather(member.task, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Drain and stop all, those started last first. Raises MemberFailed when one fails at that."""
+        faults: list[BaseException] = []
+        while self.members:
+            _, member = self.members.popitem()
+            member.stop.set()
+            (result,) = await asyncio.gather(member.task, return_exceptions=True)
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                faults.append(result)
+        if self.failed.done():
+            with contextlib.suppress(MemberFailed):
+                await self.failed  # seen: nobody is warned about it
+        if faults:
+            raise MemberFailed(str(faults[0])) from faults[0]
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        member = self.members.get(task.get_name())
+        if member is None or member.task is not task or member.stop.is_set() or self.failed.done():
+            return
+        error = None if task.cancelled() else task.exception()
+        fault = MemberFailed(f"{member.name} ended: {error!r}")
+        fault.__cause__ = error
+        self.failed.set_exception(fault)
+        self.failed.exception()

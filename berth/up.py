@@ -1,0 +1,145 @@
+"""Everything in one process: embedded PostgreSQL, memory buses served at a socket, and every worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import placement_worker.app
+import scheduler_worker.app
+
+import cell_conductor.app
+import compute_sim.app
+import ironic_sync.app
+from berth.embedded.postgres import Postgres
+from berth.ensemble import Ensemble
+from berth.settings import EMBEDDED, MEMORY, Settings
+from berth.site import Brokers, Runtime, Site, write_runtime
+from bus.clock import SystemClock
+from bus.local import LocalServer
+from bus.service.service import Service
+from compute_sim.fleet import Fleet
+
+DATABASE_NAME = "postgres"
+
+
+@contextlib.asynccontextmanager
+async def database(settings: Settings, *, durable: bool, directory: Path | None) -> AsyncIterator[str]:
+    """The URL of the database: the settings', or of an embedded server that lives as long as this context."""
+    if settings.database.url != EMBEDDED:
+        yield settings.database.url
+        return
+    server = Postgres(directory, durable=durable)
+    await asyncio.to_thread(server.start)
+    try:
+        yield server.url(DATABASE_NAME)
+    finally:
+        await asyncio.to_thread(server.stop if directory is None else server.shut_down)
+
+
+@contextlib.asynccontextmanager
+async def site(settings: Settings, *, directory: Path | None, seed: int | None = None) -> AsyncIterator[Site]:
+    """A site of this process: memory buses (where the settings say so) and a database that answers."""
+    clock = SystemClock()
+    async with database(settings, durable=directory is not None, directory=directory) as url:
+        brokers = Brokers(clock)
+        try:
+            yield Site(settings, brokers=brokers, database_url=url, clock=clock, seed=seed)
+        finally:
+            for broker in brokers.by_bus.values():
+                broker.stop()
+
+
+class Street:
+    """All workers of one process, as the settings count them. Fleets outlive their services, as machines do."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.ensemble = Ensemble()
+        self.fleets: dict[str, Fleet] = {}
+        self._computes: dict[str, Callable[[], Service]] = {}
+
+    async def start(self, *, ironic_url: str | None = None) -> None:
+        """Start everything, what others lean on first. ironic_url: also ironic-sync and a bare-metal compute a cell."""
+        settings, up = self.site.settings, self.site.settings.up
+        start = self.ensemble.start
+        await start(*((name, self._placement(name)) for name in _numbered("placement", up.placements)))
+        await start(*((f"conductor-{cell}", self._conductor(cell)) for cell in self.site.cells))
+        for number, cell in enumerate(self.site.cells):
+            for service in _numbered(f"{cell}-c", up.computes_per_cell):
+                self._computes[service] = self._hypervisors(cell, service)
+            if ironic_url is not None:
+                share = (number, len(self.site.cells))
+                self._computes[f"{cell}-metal"] = self._metal(cell, f"{cell}-metal", ironic_url, share)
+        await start(*((name, build()) for name, build in self._computes.items()))
+        if ironic_url is not None:
+            config = msgspec.structs.replace(settings.ironic_sync, url=ironic_url)
+            env = self.site.environment("ironic-sync")
+            await start(("ironic-sync", ironic_sync.app.build(env, config)))
+        await start(*((name, self._scheduler(name)) for name in _numbered("scheduler", up.schedulers)))
+
+    @property
+    def computes(self) -> tuple[str, ...]:
+        """The compute services' names."""
+        return tuple(self._computes)
+
+    async def kill_compute(self, service: str) -> None:
+        """The compute service dies; its machines run on."""
+        await self.ensemble.kill(service)
+
+    async def revive_compute(self, service: str) -> None:
+        """A new process of the same compute service, over the same machines."""
+        await self.ensemble.start((service, self._computes[service]()))
+
+    def _placement(self, name: str) -> Service:
+        return placement_worker.app.build(self.site.environment(name), self.site.settings.placement, self.site.cells)
+
+    def _scheduler(self, name: str) -> Service:
+        return scheduler_worker.app.build(self.site.environment(name), self.site.settings.scheduler, self.site.cells)
+
+    def _conductor(self, cell: str) -> Service:
+        environment = self.site.environment(f"conductor-{cell}")
+        return cell_conductor.app.build(environment, self.site.settings.conductor, cell)
+
+    def _hypervisors(self, cell: str, service: str) -> Callable[[], Service]:
+        config = self.site.settings.compute
+        fleet = self.fleets[service] = Fleet.planned(config, cell, service)
+        return lambda: compute_sim.app.build(self.site.environment(service), config, cell, service, fleet=fleet)
+
+    def _metal(self, cell: str, service: str, url: str, share: tuple[int, int]) -> Callable[[], Service]:
+        base = self.site.settings.compute
+        ironic = msgspec.structs.replace(base.ironic, url=url, share=share[0], shares=share[1])
+        config = msgspec.structs.replace(base, driver="ironic", hosts=0, ironic=ironic)
+        fleet = self.fleets[service] = Fleet.planned(config, cell, service)
+        return lambda: compute_sim.app.build(self.site.environment(service), config, cell, service, fleet=fleet)
+
+
+@contextlib.asynccontextmanager
+async def serve(site: Site, ironic_url: str | None) -> AsyncIterator[None]:
+    """Let other commands of this machine reach what this process holds in memory."""
+    assert site.brokers is not None
+    state = site.settings.state
+    runtime = Runtime(pid=os.getpid(), database_url=site.database_url or "", ironic_url=ironic_url or "")
+    if site.settings.bus.url != MEMORY:
+        forget = write_runtime(state, runtime)
+        try:
+            yield
+        finally:
+            forget()
+        return
+    server = LocalServer(site.settings.socket, site.brokers.transport)
+    await server.open()
+    forget = write_runtime(state, runtime)
+    try:
+        yield
+    finally:
+        forget()
+        await server.close()
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}{number}" for number in range(1, count + 1)]
