@@ -186,7 +186,7 @@ class Consumer:
 
     def _take(self) -> list[_Item]:
         """At most `max_batch` messages of what has arrived."""
-        while self._deliveries and len(self._items) < self._max_batch:
+        while self._deliveries and len(self._items) < self._max_batch and not self._draining:
             self._open(self._deliveries.popleft())
         count = min(len(self._items), self._max_batch)
         return [self._items.popleft() for _ in range(count)]
@@ -264,6 +264,9 @@ class Consumer:
             self._stalled(number, error)
         clock, rng = self._bus.clock, self._bus.rng
 
+        async def once() -> T:  # tenacity awaits only what it can see to be a coroutine function
+            return await call()
+
         def wait(state: tenacity.RetryCallState) -> float:
             longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(state.attempt_number, 30))
             return longest * (0.5 + rng.random() / 2)
@@ -277,7 +280,7 @@ class Consumer:
         )
         await clock.sleep(FIRST_WAIT_S * (0.5 + rng.random() / 2))
         try:
-            return await again(call)
+            return await again(once)
         finally:
             self._stalled_since.pop(number, None)
 
