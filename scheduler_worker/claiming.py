@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 from msgspec import Struct
@@ -25,7 +26,6 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
-from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
@@ -38,6 +38,13 @@ log = structlog.get_logger(__name__)
 
 FIRST_JITTER_S = 0.001  # the most that is waited before the second round, halved
 ATTEMPT = 1  # the scheduler's claim is the first attempt; the conductor's are the next
+
+
+class Refreshes(Protocol):
+    """What the loop needs of the replica's follower."""
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        """Fold the newest changes in now; False: they did not come in time."""
 
 
 class Away(Transient):
@@ -104,7 +111,7 @@ class Claiming:
         self,
         bus: Bus,
         selector: Selector,
-        follower: Follower,
+        follower: Refreshes,
         *,
         clock: Clock,
         rng: random.Random,

@@ -1,0 +1,267 @@
+"""A whole scheduler against the real resource book: what it dispatches, what it says, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, HostsPage, HostsQuery
+from bus.faults import BrokenInvariant, RequestRefused
+from scheduler_worker import metrics
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.store.postgres import PostgresUnit
+from tests.integration.scheduler.world import World
+
+pytestmark = pytest.mark.postgres
+
+
+def world_delete(request: BuildRequest) -> DeleteRequest:
+    return DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
+
+
+@pytest.fixture
+async def world(postgres_url: str) -> AsyncIterator[World]:
+    made = World(postgres_url)
+    await made.open()
+    try:
+        await made.placement()
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
+    await world.scheduler()
+    hosts = await world.add_hosts("c1", 3)
+    request = world.request("m1.small")
+    await world.ask(request)
+    await world.until(lambda: world.builds)
+    cell, build = world.builds[0]
+    assert cell == "c1" and build.spec.instance_uuid == request.instance_uuid
+    assert [s.host_uuid in hosts for s in build.selections] == [True] * 3
+    assert len({s.host_uuid for s in build.selections}) == 3
+    assert {s.service for s in build.selections} == {"compute-c1"}
+    scheduled = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert scheduled.host == build.selections[0].host and not scheduled.terminal
+    # Only the selected host is claimed; alternates are not (C-8).
+    assert await world.used() == {build.selections[0].host_uuid: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
+    assert build.selections[0].allocations == {
+        build.selections[0].host_uuid: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}
+    }
+    await world.announced("c1", request, BuildState.BUILDING, 10, host=scheduled.host, attempt=1)
+    await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, host=scheduled.host, attempt=1)
+    active = await world.ended(request.instance_uuid)
+    assert active.state is BuildState.ACTIVE and active.cell == "c1"
+    assert world.states(request.instance_uuid) == ["accepted", "scheduled", "building", "active"]
+    record = await world.show(request.instance_uuid)
+    assert record is not None and record.state is BuildState.ACTIVE and record.host == scheduled.host
+    assert [line.what for line in record.story] == [
+        "requested", "chosen", "claimed", "dispatched", "building", "active",
+    ]  # fmt: skip
+
+
+async def test_the_same_request_twice_builds_once_and_other_content_is_refused(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    request = world.request()
+    api = world.buses[API]
+    await api.request(request, BuildAccepted, timeout_s=10)
+    await api.request(request, BuildAccepted, timeout_s=10)
+    with pytest.raises(RequestRefused) as refused:
+        await api.request(world.request("m1.large", instance_uuid=request.instance_uuid), BuildAccepted, timeout_s=10)
+    assert refused.value.code == "request.duplicate"
+    await world.until(lambda: world.builds)
+    # Several copies in one batch too, and in the hands of two schedulers.
+    await world.scheduler("s2")
+    again = world.request()
+    await world.ask(*[again] * 20)
+    await world.ended(again.instance_uuid, BuildState.SCHEDULED)
+    last = world.request()
+    await world.ask(last)
+    await world.ended(last.instance_uuid, BuildState.SCHEDULED)
+    built = Counter(build.spec.instance_uuid for _, build in world.builds)
+    assert built == {request.instance_uuid: 1, again.instance_uuid: 1, last.instance_uuid: 1}
+    assert "refused" not in world.states(request.instance_uuid)
+
+
+async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    unknown = world.request("m1.nonsense")
+    with pytest.raises(RequestRefused) as refused:
+        await world.buses[API].request(unknown, BuildAccepted, timeout_s=10)
+    assert refused.value.code == "flavor.unknown"
+    told = await world.ended(unknown.instance_uuid)
+    assert (told.state, told.code) == (BuildState.REFUSED, "flavor.unknown") and "m1.small" in told.reason
+    good = world.request()
+    await world.ask(good)
+    await world.ended(good.instance_uuid, BuildState.SCHEDULED)
+    record = await world.show(unknown.instance_uuid)
+    assert record is not None and record.state is BuildState.REFUSED
+
+
+async def test_no_host_is_explained(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(hosts_warmup_s=0.001))
+    await world.add_hosts("c1", 3, VCPU=2, MEMORY_MB=1024, DISK_GB=500)
+    uuids = await world.add_hosts("c2", 2)
+    for uuid in uuids:
+        world.hosts["c2"][uuid] = type(world.hosts["c2"][uuid])(
+            uuid=uuid, name=world.hosts["c2"][uuid].name, enabled=False
+        )
+    await world.announce("c2")
+    request = world.request("m1.medium")
+    await world.ask(request)
+    failed = await world.ended(request.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
+    steps = {step.step: step for step in failed.funnel}
+    assert steps["ComputeFilter"].fell == {"host.disabled": 2} and steps["ComputeFilter"].left == 0
+    assert steps["MEMORY_MB"].left == 2, failed.funnel
+    assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
+    record = await world.show(request.instance_uuid)
+    assert record is not None and record.funnel == failed.funnel and record.story[-1].what == "failed"
+    zoned = world.request(availability_zone="mars")
+    await world.ask(zoned)
+    failed = await world.ended(zoned.instance_uuid)
+    assert failed.code == "no_valid_host" and "mars" in failed.reason and failed.funnel[0].left == 0
+
+
+async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World) -> None:
+    await world.add_hosts("c1", 4, CUSTOM_BAREMETAL_GOLD=1)
+    await world.add_hosts("c2", 4, CUSTOM_BAREMETAL_GOLD=1)
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    requests = [world.request("bm.gold") for _ in range(20)]
+    await world.ask(*requests)
+    ends = [await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for request in requests]
+    assert Counter(end.state.value for end in ends) == {"scheduled": 8, "failed": 12}
+    assert {end.code for end in ends if end.state is BuildState.FAILED} == {"no_valid_host"}
+    await world.until(lambda: len(world.builds) == 8)
+    taken = [build.selections[0].host_uuid for _, build in world.builds]
+    assert len(set(taken)) == 8
+    assert await world.used() == {uuid: {"CUSTOM_BAREMETAL_GOLD": 1} for uuid in taken}
+    for cell, build in world.builds:
+        assert all(selection.host.startswith(cell) for selection in build.selections)  # same cell (C-7)
+
+
+async def test_a_shape_that_changed_is_folded_in_and_the_same_host_asked_again(world: World) -> None:
+    service = await world.scheduler()
+    (uuid,) = await world.add_hosts("c1", 1)
+    first = world.request()
+    await world.ask(first)
+    await world.ended(first.instance_uuid, BuildState.SCHEDULED)
+    # The shape moves while the replica cannot hear of it: hold its next decision until the book has moved on.
+    requests = [world.request("m1.tiny") for _ in range(10)]
+    report = world.report(uuid, "c1-0", {"VCPU": 20, "MEMORY_MB": 32768, "DISK_GB": 500})
+    await asyncio.gather(report, world.ask(*requests))
+    for request in requests:
+        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert (await world.used())[uuid]["VCPU"] == 11
+    assert service.not_ready() == []
+
+
+async def test_delete_before_after_and_of_nothing(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    # In one batch with its build: never dispatched, claim freed, one terminal event.
+    request = world.request()
+    await world.buses[API].publish_all([(request, ""), (world_delete(request), ""), (world_delete(request), "")])
+    told = await world.ended(request.instance_uuid, BuildState.DELETED)
+    assert told.terminal
+    assert world.builds == [] or world.deletes or await world.used() == {}
+    # After dispatch: the cell's business; its `deleted` ends it.
+    built = world.request()
+    await world.ask(built)
+    await world.until(lambda: any(b.spec.instance_uuid == built.instance_uuid for _, b in world.builds))
+    await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
+    await world.ended(built.instance_uuid, BuildState.ACTIVE)
+    await world.delete(built)
+    await world.until(lambda: any(d.instance_uuid == built.instance_uuid for _, d in world.deletes))
+    await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
+    await world.ended(built.instance_uuid, BuildState.DELETED)
+    await world.delete(built)
+    # Late and repeated announcements change nothing.
+    await world.announced("c1", built, BuildState.ACTIVE, 11, terminal=True)
+    await world.announced("c1", built, BuildState.DELETED, 13, terminal=True)
+    # Unknown, and somebody else's.
+    nothing = world.request()
+    await world.delete(nothing)
+    refused = await world.ended(nothing.instance_uuid)
+    assert (refused.state, refused.code) == (BuildState.REFUSED, "instance.unknown")
+    with pytest.raises(RequestRefused) as other:
+        await world.buses[API].request(
+            type(world_delete(built))(instance_uuid=built.instance_uuid, project_id="other"),
+            BuildAccepted,
+            timeout_s=10,
+        )
+    assert other.value.code == "instance.unknown"
+    terminals = [e.state.value for e in world.events if e.instance_uuid == built.instance_uuid and e.terminal]
+    assert terminals == ["active", "deleted"]
+    record = await world.show(built.instance_uuid)
+    assert record is not None and record.state is BuildState.DELETED
+
+
+async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the claim and the record of it: the next scheduler adopts the claim, even of the only host."""
+    await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
+    await world.scheduler("s1")
+    claimed = asyncio.Event()
+
+    async def dies(*_: object) -> set[str]:
+        claimed.set()
+        raise BrokenInvariant("the process dies here")
+
+    request = world.request("bm.gold")
+    with monkeypatch.context() as patched:
+        patched.setattr(PostgresUnit, "decide", dies)
+        await world.ask(request)
+        async with asyncio.timeout(20):
+            await claimed.wait()
+        await world.kill("s1")
+    (held,) = await world.used()
+    assert world.builds == []
+    await world.scheduler("s2")
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await world.until(lambda: world.builds)
+    ((_, build),) = world.builds
+    assert build.selections[0].host_uuid == held and build.selections[0].allocations == {
+        held: {"CUSTOM_BAREMETAL_GOLD": 1}
+    }
+    assert await world.used() == {held: {"CUSTOM_BAREMETAL_GOLD": 1}}
+
+
+async def test_placement_away_is_waited_for_and_never_no_host(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(claim_timeout_s=0.2))
+    await world.add_hosts("c1", 1)
+    warm = world.request()
+    await world.ask(warm)
+    await world.ended(warm.instance_uuid, BuildState.SCHEDULED)
+    await world.kill("p1")
+    request = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.ACCEPTED)
+    away = metrics.CLAIMS.labels("request.timeout")
+    before = away._value.get()
+    await world.eventually(lambda: away._value.get() > before + 1)
+    assert world.states(request.instance_uuid) == ["accepted"]
+    await world.placement("p2")
+    assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
+
+
+async def test_hosts_query_and_a_foreign_cell_is_not_heard(world: World) -> None:
+    await world.scheduler()
+    (uuid,) = await world.add_hosts("c1", 1)
+    request = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    page = await world.buses[API].request(HostsQuery(), HostsPage, timeout_s=10)
+    (host,) = page.hosts
+    assert (host.uuid, host.cell, host.service, host.up) == (uuid, "c1", "compute-c1", True)
+    assert host.resources["VCPU"] == (1.0, 16.0)
+    await world.announced("c2", request, BuildState.FAILED, 99, terminal=True)
+    await world.announced("c1", request, BuildState.BUILDING, 10)
+    await world.ended(request.instance_uuid, BuildState.BUILDING)
+    assert "failed" not in world.states(request.instance_uuid)

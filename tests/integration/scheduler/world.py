@@ -1,0 +1,238 @@
+"""Schedulers, a real placement, and scripted cells and clients around them, on real PostgreSQL and memory buses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from bus.bus import API, Bus
+from bus.clock import SystemClock, new_uuid
+from bus.consumer import Consumer
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, Heartbeat, HostReport, ReportHosts
+from bus.contracts.placement import (
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    SnapshotPage,
+    SnapshotRequest,
+)
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from bus.port import Transport
+from bus.service.environment import Environment
+from bus.service.service import Service
+from placement_worker.app import build as build_placement
+from placement_worker.config import PlacementConfig
+from scheduler_worker.app import build as build_scheduler
+from scheduler_worker.config import SchedulerConfig
+
+PATIENCE_S = 30.0
+CELLS = ("c1", "c2")
+T = TypeVar("T")
+
+
+class World:
+    """Everything around the schedulers. Hosts are announced by scripted compute services, one a cell."""
+
+    def __init__(self, postgres_url: str) -> None:
+        self.clock = SystemClock()
+        self.rng = random.Random(11)
+        self.brokers = {name: MemoryBroker(self.clock) for name in (API, *CELLS)}
+        self.url = postgres_url
+        self.services: dict[str, tuple[Service, asyncio.Event, asyncio.Task[None]]] = {}
+        self.events: list[BuildEvent] = []
+        self.builds: list[tuple[str, CellBuild]] = []
+        self.deletes: list[tuple[str, CellDelete]] = []
+        self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
+        self.buses: dict[str, Bus] = {}
+        self._sequence = 0
+        self._version = 0
+        self._news = asyncio.Condition()
+        self._consumers: list[Consumer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- life
+
+    async def open(self) -> None:
+        for name, broker in self.brokers.items():
+            bus = Bus(name, broker.transport(name), process="world", clock=self.clock, rng=self.rng)
+            await bus.open()
+            self.buses[name] = bus
+        await self._consume(API, "client.builds.{process}", self._hear)
+        for cell in CELLS:
+            await self._consume(cell, "conductor.requests", self._command)
+            await self._consume(cell, "compute.asked.{process}", self._asked)
+
+    async def close(self) -> None:
+        for name in list(self.services):
+            await self.stop(name)
+        for consumer in self._consumers:
+            await consumer.drain(1.0)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for bus in self.buses.values():
+            await bus.close()
+
+    def environment(self, process: str, transports: Callable[[str], Transport] | None = None) -> Environment:
+        return Environment(
+            process,
+            transports=transports or (lambda name: self.brokers[name].transport(name)),
+            database_url=self.url,
+            cells=CELLS,
+            rng=random.Random(self.rng.getrandbits(32)),
+        )
+
+    async def placement(self, name: str = "p1") -> Service:
+        return await self.start(name, build_placement(self.environment(name), PlacementConfig(), CELLS))
+
+    async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> Service:
+        return await self.start(name, build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS))
+
+    async def start(self, name: str, service: Service) -> Service:
+        stop = asyncio.Event()
+        task = asyncio.create_task(service.run(stop))
+        self.services[name] = (service, stop, task)
+        ready = asyncio.create_task(service.ready.wait())
+        await asyncio.wait([ready, task], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        assert service.ready.is_set(), service.not_ready()
+        return service
+
+    async def stop(self, name: str) -> None:
+        _, stop, task = self.services.pop(name)
+        stop.set()
+        await task
+
+    async def kill(self, name: str) -> None:
+        """End it without draining, or see the end of what has died by itself."""
+        _, _, task = self.services.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _consume(self, bus: str, queue: str, handler: Callable[..., Any]) -> None:
+        consumer = self.buses[bus].consumer(queue, handler, max_batch=1000, concurrency=1)
+        await consumer.start()
+        self._consumers.append(consumer)
+        self._tasks.append(asyncio.create_task(consumer.run()))
+
+    # --- what the neighbours hear
+
+    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        return await self._tell(batch, self.events)
+
+    async def _command(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if isinstance(received.message, CellBuild):
+                self.builds.append((received.bus, received.message))
+            elif isinstance(received.message, CellDelete):
+                self.deletes.append((received.bus, received.message))
+        return await self._tell(batch, [])
+
+    async def _tell(self, batch: Sequence[Received], heard: list[Any]) -> Sequence[Outcome]:
+        async with self._news:
+            heard.extend(received.message for received in batch)
+            self._news.notify_all()
+        return [Done()] * len(batch)
+
+    async def _asked(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            assert isinstance(received.message, ReportHosts)
+            await self.announce(received.bus)
+        return [Done()] * len(batch)
+
+    async def until(self, there: Callable[[], T]) -> T:
+        async with asyncio.timeout(PATIENCE_S), self._news:
+            await self._news.wait_for(there)
+        return there()
+
+    async def eventually(self, there: Callable[[], object]) -> None:
+        """Wait for a condition that nobody announces."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not there():  # noqa: ASYNC110  (a counter has no event)
+                await asyncio.sleep(0.005)
+
+    # --- hosts
+
+    async def add_hosts(self, cell: str, count: int, **inventory: int) -> list[str]:
+        """New hosts with these amounts, in the book and announced. Returns their uuids."""
+        amounts = inventory or {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
+        uuids = []
+        for _ in range(count):
+            uuid = new_uuid(self.rng)
+            name = f"{cell}-{len(self.hosts[cell])}"
+            self.hosts[cell][uuid] = HostReport(uuid=uuid, name=name)
+            await self.report(uuid, name, amounts)
+            uuids.append(uuid)
+        await self.announce(cell)
+        return uuids
+
+    async def report(self, uuid: str, name: str, amounts: dict[str, int], traits: tuple[str, ...] = ()) -> None:
+        self._version += 1
+        inventories = {key: Inventory(total=total, max_unit=total) for key, total in amounts.items()}
+        provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits)
+        update = InventoryUpdate(source="world", version=self._version, root_uuid=uuid, providers=(provider,))
+        answer = await self.buses[API].request(update, InventoryResult, timeout_s=PATIENCE_S)
+        assert answer.outcome == "applied", answer
+
+    async def announce(self, cell: str) -> None:
+        self._sequence += 1
+        hosts = tuple(self.hosts[cell].values())
+        message = ComputeHosts(
+            service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, hosts=hosts, complete=True
+        )
+        await self.buses[cell].publish(message)
+
+    async def beat(self, cell: str, *, leaving: bool = False) -> None:
+        self._sequence += 1
+        await self.buses[cell].publish(
+            Heartbeat(service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, leaving=leaving)
+        )
+
+    # --- clients
+
+    def request(self, flavor: str = "m1.small", **more: Any) -> BuildRequest:
+        more.setdefault("instance_uuid", new_uuid(self.rng))
+        more.setdefault("project_id", "demo")
+        return BuildRequest(flavor=flavor, **more)
+
+    async def ask(self, *messages: Message) -> None:
+        await self.buses[API].publish_all([(message, "") for message in messages])
+
+    async def ended(self, uuid: str, *states: BuildState) -> BuildEvent:
+        """Wait for the event of one of these states (any terminal one when none is given)."""
+
+        def found() -> BuildEvent | None:
+            mine = [event for event in self.events if event.instance_uuid == uuid]
+            return next((e for e in mine if (e.state in states if states else e.terminal)), None)
+
+        event = await self.until(found)
+        assert event is not None
+        return event
+
+    def states(self, uuid: str) -> list[str]:
+        return [event.state.value for event in self.events if event.instance_uuid == uuid]
+
+    async def announced(self, cell: str, request: BuildRequest, state: BuildState, sequence: int, **more: Any) -> None:
+        """What the cell's conductor would say."""
+        event = BuildEvent(
+            instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
+        )
+        await self.buses[cell].publish(event)
+
+    async def show(self, uuid: str) -> BuildRecord | None:
+        page = await self.buses[API].request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=PATIENCE_S)
+        return page.builds[0] if page.builds else None
+
+    async def delete(self, request: BuildRequest) -> None:
+        await self.ask(DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id))
+
+    async def used(self) -> dict[str, dict[str, int]]:
+        """Usage in the book, where there is any: {provider: {class: amount}}."""
+        page = await self.buses[API].request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=PATIENCE_S)
+        used = {p.uuid: {name: amount for name, amount in p.used.items() if amount} for p in page.providers}
+        return {uuid: amounts for uuid, amounts in used.items() if amounts}

@@ -1,0 +1,108 @@
+"""A book and a host table to decide on, made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest
+from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.placement import ProviderState
+from placement_worker.replica.book import Book
+from scheduler_worker import plugins
+from scheduler_worker.config import Aggregate, SchedulerConfig
+from scheduler_worker.domain.flavors import parse
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.plugins import Filter, Weighing
+from scheduler_worker.domain.select import Selector
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
+
+
+class Hosts:
+    """Hosts h0, h1, ... by what each has; cells and services as said."""
+
+    def __init__(
+        self,
+        amounts: Sequence[Mapping[str, int]],
+        *,
+        config: SchedulerConfig | None = None,
+        cells: Sequence[str] = (),
+        members: Mapping[str, Sequence[int]] | None = None,
+        reports: Mapping[int, Mapping[str, Any]] | None = None,
+        filters: Sequence[Filter] | None = None,
+        weighings: Sequence[Weighing] | None = None,
+        seed: int = 3,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.config = config or SchedulerConfig()
+        self.uuids = [new_uuid(self.rng) for _ in amounts]
+        self.book, self.table = Book(), HostTable()
+        self.states = [
+            self._state(at, dict(mine), [a for a, rows in (members or {}).items() if at in rows])
+            for at, mine in enumerate(amounts)
+        ]
+        self.book.load(self.states, 0)
+        self.announce(cells or ["c1"] * len(amounts), reports or {})
+        self.selector = Selector(
+            self.book,
+            self.table,
+            self.config,
+            asked={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
+            filters=plugins.filters(self.config) if filters is None else filters,
+            weighings=plugins.weighings(self.config) if weighings is None else weighings,
+        )
+
+    def _state(self, at: int, amounts: dict[str, int], aggregates: list[str]) -> ProviderState:
+        return ProviderState(
+            uuid=self.uuids[at],
+            name=f"h{at}",
+            root_uuid=self.uuids[at],
+            generation=1,
+            shape=1,
+            inventories={name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts.items()},
+            aggregates=tuple(aggregates),
+        )
+
+    def announce(self, cells: Sequence[str], reports: Mapping[int, Mapping[str, Any]], *, sequence: int = 1) -> None:
+        for cell in dict.fromkeys(cells):
+            hosts = tuple(
+                HostReport(uuid=uuid, name=f"h{at}", **reports.get(at, {}))
+                for at, uuid in enumerate(self.uuids)
+                if cells[at] == cell
+            )
+            self.table.heard(
+                ComputeHosts(
+                    service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, hosts=hosts, complete=True
+                ),
+                0.0,
+            )
+
+    def request(self, flavor: str = "m1.small", **more: Any) -> BuildRequest:
+        more.setdefault("project_id", "demo")
+        return BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, **more)
+
+    def wanted(self, flavor: str = "m1.small", **more: Any) -> Wanted:
+        wanted = self.selector.want(self.request(flavor, **more))
+        assert isinstance(wanted, Wanted), wanted
+        return wanted
+
+    def view(self, now_s: float = 0.0) -> HostsView:
+        rows = np.array([self.book.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
+        index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
+        down = self.table.down(now_s, self.config.service_down_time_s)
+        return HostsView(self.book, self.table, self.selector.membership, rows=rows, index=index, down=down)
+
+    def name(self, row: int) -> str:
+        return self.book.name_of(row)
+
+
+def aggregate(name: str, **metadata: str) -> Aggregate:
+    """An aggregate with a uuid made of its name."""
+    return Aggregate(uuid=new_uuid(random.Random(name)), name=name, metadata=metadata)

@@ -1,0 +1,158 @@
+"""Filters and extra specs against Nova's rules."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
+from scheduler_worker import plugins
+from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
+from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.plugins import HostFilter
+from scheduler_worker.domain.view import HostView
+from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
+from scheduler_worker.filters.service_is_up import ComputeFilter
+from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "passes"),
+    [
+        ("2", "= 1", True),  # trap 15: `=` means at least
+        ("1", "= 2", False),
+        ("123", "= 123", True),
+        ("124", "== 123", False),
+        ("123", "== 123.0", True),
+        ("11", "!= 10", True),
+        ("3", ">= 2", True),
+        ("2", "<= 3", True),
+        ("word", ">= 2", False),
+        ("2", "s== 2", True),
+        ("2.0", "s== 2", False),
+        ("abc", "s!= abd", True),
+        ("2", "s< 3", True),
+        ("10", "s< 3", True),  # as text
+        ("3", "s<= 3", True),
+        ("4", "s> 3", True),
+        ("3", "s>= 3", True),
+        ("12311321", "<in> 11", True),
+        ("12311321", "<in> 33", False),
+        ("aes mmx sse", "<all-in> aes mmx", True),
+        ("aes mmx", "<all-in> aes sse", False),
+        ("12", "<or> 11 <or> 12", True),
+        ("13", "<or> 11 <or> 12", False),
+        ("12", "<or> 12", True),
+        ("kvm", "kvm", True),
+        ("kvm2", "kvm", False),
+        ("1", "=", False),
+        (None, "kvm", False),
+        ("", "", True),
+        ("two words", "two words", True),
+    ],
+)
+def test_extra_spec_operators(value: str | None, wanted: str, passes: bool) -> None:
+    assert matches(value, wanted) is passes
+
+
+def test_compute_filter_wants_enabled_and_heard_from_recently() -> None:
+    hosts = Hosts([PLENTY] * 3, cells=["c1", "c1", "c2"], reports={0: {"enabled": False}})
+    wanted = hosts.wanted()
+    verdict = ComputeFilter().judge(hosts.view(), wanted)
+    assert verdict.passed.tolist() == [False, True, True] and verdict.fell == {"host.disabled": 1}
+    hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
+    verdict = ComputeFilter().judge(hosts.view(now_s=70.0), wanted)
+    assert verdict.passed.tolist() == [False, False, True]
+    assert verdict.fell == {"host.disabled": 1, "service.down": 1}
+    hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
+    assert ComputeFilter().judge(hosts.view(now_s=70.0), wanted).passed.tolist() == [False, False, False]
+
+
+def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
+    table = HostTable()
+    uuid = "00000000-0000-4000-8000-000000000001"
+    host = (HostReport(uuid=uuid, name="n1"),)
+    off = (HostReport(uuid=uuid, name="n1", enabled=False),)
+    assert table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=host, complete=True), 1.0)
+    assert not table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=off), 2.0)
+    assert not table.heard(ComputeHosts(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
+    assert table.enabled[0]
+    assert table.heard(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
+    assert table.services[table.service[0]].name == "b"
+    # What b no longer lists, nobody manages; a's own full list without it does not take it from b.
+    assert table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
+    assert table.services[table.service[0]].name == "b"
+    assert table.heard(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2, complete=True), 3.0)
+    assert table.service[0] == -1 and table.find("n1") == [uuid]
+
+
+def test_tenant_isolation() -> None:
+    mine = aggregate("mine", filter_tenant_id="demo, other")
+    second = aggregate("second", filter_tenant_id_2="third")
+    config = SchedulerConfig(aggregates=(mine, second))
+    hosts = Hosts([PLENTY] * 4, config=config, members={mine.uuid: [0], second.uuid: [1, 2], "x": [3]})
+    judge = AggregateMultiTenancyIsolation().judge
+    assert judge(hosts.view(), hosts.wanted(project_id="demo")).passed.tolist() == [True, False, False, True]
+    assert judge(hosts.view(), hosts.wanted(project_id="third")).passed.tolist() == [False, True, True, True]
+    nobody = judge(hosts.view(), hosts.wanted(project_id="nobody"))
+    assert nobody.passed.tolist() == [False, False, False, True] and nobody.fell == {"tenant.not_allowed": 3}
+
+
+def test_capabilities() -> None:
+    flavor = Flavor(
+        vcpus=1,
+        extra_specs={
+            "capabilities:cpu_arch": "s== x86_64",
+            "gpus": "= 2",
+            "aggregate_instance_extra_specs:ssd": "true",  # another filter's
+            "hw:cpu_policy": "dedicated",  # another scope
+        },
+    )
+    config = SchedulerConfig(flavors={"f": flavor})
+    hosts = Hosts(
+        [PLENTY] * 4,
+        config=config,
+        reports={
+            0: {"attributes": {"cpu_arch": "x86_64", "gpus": "4"}},
+            1: {"attributes": {"cpu_arch": "x86_64", "gpus": "1"}},
+            2: {"attributes": {"cpu_arch": "arm", "gpus": "4"}},
+        },
+    )
+    verdict = ComputeCapabilitiesFilter().judge(hosts.view(), hosts.wanted("f"))
+    assert verdict.passed.tolist() == [True, False, False, False]
+    assert verdict.fell == {"capability.cpu_arch": 2, "capability.gpus": 1}
+
+
+class OnlyEven(HostFilter):
+    """An operator's own."""
+
+    name: ClassVar[str] = "OnlyEven"
+
+    def reason_against(self, host: HostView, wanted: Wanted) -> str | None:
+        """By name."""
+        assert host.free("VCPU") == 16 and host.cell == "c1" and host.up
+        return None if int(host.name[1:]) % 2 == 0 else "odd"
+
+
+def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() -> None:
+    path = f"{__name__}.OnlyEven"
+    config = SchedulerConfig(available_filters=(path,), enabled_filters=("ComputeFilter", "OnlyEven"))
+    import sys  # noqa: PLC0415
+
+    sys.modules.setdefault(__name__, sys.modules[OnlyEven.__module__])
+    hosts = Hosts([PLENTY] * 5, config=config)
+    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    assert len(ranking) == 3
+    assert ranking.funnel[-1].step == "OnlyEven" and ranking.funnel[-1].fell == {"odd": 2}
+
+
+@pytest.mark.parametrize("enabled", ["NoSuchFilter", "os.path.join", "scheduler_worker.filters.nothing.Nothing"])
+def test_an_unknown_filter_fails_the_start(enabled: str) -> None:
+    with pytest.raises(plugins.PluginInvalid):
+        plugins.filters(SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, enabled)))
+    with pytest.raises(plugins.PluginInvalid):
+        plugins.filters(SchedulerConfig(available_filters=("no.such.module.Filter",), enabled_filters=("Filter",)))

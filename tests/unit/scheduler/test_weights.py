@@ -1,0 +1,118 @@
+"""Weights as Nova combines them (W-0, traps 1 and 2)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.plugins import Weigher, Weighing
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.domain.weights import score, score_again
+from scheduler_worker.weighers.free_cpu import CPUWeigher
+from scheduler_worker.weighers.free_ram import RAMWeigher
+from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+
+class Given:
+    """Weighs hosts as it was told."""
+
+    name: ClassVar[str] = "given"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def __init__(self, *raw: float) -> None:
+        self.raw = raw
+
+    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+        """As told."""
+        return np.array(self.raw, dtype=np.float64)
+
+
+class Bounded(Given):
+    """With bounds of its own."""
+
+    minimum: ClassVar[float | None] = 0.0
+    maximum: ClassVar[float | None] = 10.0
+
+
+def scores(weigher: Weigher, multiplier: float = 1.0, hosts: Hosts | None = None) -> list[float]:
+    raw = getattr(weigher, "raw", ())
+    hosts = hosts or Hosts([PLENTY] * len(raw))
+    return score(hosts.view(), hosts.wanted(), [Weighing(weigher, multiplier)])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ((1.0, 3.0, 2.0), [0.0, 1.0, 0.5]),
+        ((5.0, 5.0, 5.0), [0.0, 0.0, 0.0]),  # all alike: 0, not 1
+        ((-4.0, 0.0), [0.0, 1.0]),
+        ((7.0,), [0.0]),  # one host is never weighed
+    ],
+)
+def test_normalised_between_smallest_and_largest(raw: tuple[float, ...], expected: list[float]) -> None:
+    assert scores(Given(*raw)) == expected
+
+
+def test_clamped_to_the_weighers_bounds_before_scaling() -> None:
+    assert scores(Bounded(-5.0, 5.0, 50.0)) == [0.0, 0.5, 1.0]
+
+
+def test_a_negative_multiplier_packs() -> None:
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000}, {**PLENTY, "MEMORY_MB": 20_000}])
+    assert scores(RAMWeigher(), 1.0, hosts) == [0.5, 1.0]
+    assert scores(RAMWeigher(), -2.0, hosts) == [-1.0, -2.0]
+
+
+def test_claims_in_flight_count_and_over_full_hosts_clamp_at_zero() -> None:
+    hosts = Hosts([{**PLENTY, "VCPU": 8}, {**PLENTY, "VCPU": 8}])
+    hosts.book.assume("one", {hosts.uuids[0]: {"VCPU": 6}})
+    assert scores(CPUWeigher(), 1.0, hosts) == [0.25, 1.0]
+    hosts.book.assume("two", {hosts.uuids[0]: {"VCPU": 6}})
+    assert scores(CPUWeigher(), 1.0, hosts) == [0.0, 1.0]
+
+
+def test_sick_hosts_sink_below_all_others() -> None:
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 10**6}, PLENTY, PLENTY], reports={0: {"failed_builds": 1}})
+    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    choice = ranking.pick({}, subset=1, alternates=2)
+    assert choice is not None
+    order = [hosts.name(c.row) for c in (choice.selected, *choice.alternates)]
+    assert order[2] == "h0" and choice.alternates[1].score < -999_000
+
+
+def test_the_smallest_aggregate_multiplier_wins_and_an_unreadable_one_falls_back() -> None:
+    low, high = aggregate("low", given_weight_multiplier="2"), aggregate("high", given_weight_multiplier="5")
+    bad = aggregate("bad", given_weight_multiplier="much")
+    config = SchedulerConfig(aggregates=(low, high, bad))
+    members = {low.uuid: [0, 1], high.uuid: [1, 2], bad.uuid: [3]}
+    hosts = Hosts([PLENTY] * 6, config=config, members=members)
+    assert scores(Given(1.0, 1.0, 1.0, 1.0, 1.0, 0.0), 3.0, hosts) == [2.0, 2.0, 5.0, 3.0, 3.0, 0.0]
+
+
+def test_the_build_failure_multiplier_of_an_aggregate_is_written_as_a_positive_number() -> None:
+    shy = aggregate("shy", build_failure_weight_multiplier="10")
+    hosts = Hosts(
+        [PLENTY] * 3,
+        config=SchedulerConfig(aggregates=(shy,)),
+        members={shy.uuid: [0]},
+        reports={0: {"failed_builds": 4}, 1: {"failed_builds": 4}},
+    )
+    assert scores(BuildFailureWeigher(), 1_000_000.0, hosts) == [-10.0, -1_000_000.0, 0.0]
+
+
+def test_a_later_score_is_on_the_same_scales() -> None:
+    hosts = Hosts([{**PLENTY, "VCPU": 10}, {**PLENTY, "VCPU": 20}, {**PLENTY, "VCPU": 15}])
+    view, wanted = hosts.view(), hosts.wanted()
+    before, scales = score(view, wanted, [Weighing(CPUWeigher(), 1.0)])
+    assert score_again(view, wanted, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
+    hosts.book.assume("one", {hosts.uuids[1]: {"VCPU": 10}})
+    assert score_again(view.subset(np.array([1])), wanted, scales).tolist() == [0.5]
