@@ -245,9 +245,10 @@ async def _write(
     changed = [(before.get(uuid), provider) for uuid, provider in after.items() if before.get(uuid) is not provider]
     created = [provider for old, provider in changed if old is None]
     kept = [provider for old, provider in changed if old is not None]
-    if created:
+    if created or gone:
         # A name may pass from one provider to another here, in any order; it is checked when all is written.
         await connection.execute("SET CONSTRAINTS providers_name_key DEFERRED")
+    if created:
         fresh_ids = await connection.fetch(NEW_IDS, len(created))
         ids.update((provider.uuid, row[0]) for provider, row in zip(created, fresh_ids, strict=True))
         rows = [(ids[p.uuid], p.uuid, p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape) for p in created]

@@ -1,0 +1,271 @@
+"""Claims on a real PostgreSQL: races, deadlocks, crashes, repetition. Several stores stand for several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import asyncpg
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    ConsumerAllocations,
+    Release,
+    ReleaseResult,
+    Swap,
+)
+from bus.faults import DatabaseUnavailable
+from bus.service.database import Database
+from placement_worker.store import claims, feed
+from placement_worker.store.port import ClaimItem
+from placement_worker.store.postgres import PostgresStore
+
+from .conftest import Book
+
+pytestmark = pytest.mark.postgres
+
+MakeClaim = Callable[..., Claim]
+
+
+async def another(book: Book) -> PostgresStore:
+    store = PostgresStore(Database(book.url, "placement"))
+    await store.open()
+    return store
+
+
+async def one(store: PostgresStore, item: ClaimItem) -> ClaimResult:
+    (reply,) = await store.apply([item])
+    assert isinstance(reply, ClaimResult)
+    return reply
+
+
+async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    hosts = await book.hosts(4, rng, VCPU=50)
+    second = await another(book)
+    wanted = [make_claim(new_uuid(rng), {rng.choice(hosts): {"VCPU": 1}}) for _ in range(400)]
+
+    async def work(store: PostgresStore, mine: Sequence[Claim]) -> list[ClaimOutcome]:
+        outcomes = []
+        for at in range(0, len(mine), 20):
+            replies = await store.apply(mine[at : at + 20])
+            outcomes += [reply.outcome for reply in replies if isinstance(reply, ClaimResult)]
+        return outcomes
+
+    halves = await asyncio.gather(work(book.store, wanted[::2]), work(second, wanted[1::2]))
+    counted = Counter(outcome for half in halves for outcome in half)
+    assert sum(counted.values()) == 400
+    assert counted[ClaimOutcome.CLAIMED] == 200
+    assert counted[ClaimOutcome.FULL] == 200
+    assert await book.over_capacity() == []
+    assert await book.findings() == []
+    await second.close()
+
+
+async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    hosts = await book.hosts(2, rng, VCPU=1000)
+    second = await another(book)
+    for _ in range(30):
+        consumers = [new_uuid(rng) for _ in range(5)]
+        first_group = [make_claim(c, {hosts[0]: {"VCPU": 1}}) for c in consumers]
+        other_group = [make_claim(c, {hosts[1]: {"VCPU": 1}}) for c in reversed(consumers)]
+        mine, theirs = await asyncio.gather(book.store.apply(first_group), second.apply(other_group))
+        held = await book.allocations()
+        for consumer, a, b in zip(consumers, mine, reversed(theirs), strict=True):
+            assert isinstance(a, ClaimResult)
+            assert isinstance(b, ClaimResult)
+            # The later one is told what the earlier one got: one allocation, known to both.
+            assert a.outcome == b.outcome == ClaimOutcome.CLAIMED
+            assert {a.option, b.option} == {0, None}
+            assert list(a.generations) == list(b.generations) == list(held[consumer])
+    assert await book.findings() == []
+    await second.close()
+
+
+def _random_item(rng: random.Random, hosts: Sequence[str], consumers: Sequence[str]) -> ClaimItem:
+    kind = rng.random()
+    consumer = rng.choice(consumers)
+    holds = [{h: {"VCPU": rng.randint(1, 3)} for h in rng.sample(hosts, 2)} for _ in range(2)]
+    if kind < 0.5:
+        options = tuple(ClaimOption(allocations=hold) for hold in holds)
+        generation = rng.choice([None, 1, 2])
+        return Claim(
+            consumer=consumer,
+            attempt=rng.randint(1, 5),
+            consumer_generation=generation,
+            release_first=rng.random() < 0.3,
+            options=options,
+            project_id="p",
+        )
+    if kind < 0.75:
+        return Release(consumer=consumer, attempt=rng.choice([None, None, 1, 2]))
+    entries = tuple(
+        ConsumerAllocations(
+            consumer=c,
+            consumer_generation=rng.choice([None, 1, 2]),
+            allocations=rng.choice([{}, *holds]),
+            project_id="p",
+        )
+        for c in rng.sample(consumers, 2)
+    )
+    return Swap(consumers=entries)
+
+
+async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_inventory_updates(
+    book: Book, rng: random.Random
+) -> None:
+    """No retry anywhere: a deadlock would be raised as Transient and fail the test."""
+    hosts = await book.hosts(6, rng, VCPU=20)
+    consumers = [new_uuid(rng) for _ in range(12)]
+    stores = [book.store, await another(book), await another(book)]
+
+    async def claims(store: PostgresStore, mine: random.Random) -> None:
+        for _ in range(40):
+            await store.apply([_random_item(mine, hosts, consumers) for _ in range(mine.randint(1, 12))])
+
+    async def inventory(mine: random.Random) -> None:
+        for _ in range(40):
+            chosen = mine.sample(hosts, 3)
+            await book.store.report([book.host(uuid, VCPU=mine.randint(15, 25)) for uuid in chosen])
+
+    async with asyncio.TaskGroup() as group:
+        for number, store in enumerate(stores * 2):
+            group.create_task(claims(store, random.Random(number)))
+        group.create_task(inventory(random.Random(77)))
+    assert await book.findings() == []
+    for store in stores[1:]:
+        await store.close()
+
+
+async def test_inventory_racing_claims_loses_nothing(book: Book, rng: random.Random, make_claim: MakeClaim) -> None:
+    """Trap 20: both succeed; the claim is not turned down because of the update, the update not because of it."""
+    (host,) = await book.hosts(1, rng, VCPU=1000)
+
+    async def claim_many() -> list[ClaimResult]:
+        return [await one(book.store, make_claim(new_uuid(rng), {host: {"VCPU": 1}})) for _ in range(60)]
+
+    async def report_many() -> list[object]:
+        return [(await book.store.report([book.host(host, VCPU=1000 + n)]))[0] for n in range(60)]
+
+    claimed, reported = await asyncio.gather(claim_many(), report_many())
+    assert {reply.outcome for reply in claimed} == {ClaimOutcome.CLAIMED}
+    assert {getattr(result, "outcome", None) for result in reported} <= {"applied", "unchanged"}
+    assert await book.findings() == []
+
+
+async def test_a_claim_repeated_is_answered_and_not_doubled(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    first = await one(book.store, item)
+    second = await another(book)
+    again = await one(second, item)
+    await second.close()
+    assert (first.outcome, again.outcome) == (ClaimOutcome.CLAIMED, ClaimOutcome.CLAIMED)
+    assert (again.option, again.consumer_generation, again.generations) == (0, 1, first.generations)
+    assert (first.sequence, again.sequence) == (2, 0)
+    assert await book.allocations() == {item.consumer: {host: {"VCPU": 2}}}
+
+
+async def test_a_late_claim_of_a_released_attempt_is_turned_down(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    await book.store.apply([item])
+    released, absent = await book.store.apply([Release(consumer=item.consumer, attempt=1) for _ in range(2)])
+    assert isinstance(released, ReleaseResult)
+    assert isinstance(absent, ReleaseResult)
+    assert (released.outcome, absent.outcome) == ("released", "absent")
+    assert (await one(book.store, item)).outcome is ClaimOutcome.CONSUMER_CHANGED
+    early = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    await book.store.apply([Release(consumer=early.consumer, attempt=1)])
+    assert (await one(book.store, early)).outcome is ClaimOutcome.CONSUMER_CHANGED
+    await book.store.trim(keep_changes=1000, keep_fences_s=0.0)
+    assert (await one(book.store, early)).outcome is ClaimOutcome.CLAIMED
+    assert await book.findings() == []
+
+
+async def test_an_alternate_is_claimed_in_the_transaction_that_releases_the_failed_host(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    failed, full, good = await book.hosts(3, rng, VCPU=4)
+    consumer = new_uuid(rng)
+    await book.store.apply(
+        [make_claim(consumer, {failed: {"VCPU": 4}}), make_claim(new_uuid(rng), {full: {"VCPU": 4}})]
+    )
+    alternates = make_claim(
+        consumer, {full: {"VCPU": 4}}, {good: {"VCPU": 4}}, attempt=2, consumer_generation=1, release_first=True
+    )
+    reply = await one(book.store, alternates)
+    assert (reply.outcome, reply.option, reply.consumer_generation) == (ClaimOutcome.CLAIMED, 1, 2)
+    assert reply.outcomes == (ClaimOutcome.FULL, ClaimOutcome.CLAIMED)
+    assert (await book.allocations())[consumer] == {good: {"VCPU": 4}}
+    assert await book.findings() == []
+    assert (await one(book.store, alternates)).option == 1
+    stale = make_claim(consumer, {failed: {"VCPU": 4}})
+    assert (await one(book.store, stale)).outcome is ClaimOutcome.CONSUMER_CHANGED
+
+
+async def test_no_alternate_fits_and_everything_is_given_back(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    failed, full = await book.hosts(2, rng, VCPU=4)
+    consumer = new_uuid(rng)
+    await book.store.apply(
+        [make_claim(consumer, {failed: {"VCPU": 4}}), make_claim(new_uuid(rng), {full: {"VCPU": 4}})]
+    )
+    last = make_claim(consumer, {full: {"VCPU": 4}}, attempt=2, consumer_generation=1, release_first=True)
+    for _ in range(2):
+        reply = await one(book.store, last)
+        assert (reply.outcome, reply.consumer_generation) == (ClaimOutcome.FULL, None)
+    assert consumer not in await book.allocations()
+    assert await book.findings() == []
+
+
+async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
+    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
+    head = await book.store.head()
+    append = feed.append
+
+    async def append_and_die(connection: asyncpg.Connection, changes: Sequence[object]) -> int:
+        number = await append(connection, changes)  # type: ignore[arg-type]
+        killer = await asyncpg.connect(book.url)
+        await killer.fetchval("SELECT pg_terminate_backend($1)", connection.get_server_pid())
+        await killer.close()
+        return number
+
+    with monkeypatch.context() as patched:
+        patched.setattr(claims.feed, "append", append_and_die)
+        with pytest.raises(DatabaseUnavailable):
+            await book.store.apply([item])
+    assert await book.store.head() == head
+    assert await book.allocations() == {}
+    assert await book.findings() == []
+    reply = await one(book.store, item)
+    assert (reply.outcome, reply.sequence) == (ClaimOutcome.CLAIMED, head + 1)
+
+
+async def test_a_class_created_by_another_process_is_known(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    second = await another(book)
+    (host,) = await book.hosts(1, rng, CUSTOM_GOLD=1, VCPU=1)
+    assert (await one(second, make_claim(new_uuid(rng), {host: {"VCPU": 1}}))).outcome is ClaimOutcome.CLAIMED
+    assert (await one(second, make_claim(new_uuid(rng), {host: {"CUSTOM_GOLD": 1}}))).outcome is ClaimOutcome.CLAIMED
+    assert (await one(second, make_claim(new_uuid(rng), {host: {"CUSTOM_NO": 1}}))).outcome is ClaimOutcome.INVALID
+    await second.close()

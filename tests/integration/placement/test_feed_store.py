@@ -1,0 +1,186 @@
+"""The feed on a real PostgreSQL: dense, in commit order, complete, published once and in order by many publishers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import asyncpg
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.placement import Change, Claim, ProviderState, Release
+from bus.faults import DatabaseUnavailable
+from bus.service.database import Database
+from placement_worker.store import feed
+from placement_worker.store.postgres import PostgresStore
+
+from .conftest import Book
+
+pytestmark = pytest.mark.postgres
+
+MakeClaim = Callable[..., Claim]
+
+
+async def all_changes(store: PostgresStore) -> list[Change]:
+    changes: list[Change] = []
+    while True:
+        page = await store.changes(len(changes), 37)
+        assert not page.too_old
+        if not page.changes:
+            return changes
+        changes += page.changes
+
+
+def replay(changes: Sequence[Change]) -> dict[str, tuple[int, dict[str, int]]]:
+    """{provider: (generation, used)} by applying every change in order, as a replica would."""
+    book: dict[str, tuple[int, dict[str, int]]] = {}
+    for change in changes:
+        if change.removed:
+            del book[change.provider]
+        elif change.state is not None:
+            book[change.provider] = (change.generation, dict(change.state.used))
+        else:
+            generation, used = book[change.provider]
+            assert change.generation > generation
+            book[change.provider] = (change.generation, {**used, **(change.used or {})})
+    return {uuid: (generation, _nonzero(used)) for uuid, (generation, used) in book.items()}
+
+
+def _nonzero(used: dict[str, int]) -> dict[str, int]:
+    return {name: amount for name, amount in used.items() if amount}
+
+
+def as_replayed(providers: Sequence[ProviderState]) -> dict[str, tuple[int, dict[str, int]]]:
+    return {state.uuid: (state.generation, dict(state.used)) for state in providers}
+
+
+async def busy(book: Book, store: PostgresStore, hosts: Sequence[str], seed: int, make_claim: MakeClaim) -> None:
+    rng = random.Random(seed)
+    mine: list[str] = []
+    for _ in range(30):
+        fresh = [new_uuid(rng) for _ in range(4)]
+        await store.apply([make_claim(consumer, {rng.choice(hosts): {"VCPU": 1}}) for consumer in fresh])
+        mine += fresh
+        await store.apply([Release(consumer=mine.pop(rng.randrange(len(mine)))) for _ in range(2)])
+        await store.report([book.host(rng.choice(hosts), VCPU=rng.randint(900, 999))])
+
+
+async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    hosts = await book.hosts(5, rng, VCPU=1000)
+    second = PostgresStore(Database(book.url, "placement"))
+    await second.open()
+    seen: list[int] = []
+    writing = True
+
+    async def watch() -> None:
+        """A number once seen is never followed by a smaller one that was not there before: no late arrivals."""
+        while writing:
+            page = await second.changes(seen[-1] if seen else 0, 1000)
+            seen.extend(change.sequence for change in page.changes)
+
+    watching = asyncio.create_task(watch())
+    async with asyncio.TaskGroup() as group:
+        for seed in range(4):
+            group.create_task(busy(book, book.store if seed % 2 else second, hosts, seed, make_claim))
+    writing = False
+    await watching
+    changes = await all_changes(book.store)
+    numbers = [change.sequence for change in changes]
+    assert numbers == list(range(1, await book.store.head() + 1))
+    assert seen == numbers[: len(seen)]
+    page = await book.store.snapshot(None, 1000)
+    assert page.sequence == numbers[-1]
+    assert replay(changes) == as_replayed(page.providers)
+    assert await book.findings() == []
+    await second.close()
+
+
+async def test_two_publishers_publish_everything_once_and_in_order(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    hosts = await book.hosts(5, rng, VCPU=1000)
+    second = PostgresStore(Database(book.url, "placement"))
+    await second.open()
+    published: list[int] = []
+
+    async def send(changes: Sequence[Change]) -> None:
+        await asyncio.sleep(0)  # a confirm takes a turn of the loop
+        published.extend(change.sequence for change in changes)
+
+    async def publish(store: PostgresStore) -> None:
+        while not published or published[-1] < target:
+            await store.publish(send, 7)
+
+    await busy(book, second, hosts, 1, make_claim)
+    target = await book.store.head()
+    await asyncio.gather(publish(book.store), publish(second))
+    assert published == list(range(1, target + 1))
+    await second.close()
+
+
+async def test_a_publisher_that_dies_before_it_writes_its_position_is_repeated_not_skipped(
+    book: Book, rng: random.Random
+) -> None:
+    await book.hosts(3, rng, VCPU=1)
+    sent: list[int] = []
+
+    async def send(changes: Sequence[Change]) -> None:
+        sent.extend(change.sequence for change in changes)
+        if len(sent) <= 3:
+            killer = await asyncpg.connect(book.url)
+            await killer.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
+                " AND datname = current_database()"
+            )
+            await killer.close()
+
+    with pytest.raises(DatabaseUnavailable):
+        await book.store.publish(send, 100)
+    assert await book.store.publish(send, 100) == 3
+    assert sent == [1, 2, 3, 1, 2, 3]
+    assert await book.store.publish(send, 100) == 0
+
+
+async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Book, rng: random.Random) -> None:
+    for _ in range(6):
+        await book.hosts(1, rng, VCPU=1)
+
+    async def send(_changes: Sequence[Change]) -> None:
+        return
+
+    await book.store.trim(keep_changes=2, keep_fences_s=60)
+    assert len((await book.store.changes(0, 100)).changes) == 6  # nobody has published them yet
+    await book.store.publish(send, 100)
+    await book.store.trim(keep_changes=2, keep_fences_s=60)
+    assert (await book.store.changes(3, 100)).too_old
+    kept = await book.store.changes(4, 100)
+    assert [change.sequence for change in kept.changes] == [5, 6]
+    assert not (await book.store.changes(6, 100)).too_old
+    await book.store.trim(keep_changes=0, keep_fences_s=60)
+    assert (await book.store.changes(5, 100)).too_old
+    assert not (await book.store.changes(6, 100)).too_old
+
+
+async def test_a_large_batch_is_cut_into_rows_and_read_back_whole(
+    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "MAX_CHANGES_PER_ROW", 7)
+    hosts = await book.hosts(50, rng, VCPU=1)
+    page = await book.store.changes(0, 10_000)
+    assert [change.provider for change in page.changes] == hosts
+    middle = await book.store.changes(10, 20)
+    assert [change.sequence for change in middle.changes] == list(range(11, 31))
+
+
+async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random) -> None:
+    hosts = sorted(await book.hosts(5, rng, VCPU=1))
+    first = await book.store.snapshot(None, 3)
+    assert [state.uuid for state in first.providers] == hosts[:3]
+    assert first.more
+    second = await book.store.snapshot(first.providers[-1].uuid, 3)
+    assert [state.uuid for state in second.providers] == hosts[3:]
+    assert not second.more

@@ -1,0 +1,208 @@
+"""Inventory updates as tables: trees made, changed, moved and removed; names; what is in use is set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from placement_worker.domain.names import class_name
+from placement_worker.domain.reports import Applied, Plan, Refusal, changes_of, flaw, plan
+from placement_worker.domain.values import Provider, capacity
+
+ROOT, CHILD, GRANDCHILD, SECOND = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
+TRAITS = {"HW_CPU_X86_AVX2"}
+
+
+def node(uuid: str, parent: str | None = None, name: str = "", total: int = 4, **fields: Any) -> ProviderReport:
+    inventories = {"VCPU": Inventory(total=total)} if total else {}
+    return ProviderReport(uuid=uuid, name=name or f"n-{uuid[0]}", parent_uuid=parent, inventories=inventories, **fields)
+
+
+def update(*nodes: ProviderReport, root: str = "", version: int = 1) -> InventoryUpdate:
+    return InventoryUpdate(source="s", version=version, root_uuid=root or nodes[0].uuid, providers=nodes)
+
+
+def book_of(*updates: InventoryUpdate) -> dict[str, Provider]:
+    return plan(updates, [()] * len(updates), {}).after
+
+
+def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Provider]:
+    old = book[uuid]
+    fields = {name: getattr(old, name) for name in Provider.__struct_fields__}
+    return {**book, uuid: Provider(**{**fields, "used": used})}
+
+
+def after(book: Mapping[str, Provider], asked: InventoryUpdate, earlier: Sequence[str] = ()) -> tuple[Applied, Plan]:
+    planned = plan([asked], [earlier], book)
+    (result,) = planned.results
+    assert isinstance(result, Applied), result
+    return result, planned
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("VCPU", "VCPU"),
+        ("baremetal.with-GPU", "CUSTOM_BAREMETAL_WITH_GPU"),
+        ("gold", "CUSTOM_GOLD"),
+        ("CUSTOM_GOLD", "CUSTOM_GOLD"),
+        ("CUSTOM_a-b", "CUSTOM_A_B"),
+        ("a  --  b", "CUSTOM_A_B"),
+    ],
+)
+def test_class_names_are_normalised(name: str, expected: str) -> None:
+    assert class_name(name) == expected
+    assert class_name(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "reserved", "ratio", "expected"), [(10, 2, 1.0, 8), (3, 0, 1.5, 4), (4, 4, 16.0, 0), (1, 0, 0.5, 0)]
+)
+def test_capacity(total: int, reserved: int, ratio: float, expected: int) -> None:
+    assert capacity(total, reserved, ratio) == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (update(node(ROOT), root=SECOND), "inventory.root"),
+        (update(node(ROOT, parent=SECOND)), "inventory.root"),
+        (update(node(ROOT), node(CHILD, SECOND)), "inventory.parent"),
+        (update(node(ROOT), node(CHILD)), "inventory.parent"),
+        (update(node(ROOT), node(CHILD, GRANDCHILD), node(GRANDCHILD, CHILD)), "inventory.parent"),
+        (update(node(ROOT), node(ROOT, ROOT)), "inventory.duplicate"),
+        (update(node(ROOT, name="x"), node(CHILD, ROOT, name="x")), "provider.name_taken"),
+        (update(node(ROOT, name="a\0b")), "provider.name"),
+        (update(node(ROOT, traits=("HW_NO_SUCH",))), "trait.unknown"),
+        (
+            update(ProviderReport(uuid=ROOT, name="r", inventories={"VCPU": Inventory(total=1, reserved=2)})),
+            "inventory.reserved",
+        ),
+        (
+            update(ProviderReport(uuid=ROOT, name="r", inventories={n: Inventory(total=1) for n in ("a-b", "a.b")})),
+            "class.duplicate",
+        ),
+        (update(ProviderReport(uuid=ROOT, name="r", inventories={"x" * 255: Inventory(total=1)})), "class.too_long"),
+    ],
+)
+def test_what_is_wrong_with_an_update_whatever_the_book_holds(bad: InventoryUpdate, code: str) -> None:
+    wrong = flaw(bad, TRAITS)
+    assert wrong is not None
+    assert wrong.code == code
+
+
+def test_a_new_tree_is_created_parents_first() -> None:
+    asked = update(node(ROOT, traits=("CUSTOM_X", "HW_CPU_X86_AVX2")), node(CHILD, ROOT), node(GRANDCHILD, CHILD))
+    assert flaw(asked, TRAITS) is None
+    result, planned = after({}, asked)
+    assert result == Applied((ROOT, CHILD, GRANDCHILD), (), True)
+    changes = changes_of({}, planned.after)
+    states = [change.state for change in changes]
+    assert [(s.uuid, s.parent_uuid, s.root_uuid) for s in states if s] == [
+        (ROOT, None, ROOT),
+        (CHILD, ROOT, ROOT),
+        (GRANDCHILD, CHILD, ROOT),
+    ]
+    assert states[0] is not None
+    assert states[0].inventories == {"VCPU": (4.0, 1, 2**31 - 1, 1, 4, 0, 1.0)}
+    assert states[0].traits == ("CUSTOM_X", "HW_CPU_X86_AVX2")
+
+
+def test_only_what_differs_moves_its_generations() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT)))
+    result, planned = after(book, update(node(ROOT), node(CHILD, ROOT, total=9)))
+    assert result.changed
+    (change,) = changes_of(book, planned.after)
+    assert (change.provider, change.generation) == (CHILD, 2)
+    assert (planned.after[CHILD].shape, planned.after[ROOT].shape) == (2, 1)
+    result, _ = after(planned.after, update(node(ROOT), node(CHILD, ROOT, total=9)))
+    assert not result.changed
+
+
+def test_aggregates_none_leaves_them_alone() -> None:
+    book = book_of(update(node(ROOT, aggregates=(SECOND,))))
+    assert after(book, update(node(ROOT, total=5)))[1].after[ROOT].aggregates == (SECOND,)
+    assert after(book, update(node(ROOT, aggregates=())))[1].after[ROOT].aggregates == ()
+
+
+def test_what_its_source_no_longer_reports_goes_and_what_others_reported_stays() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
+    result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD])
+    assert result.set_aside == ()
+    assert set(planned.after) == {ROOT, SECOND}
+    assert [(c.provider, c.removed) for c in changes_of(book, planned.after)] == [(CHILD, True)]
+
+
+def test_an_empty_report_removes_the_tree() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    assert after(book, update(root=ROOT))[1].after == {}
+
+
+def test_a_provider_in_use_is_set_aside_with_its_parents_and_goes_when_unused() -> None:
+    book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
+    result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
+    assert result.set_aside == (GRANDCHILD, CHILD)
+    stock = planned.after[GRANDCHILD].stocks["VCPU"]
+    assert (stock.capacity, stock.reserved, stock.total, stock.set_aside) == (0, 4, 4, True)
+    assert planned.after[CHILD].stocks == {}
+    freed = using(planned.after, GRANDCHILD)
+    result, planned = after(freed, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
+    assert result.set_aside == ()
+    assert set(planned.after) == {ROOT}
+
+
+def test_a_class_in_use_is_set_aside_and_comes_back_when_reported_again() -> None:
+    book = using(book_of(update(node(ROOT))), ROOT, VCPU=2)
+    result, planned = after(book, update(node(ROOT, total=0)))
+    assert result.set_aside == (f"{ROOT}/VCPU",)
+    assert planned.after[ROOT].stocks["VCPU"].capacity == 0
+    result, planned = after(planned.after, update(node(ROOT, total=8)))
+    assert result.set_aside == ()
+    assert planned.after[ROOT].stocks["VCPU"].capacity == 8
+
+
+def test_an_inventory_may_shrink_under_what_is_used() -> None:
+    book = using(book_of(update(node(ROOT, total=8))), ROOT, VCPU=6)
+    result, planned = after(book, update(node(ROOT, total=2)))
+    assert result.set_aside == ()
+    assert planned.after[ROOT].stocks["VCPU"].capacity == 2
+    assert planned.after[ROOT].used == {"VCPU": 6}
+
+
+def test_a_provider_moves_to_another_root_with_what_is_under_it() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)), update(node(SECOND)))
+    _, planned = after(book, update(node(SECOND), node(CHILD, SECOND)), earlier=[SECOND])
+    assert {uuid: (p.parent, p.root) for uuid, p in planned.after.items()} == {
+        ROOT: (None, ROOT),
+        CHILD: (SECOND, SECOND),
+        GRANDCHILD: (CHILD, SECOND),
+        SECOND: (None, SECOND),
+    }
+
+
+def test_a_child_becomes_a_root_and_a_root_becomes_a_child() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    _, planned = after(book, update(node(CHILD)))
+    assert {uuid: p.root for uuid, p in planned.after.items()} == {ROOT: ROOT, CHILD: CHILD, GRANDCHILD: CHILD}
+    _, planned = after(planned.after, update(node(CHILD), node(ROOT, CHILD)))
+    assert {uuid: p.root for uuid, p in planned.after.items()} == {ROOT: CHILD, CHILD: CHILD, GRANDCHILD: CHILD}
+
+
+def test_a_name_belongs_to_one_provider_and_passes_on_when_it_is_given_up() -> None:
+    book = book_of(update(node(ROOT, name="one")), update(node(SECOND, name="two")))
+    planned = plan([update(node(ROOT, name="two")), update(node(ROOT, name="three"))], [(), ()], book)
+    refused, applied = planned.results
+    assert isinstance(refused, Refusal)
+    assert refused.code == "provider.name_taken"
+    assert isinstance(applied, Applied)
+    assert planned.after[ROOT].name == "three"
+    result, planned = after(planned.after, update(node(CHILD, name="one")))
+    assert result.changed
+    tree = book_of(update(node(ROOT, name="r"), node(CHILD, ROOT, name="x"), node(GRANDCHILD, ROOT, name="y")))
+    _, planned = after(
+        tree, update(node(ROOT, name="r"), node(CHILD, ROOT, name="y"), node(GRANDCHILD, ROOT, name="x"))
+    )
+    assert [planned.after[uuid].name for uuid in (CHILD, GRANDCHILD)] == ["y", "x"]
