@@ -37,6 +37,7 @@ from bus.bus import API
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
+from ironic_sync.config import IronicSyncConfig
 
 REQUESTS = 1000
 HYPERVISORS_PER_SERVICE = 50
@@ -46,7 +47,10 @@ LOAD_TIMEOUT_S = 120.0
 DEAD_FOR_S = 1.0  # how long the compute service that dies stays dead
 FAILING_HOST = "cell2-c1-00007"
 # More bare metal is asked for than there is, so that some requests fail and are explained.
-MIX = {"m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0, "bm.gold": 2.2, "bm.silver": 1.8}
+MIX = {
+    "m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0,
+    "bm.gold": 2.2, "bm.silver": 1.8,
+}  # fmt: skip
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
 
@@ -57,14 +61,11 @@ class Demo(Struct, frozen=True, kw_only=True):
     active: int
     failed: int
     boots_per_s: float
-    seconds: float
     latency_ms: dict[str, float]
-    stages_ms: dict[str, dict[str, float]]
+    alternates_used: int
+    load: LoadReport
     claims: dict[str, int]
     claim_retries: dict[str, int]
-    alternates_used: int
-    failures_by_code: dict[str, int]
-    failures: tuple[object, ...]
     faults: dict[str, object]
     ironic: dict[str, object]
     invariants: dict[str, bool]
@@ -80,6 +81,7 @@ def settings(seed: int) -> Settings:
         bus=BusSettings(),
         database=DatabaseSettings(),
         up=UpSettings(schedulers=2, placements=2, computes_per_cell=2, nodes=NODES),
+        ironic_sync=IronicSyncConfig(resync_s=2.0),
         compute=ComputeConfig(hosts=HYPERVISORS_PER_SERVICE, sizes=(HOST,), seed=seed, faults=faults, numa_share=0.05),
     )
 
@@ -174,22 +176,17 @@ async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Ver
     return judge(facts)
 
 
-def _sum_up(
-    report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, replayed: dict[str, object]
-) -> Demo:
+def _sum_up(report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, replayed: dict[str, object]) -> Demo:
     return Demo(
         requests=report.requests,
         active=report.active,
         failed=report.failed + report.refused,
         boots_per_s=round(report.boots_per_s, 1),
-        seconds=round(report.seconds, 3),
         latency_ms=report.latency_ms,
-        stages_ms=report.stages_ms,
+        alternates_used=report.alternates_used,
+        load=report,
         claims=_counter("berth_scheduler_claims", "outcome"),
         claim_retries=_counter("berth_scheduler_claim_retries", "why"),
-        alternates_used=report.alternates_used,
-        failures_by_code=report.failures_by_code,
-        failures=report.failures,
         faults={
             "spawn_fail_rate": 0.05,
             "host_that_always_fails": FAILING_HOST,
@@ -222,26 +219,10 @@ def _inventory(street: Street, ironic: IronicStandIn) -> str:
     )
 
 
-def show(demo: Demo, report_failures: Console) -> None:
+def show(demo: Demo, console: Console) -> None:
     """The summary a person likes to read."""
-    console = report_failures
     console.rule("what came of it")
-    load = msgspec.convert(
-        {
-            **{name: getattr(demo, name) for name in ("requests", "active", "seconds", "boots_per_s", "latency_ms")},
-            "stages_ms": demo.stages_ms,
-            "failed": demo.failed,
-            "refused": 0,
-            "unfinished": demo.requests - demo.active - demo.failed,
-            "alternates_used": demo.alternates_used,
-            "attempts": {},
-            "failures_by_code": demo.failures_by_code,
-            "failures": [msgspec.to_builtins(failure) for failure in demo.failures],
-            "more_than_one_terminal": 0,
-        },
-        LoadReport,
-    )
-    render_load(load, console)
+    render_load(demo.load, console)
     console.print(f"claims: {_words(demo.claims)}; asked again: {_words(demo.claim_retries)}")
     console.print(f"planned faults: {_words(demo.faults)}", soft_wrap=True)
     console.rule("the invariants")
@@ -254,7 +235,8 @@ def _words(counts: dict[str, int] | dict[str, object]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration; 1 when an invariant is broken, a build was lost or a recording differs."""
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as data, too")
     parser.add_argument("--seed", type=int, default=1, help="faults and flavors are drawn from it")
     parser.add_argument("--log", default="error", choices=("debug", "info", "warning", "error"), help="log level")

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from bus.contracts.base import Message, Refusal
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where, tag_of
+from bus.contracts.base import Message, Refusal, tag_of
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where
 
 EXAMPLE = """\
 import asyncio, json, os, uuid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 from msgspec import Struct
 
@@ -42,7 +43,8 @@ class Ensemble:
         ready = asyncio.gather(*(service.ready.wait() for _, service in services))
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await asyncio.wait({ready, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+                waiting: set[asyncio.Future[Any]] = {ready, self.failed}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not ready.done():
                 ready.cancel()

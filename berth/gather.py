@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from berth.invariants import AT_REST, Facts, InstanceFact, InventoryFact, RunningFact
 from berth.site import Site
@@ -63,12 +64,12 @@ async def gather(
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
-            roots=dict(await _rows(book, _ROOTS)),  # type: ignore[arg-type]
-            requests=dict(await _rows(scheduler, _REQUESTS)),  # type: ignore[arg-type]
-            cells=dict(await _rows(scheduler, _CELLS)),  # type: ignore[arg-type]
+            roots=dict(await _rows(book, _ROOTS)),
+            requests=dict(await _rows(scheduler, _REQUESTS)),
+            cells=dict(await _rows(scheduler, _CELLS)),
             instances=await _instances(cells),
             running=await hosts_reports(site),
-            feed=tuple((await _rows(book, _FEED))[0]),  # type: ignore[arg-type]
+            feed=await _feed(book),
             audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
             accepted=accepted,
             events=events,
@@ -107,15 +108,20 @@ async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     return all(rows[0][0] == 0 for rows in counts)
 
 
-async def _rows(database: Database, statement: str) -> list[Sequence[object]]:
+async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
     async with database.raw() as connection:
         return [tuple(row) for row in await connection.fetch(statement)]
 
 
-def _by_consumer(rows: Sequence[Sequence[object]]) -> dict[str, dict[str, dict[str, int]]]:
+async def _feed(book: Database) -> tuple[int, int, int]:
+    lowest, highest, rows = (await _rows(book, _FEED))[0]
+    return lowest, highest, rows
+
+
+def _by_consumer(rows: Sequence[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:
     held: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for consumer, provider, name, amount in rows:
-        held[str(consumer)][str(provider)][str(name)] = int(str(amount))
+        held[str(consumer)][str(provider)][str(name)] = int(amount)
     return held
 
 
@@ -123,9 +129,7 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
     found: list[InstanceFact] = []
     for cell, database in cells.items():
         for uuid, state, host, attempt in await _rows(database, _INSTANCES):
-            found.append(
-                InstanceFact(str(uuid), cell, str(state), None if host is None else str(host), int(str(attempt)))
-            )
+            found.append(InstanceFact(str(uuid), cell, str(state), None if host is None else str(host), int(attempt)))
     return found
 
 

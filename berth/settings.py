@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
 from msgspec import Struct, field
-from placement_worker.config import PlacementConfig
 
 from bus.contracts.base import Word
 from bus.service.settings import SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig
 from ironic_sync.config import IronicSyncConfig
+from placement_worker.config import PlacementConfig
 from scheduler_worker.config import SchedulerConfig
 
 MEMORY = "memory://"
@@ -71,9 +71,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     state_dir: str = ""
     bus: BusSettings = BusSettings()
-    cells: dict[Word, CellSettings] = field(
-        default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()}
-    )
+    cells: dict[Word, CellSettings] = field(default_factory=lambda: {"cell1": CellSettings(), "cell2": CellSettings()})
     database: DatabaseSettings = DatabaseSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     up: UpSettings = UpSettings()

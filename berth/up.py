@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
-import placement_worker.app
-import scheduler_worker.app
 
 import cell_conductor.app
 import compute_sim.app
 import ironic_sync.app
+import placement_worker.app
+import scheduler_worker.app
 from berth.embedded.postgres import Postgres
 from berth.ensemble import Ensemble
 from berth.settings import EMBEDDED, MEMORY, Settings

@@ -12,6 +12,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ async def _read(reader: asyncio.StreamReader) -> list[Any]:
     if not isinstance(parts, list) or len(parts) < 2:
         raise ConnectionError("not a frame of ours")
     return parts
+
+
+def _give_back(held: Delivery, *, requeue: bool) -> None:
+    held.nack(requeue=requeue)
 
 
 class LocalServer:
@@ -150,7 +155,7 @@ class _Session:
                 if what == "ack":
                     self._settle(arguments[0], Delivery.ack)
                 elif what == "nack":
-                    self._settle(arguments[0], lambda held, requeue=arguments[1]: held.nack(requeue=requeue))
+                    self._settle(arguments[0], partial(_give_back, requeue=bool(arguments[1])))
                 elif len(self._calls) < MAX_CALLS_IN_FLIGHT:
                     call = asyncio.create_task(self._answer(number, what, arguments))
                     self._calls.add(call)

@@ -93,7 +93,7 @@ def delete(
         async with client(settings_of(context)) as berth:
             records = [await _record(berth, uuid) for uuid in uuids]
             for record in records:
-                berth.track(BuildRequest(**_key(record)))
+                berth.track(_as_request(record))
             await berth.delete([(record.instance_uuid, record.project_id) for record in records])
             tracks = [berth.tracks[uuid] for uuid in uuids]
             ended = not wait or await berth.until(lambda: all(t.state == "deleted" for t in tracks), timeout)
@@ -167,7 +167,7 @@ def hosts(
             return
         table = Table("host", "cell", "service", "", "used / capacity", "failed builds")
         for host in page.hosts:
-            up = "[green]up[/green]" if host.up and host.enabled else "[red]disabled[/red]" if host.up else "[red]down[/red]"
+            up = _UP[host.up, host.enabled]
             used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
             table.add_row(host.name, host.cell or "", host.service or "", up, used, str(host.failed_builds or ""))
         out.print(table)
@@ -175,8 +175,16 @@ def hosts(
     run(body)
 
 
-async def _wait(berth: BuildClient, timeout: float) -> bool:
-    if await berth.wait(timeout):
+_UP = {
+    (True, True): "[green]up[/green]",
+    (True, False): "[red]disabled[/red]",
+    (False, True): "[red]down[/red]",
+    (False, False): "[red]down[/red]",
+}
+
+
+async def _wait(berth: BuildClient, timeout_s: float) -> bool:
+    if await berth.wait(timeout_s):
         return True
     await berth.resync()
     return berth.unfinished == 0
@@ -196,8 +204,8 @@ def _uuid(text: str) -> str:
         raise Stop(EXIT_USAGE, "request.invalid", f"not a UUID in lower case with dashes: {text}") from None
 
 
-def _key(record: BuildRecord) -> dict[str, str]:
-    return {"instance_uuid": record.instance_uuid, "project_id": record.project_id, "flavor": record.flavor}
+def _as_request(record: BuildRecord) -> BuildRequest:
+    return BuildRequest(instance_uuid=record.instance_uuid, project_id=record.project_id, flavor=record.flavor)
 
 
 def _show_tracks(tracks: list[Track], as_json: bool) -> None:

@@ -15,7 +15,7 @@ from bus import dead_letters as letters
 from bus.bus import API
 from bus.contracts.catalogue import QUEUES, QueueKind, Where
 from bus.dead_letters import DeadLetter
-from bus.port import QueueMissing, Transport
+from bus.port import QueueMissing, Transport, dead_queue
 
 MAX_SHOWN = 10_000
 
@@ -56,9 +56,7 @@ def list_letters(
 
 
 @app.command()
-def show(
-    context: typer.Context, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False
-) -> None:
+def show(context: typer.Context, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False) -> None:
     """Show one dead letter whole. Its body may hold secrets."""
 
     async def body() -> None:
@@ -145,9 +143,7 @@ async def _counts(site: Site) -> list[tuple[str, str, int]]:
     for bus in (API, *site.cells):
         wanted = {Where.BOTH, Where.API if bus == API else Where.CELL}
         names = [
-            row.name
-            for row in QUEUES
-            if row.kind is QueueKind.DURABLE and row.where in wanted and "{" not in row.name
+            row.name for row in QUEUES if row.kind is QueueKind.DURABLE and row.where in wanted and "{" not in row.name
         ]
         found += await _on(site, bus, lambda transport, bus=bus, names=names: _depths(transport, bus, names))  # type: ignore[misc]
     return found
@@ -157,7 +153,7 @@ async def _depths(transport: Transport, bus: str, names: list[str]) -> list[tupl
     found = []
     for name in names:
         try:
-            found.append((bus, name, await transport.depth(letters.dead_queue(name))))
+            found.append((bus, name, await transport.depth(dead_queue(name))))
         except QueueMissing:
             continue
     return found

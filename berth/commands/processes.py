@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -60,7 +60,8 @@ def up(context: typer.Context, as_json: AsJson = False) -> None:
                 async with serve(here, ironic_url):
                     _say_up(here, street, as_json)
                     stopped = asyncio.create_task(stop.wait())
-                    await asyncio.wait({stopped, street.ensemble.failed}, return_when=asyncio.FIRST_COMPLETED)
+                    waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     stopped.cancel()
             finally:
                 failed = street.ensemble.failed.done()
@@ -77,7 +78,7 @@ def run_role(
     role: Annotated[Role, typer.Argument(help="Which worker.")],
     cell: Annotated[str | None, typer.Option(help="The cell, for conductor and compute.")] = None,
     service: Annotated[str | None, typer.Option(help="The compute service's name.")] = None,
-    http: Annotated[str | None, typer.Option(help="Serve /healthz, /readyz, /metrics at HOST:PORT (port 0: any).")] = None,
+    http: Annotated[str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any).")] = None,
 ) -> None:
     """Run one worker as this process, until SIGTERM or SIGINT; start as many as you like."""
     where = _http(http)

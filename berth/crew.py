@@ -1,0 +1,105 @@
+"""Workers as processes of their own: started, killed, paused and stopped by whoever measures or breaks them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+from msgspec import Struct
+
+from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
+
+READY_TIMEOUT_S = 60.0
+POLL_S = 0.05
+PROBE_TIMEOUT_S = 2.0
+
+
+class Worker(Struct):
+    """One worker process, or one that was: its arguments, where it answers, its log."""
+
+    name: str
+    arguments: tuple[str, ...]
+    port: int
+    log: Path
+    process: GuardedProcess
+
+
+class Crew:
+    """Worker processes of one system. `settings`: `BERTH_...` variables that all of them get."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+        self.directory = directory
+        self.workers: dict[str, Worker] = {}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+        self._env = {**kept, **settings, "PYTHONUNBUFFERED": "1"}
+
+    def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
+        """Start `berth run ARGUMENTS`; does not wait until it is ready."""
+        port = free_port()
+        log = self.directory / f"{name}.log"
+        process = GuardedProcess(
+            [sys.executable, "-m", "berth", "run", *arguments, "--http", f"127.0.0.1:{port}"],
+            env={**self._env, "PYTHONPATH": str(Path(__file__).parents[1]), **(settings or {})},
+            cwd=self.directory,
+            log=log,
+            account=Account(()),
+        )
+        self.workers[name] = Worker(name=name, arguments=arguments, port=port, log=log, process=process)
+        return self.workers[name]
+
+    async def ready(self, names: Sequence[str] | None = None, *, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until workers (all, or those named) say that they are ready. Raises ServerFailed."""
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
+            waits = (self._ready(http, self.workers[name], timeout_s) for name in names or list(self.workers))
+            await asyncio.gather(*waits)
+
+    async def metrics(self, name: str) -> str:
+        """What a worker's /metrics says. Raises httpx.HTTPError."""
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
+            return (await http.get(f"http://127.0.0.1:{self.workers[name].port}/metrics")).text
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.workers[name].process.kill()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP: it lives, but does nothing."""
+        os.kill(self.workers[name].process.pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        os.kill(self.workers[name].process.pid, signal.SIGCONT)
+
+    def restart(self, name: str) -> Worker:
+        """The same worker again, as a new process."""
+        old = self.workers[name]
+        if old.process.running:
+            old.process.stop()
+        return self.start(name, *old.arguments)
+
+    def stop(self) -> None:
+        """Let all drain and end; what does not is killed."""
+        for worker in reversed(self.workers.values()):
+            worker.process.stop()
+
+    async def _ready(self, http: httpx.AsyncClient, worker: Worker, timeout_s: float) -> None:
+        until = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                answer = await http.get(f"http://127.0.0.1:{worker.port}/readyz")
+                if answer.status_code == 200:
+                    return
+                said = answer.text
+            except httpx.HTTPError as error:
+                said = repr(error)
+            if not worker.process.running:
+                raise ServerFailed(f"{worker.name} ended:\n{worker.process.tail()}")
+            if asyncio.get_running_loop().time() > until:
+                late = f"{worker.name} was not ready after {timeout_s:g} s ({said})"
+                raise ServerFailed(f"{late}:\n{worker.process.tail()}")
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,108 @@
+"""Real servers and a whole crew on them: what tests, benchmarks and chaos runs start from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from berth.crew import Crew
+from berth.embedded.postgres import Postgres
+from berth.embedded.rabbitmq import RabbitMQ
+from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.site import Site
+from compute_sim.config import ComputeConfig
+
+API_VHOST = "berth"
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """How many of each worker, and what hosts."""
+
+    cells: tuple[str, ...] = ("cell1", "cell2")
+    schedulers: int = 2
+    placements: int = 2
+    conductors_per_cell: int = 1
+    computes_per_cell: int = 1
+    compute: ComputeConfig = ComputeConfig(hosts=50)
+    durable: bool = True
+
+
+class RealServers:
+    """A private RabbitMQ with a virtual host per bus, and a private PostgreSQL."""
+
+    def __init__(self, broker: RabbitMQ, postgres: Postgres, cells: tuple[str, ...]) -> None:
+        self.broker = broker
+        self.postgres = postgres
+        self.urls = {API_VHOST: broker.add_vhost(API_VHOST), **{cell: broker.add_vhost(cell) for cell in cells}}
+        self.database_url = postgres.url("postgres")
+
+    def settings(self, plan: Plan) -> Settings:
+        """Settings of a system on these servers."""
+        return Settings(
+            bus=BusSettings(url=self.urls[API_VHOST]),
+            cells={cell: CellSettings(url=self.urls[cell]) for cell in plan.cells},
+            database=DatabaseSettings(url=self.database_url),
+            compute=plan.compute,
+        )
+
+
+@contextlib.contextmanager
+def real_servers(cells: tuple[str, ...], *, durable: bool) -> Iterator[RealServers]:
+    """Private servers for as long as the block runs. durable: PostgreSQL with fsync, as in production."""
+    with RabbitMQ() as broker, Postgres(durable=durable) as postgres:
+        yield RealServers(broker, postgres, cells)
+
+
+def variables(settings: Settings) -> dict[str, str]:
+    """The `BERTH_...` variables that say what is not default in these settings, for child processes."""
+    bare = msgspec.to_builtins(Settings())
+    found: dict[str, str] = {}
+    for section, values in msgspec.to_builtins(settings).items():
+        if not isinstance(values, dict) or section == "cells":
+            continue
+        for name, value in values.items():
+            if value != bare[section].get(name) and value is not None:
+                plain = isinstance(value, str)
+                text = value if plain else msgspec.json.encode(value).decode()
+                found[f"BERTH_{section.upper()}__{name.upper()}"] = text
+    found["BERTH_CELLS"] = msgspec.json.encode(settings.cells).decode()
+    return found
+
+
+@contextlib.asynccontextmanager
+async def running_crew(
+    servers: RealServers, plan: Plan, *, extra: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[Crew, Site]]:
+    """Every worker of the plan as a process on these servers, ready."""
+    settings = servers.settings(plan)
+    with tempfile.TemporaryDirectory(prefix="berth-crew-") as name:
+        directory = Path(name)
+        compute = msgspec.structs.replace(settings.compute, state_dir=str(directory / "machines"))
+        settings = msgspec.structs.replace(settings, compute=compute)
+        crew = Crew(directory, {**variables(settings), **(extra or {})})
+        try:
+            start_all(crew, plan)
+            await crew.ready()
+            yield crew, Site(settings)
+        finally:
+            await asyncio.to_thread(crew.stop)
+
+
+def start_all(crew: Crew, plan: Plan) -> None:
+    """Start what the plan counts, what others lean on first."""
+    for number in range(1, plan.placements + 1):
+        crew.start(f"placement{number}", "placement")
+    for cell in plan.cells:
+        for number in range(1, plan.conductors_per_cell + 1):
+            crew.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
+        for number in range(1, plan.computes_per_cell + 1):
+            service = f"{cell}-c{number}"
+            crew.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
+    for number in range(1, plan.schedulers + 1):
+        crew.start(f"scheduler{number}", "scheduler")
