@@ -31,6 +31,7 @@ from scheduler_worker import metrics
 from scheduler_worker.claiming import ATTEMPT, Asking, Away, Claiming, Contended, Ending, Placed, Stopped
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import sentence, step
+from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.records import ACCEPTED, DECIDED, DELETED, MALFORMED, SCHEDULED
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
@@ -42,6 +43,7 @@ WHO = "scheduler"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 # A delete may overtake its build on the way to another scheduler: so often it is looked for again.
 DELETE_RETRIES = 2
+UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -201,7 +203,9 @@ class RequestHandler:
         decided: list[Decided] = []
         for item in items:
             wanted = self._selector.want(item.request)
-            if isinstance(wanted, Impossible):
+            if isinstance(wanted, Impossible) and wanted.code == HOST_UNKNOWN and self._may_wait(item):
+                item.outcome = UNHEARD
+            elif isinstance(wanted, Impossible):
                 decided.append(self._failed_by_rule(item, wanted))
             else:
                 asking.append((item, wanted))
@@ -213,8 +217,8 @@ class RequestHandler:
         for (item, wanted), ending in zip(asking, endings, strict=True):
             if isinstance(ending, Away):
                 away = ending
-            elif self._too_early(item, ending):
-                item.outcome = Retry("hosts.unknown", "not every host has been heard from yet")
+            elif isinstance(ending, NoHost) and ending.unannounced and self._may_wait(item):
+                item.outcome = UNHEARD
             elif isinstance(ending, Contended) and item.received.meta.attempt < RETRIES:
                 item.outcome = Retry("claims.contended", f"{ending.claims} claims were lost to others")
             else:
@@ -226,13 +230,11 @@ class RequestHandler:
             # After what was decided is written: called again with the same batch, those are repeats.
             raise away
 
-    def _too_early(self, item: Item, ending: Ending) -> bool:
+    def _may_wait(self, item: Item) -> bool:
         """Just started: hosts that nobody has announced yet may still be; "no host" would be a guess."""
         started_s = self._clock.monotonic() if self._started_s is None else self._started_s
         warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
-        return (
-            isinstance(ending, NoHost) and ending.unannounced > 0 and not warm and item.received.meta.attempt < RETRIES
-        )
+        return not warm and item.received.meta.attempt < RETRIES
 
     def _decision(self, item: Item, wanted: Wanted, ending: Ending) -> Decided:
         now = self._clock.time()

@@ -18,6 +18,7 @@ from scheduler_worker.filters.tenant_is_allowed import tenants
 
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"
 ZONE_KEY = "availability_zone"
+HOST_UNKNOWN = "host.unknown"
 _GROUPED = re.compile(r"^(resources|trait)(\d+|_[A-Za-z0-9_-]+):|^group_policy$")
 _NAME = re.compile(r"^[A-Z0-9_]{1,255}$")
 
@@ -90,6 +91,8 @@ def want(
     """What one request wants, pre-filters applied. `hosts`: uuids that its `host` names, if any (N-12)."""
     query = asked.query
     if hosts is not None:
+        if not hosts:
+            return Impossible(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
         query = replace(query, only_roots=hosts)
     for prefilter in (_tenant_aggregate, _availability_zone):
         shaped = prefilter(request, query, membership, config)

@@ -1,0 +1,261 @@
+"""The claim loop against a scripted resource book, over a real bus in memory: each outcome and what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+
+from bus.bus import API, Bus
+from bus.clock import SystemClock
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildRequest
+from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from scheduler_worker.claiming import Asking, Away, Claiming, Contended, Ending, Placed, Stopped
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.select import NoHost
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+
+Answer = Callable[[Claim], ClaimResult | Refusal | None]
+
+
+class Street:
+    """Claims go out on the bus; `answer` says what comes back (None: nothing). `refreshed` is called for news."""
+
+    def __init__(self, hosts: Hosts, config: SchedulerConfig) -> None:
+        self.hosts = hosts
+        self.clock = SystemClock()
+        self.broker = MemoryBroker(self.clock)
+        self.claims: list[Claim] = []
+        self.answer: Answer = self.claimed
+        self.refreshed: Callable[[], None] = lambda: None
+        self.refreshes = 0
+        self.bus = self.make_bus("asker")
+        self.theirs = self.make_bus("placement")
+        self.claiming = Claiming(self.bus, hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+
+    def make_bus(self, process: str) -> Bus:
+        rng = random.Random(process)
+        return Bus(API, self.broker.transport(process), process=process, clock=self.clock, rng=rng)
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        self.refreshes += 1
+        self.refreshed()
+        return True
+
+    async def serve(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
+        for received in batch:
+            claim = received.message
+            assert isinstance(claim, Claim)
+            self.claims.append(claim)
+            outcomes.append(Done(reply=self.answer(claim)))
+        return outcomes
+
+    def claimed(self, claim: Claim, option: int = 0) -> ClaimResult:
+        providers = claim.options[option].allocations
+        return ClaimResult(
+            outcome=ClaimOutcome.CLAIMED, option=option, consumer_generation=1, generations=dict.fromkeys(providers, 2)
+        )
+
+    def host_of(self, claim: Claim) -> str:
+        return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
+
+    async def place(self, *requests: BuildRequest, fresh: bool = True) -> list[Ending]:
+        asking = [
+            Asking(request=request, wanted=wanted, fresh=fresh)
+            for request in requests
+            if not isinstance(wanted := self.hosts.selector.want(request), type(None))
+        ]
+        return await self.claiming.place(asking)  # type: ignore[arg-type]
+
+
+# Hosts were announced at 0, and the loop has its own time.
+CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001, service_down_time_s=1e12)
+
+
+def result(outcome: ClaimOutcome) -> ClaimResult:
+    return ClaimResult(outcome=outcome, outcomes=(outcome,))
+
+
+@pytest.fixture
+async def street() -> AsyncIterator[Street]:
+    made = Street(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
+    await made.bus.open()
+    await made.theirs.open()
+    consumer = made.theirs.consumer("placement.requests", made.serve)
+    await consumer.start()
+    task = asyncio.create_task(consumer.run())
+    yield made
+    await consumer.drain(1.0)
+    await task
+    await made.bus.close()
+    await made.theirs.close()
+
+
+async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(street: Street) -> None:
+    request = street.hosts.request()
+    (placed,) = await street.place(request)
+    assert isinstance(placed, Placed)
+    (claim,) = street.claims
+    assert (claim.consumer, claim.attempt, claim.consumer_generation) == (request.instance_uuid, 1, None)
+    assert placed.selections[0].allocations == claim.options[0].allocations
+    assert placed.selections[0].shapes == claim.options[0].shapes == {placed.selections[0].host_uuid: 1}
+    assert len(placed.selections) == 3 and placed.consumer_generation == 1
+    assert {selection.host[1] in "012" for selection in placed.selections} == {placed.cell == "c1"}
+    book, host = street.hosts.book, placed.selections[0].host_uuid
+    assert list(book.assumed_keys()) == [request.instance_uuid]
+    book.apply([Change(sequence=1, provider=host, generation=2, used={"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20})])
+    assert list(book.assumed_keys()) == []
+
+
+async def test_full_walks_the_whole_list_and_never_asks_a_host_twice(street: Street) -> None:
+    street.answer = lambda _: result(ClaimOutcome.FULL)
+    (ended,) = await street.place(street.hosts.request())
+    assert isinstance(ended, NoHost)
+    assert sorted(street.host_of(claim) for claim in street.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
+    assert ended.funnel[-1].step == "claim" and ended.funnel[-1].fell == {"claim.full": 6}
+    assert list(street.hosts.book.assumed_keys()) == []
+    assert street.refreshes >= 1  # "none" is only said on the newest state
+
+
+async def test_full_or_gone_goes_to_the_next_host(street: Street) -> None:
+    outcomes = iter([ClaimOutcome.FULL, ClaimOutcome.GONE])
+    street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
+    (placed,) = await street.place(street.hosts.request())
+    assert isinstance(placed, Placed) and placed.claims == 3
+    assert len({street.host_of(claim) for claim in street.claims}) == 3
+    assert placed.selections[0].host == street.host_of(street.claims[2])
+    assert not {s.host for s in placed.selections} & {street.host_of(claim) for claim in street.claims[:2]}
+
+
+async def test_raced_folds_the_newer_shape_in_and_asks_the_same_host(street: Street) -> None:
+    def raced_once(claim: Claim) -> ClaimResult:
+        if len(street.claims) > 1:
+            return street.claimed(claim)
+        (uuid,) = claim.options[0].allocations
+        at = street.hosts.uuids.index(uuid)
+        newer = type(street.hosts.states[at])(
+            uuid=uuid,
+            name=f"h{at}",
+            root_uuid=uuid,
+            generation=2,
+            shape=2,
+            inventories=street.hosts.states[at].inventories,
+        )
+        street.refreshed = lambda: street.hosts.book.apply(
+            [Change(sequence=1, provider=uuid, generation=2, state=newer)]
+        )
+        return result(ClaimOutcome.RACED)
+
+    street.answer = raced_once
+    (placed,) = await street.place(street.hosts.request())
+    assert isinstance(placed, Placed) and placed.claims == 2
+    first, second = street.claims
+    assert street.host_of(first) == street.host_of(second)
+    assert list(first.options[0].shapes.values()) == [1] and list(second.options[0].shapes.values()) == [2]
+
+
+async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(street: Street) -> None:
+    raced: list[str] = []
+
+    def races(claim: Claim) -> ClaimResult:
+        host = street.host_of(claim)
+        if not raced or host == raced[0]:
+            raced.append(host)
+            return result(ClaimOutcome.RACED)
+        return street.claimed(claim)
+
+    street.answer = races
+    (placed,) = await street.place(street.hosts.request())
+    assert isinstance(placed, Placed) and placed.selections[0].host != raced[0]
+    assert len(raced) == CONFIG.raced_retries + 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"), (ClaimOutcome.INVALID, "claim.invalid")],
+)
+async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
+    street: Street, outcome: ClaimOutcome, code: str
+) -> None:
+    street.answer = lambda _: result(outcome)
+    (stopped,) = await street.place(street.hosts.request())
+    assert isinstance(stopped, Stopped) and stopped.code == code
+    assert len(street.claims) == 1 and list(street.hosts.book.assumed_keys()) == []
+
+
+async def test_no_answer_is_not_no_host(street: Street) -> None:
+    street.answer = lambda _: None
+    (away,) = await street.place(street.hosts.request())
+    assert isinstance(away, Away) and list(street.hosts.book.assumed_keys()) == []
+
+
+async def test_a_refusal_stops_with_its_code(street: Street) -> None:
+    street.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
+    (stopped,) = await street.place(street.hosts.request())
+    assert isinstance(stopped, Stopped) and stopped.code == "claim.nonsense"
+
+
+async def test_the_bound_on_rounds_is_not_no_host_either(street: Street) -> None:
+    street.answer = lambda _: result(ClaimOutcome.FULL)
+    config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
+    claiming = Claiming(
+        street.bus, street.hosts.selector, street, clock=street.clock, rng=random.Random(1), config=config
+    )
+    request = street.hosts.request()
+    (ended,) = await claiming.place([Asking(request=request, wanted=street.hosts.wanted())])
+    assert ended == Contended(3) and len(street.claims) == 3
+
+
+async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> None:
+    """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
+    hosts = street.hosts
+    held = hosts.uuids[4]
+    street.answer = lambda _: ClaimResult(
+        outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
+    )
+    (placed,) = await street.place(hosts.request(), fresh=False)
+    assert isinstance(placed, Placed) and placed.cell == "c2"
+    main = placed.selections[0]
+    assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
+    assert held not in [selection.host_uuid for selection in placed.selections[1:]]
+    assert list(hosts.book.assumed_keys()) == []
+
+
+async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(street: Street) -> None:
+    hosts = street.hosts
+    for at, uuid in enumerate(hosts.uuids):
+        hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
+    (nothing,) = await street.place(hosts.request())
+    assert isinstance(nothing, NoHost) and street.claims == []
+    street.answer = lambda _: result(ClaimOutcome.FULL)
+    (nothing,) = await street.place(hosts.request(), fresh=False)
+    assert isinstance(nothing, NoHost) and len(street.claims) == 1
+    street.answer = lambda _: ClaimResult(
+        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
+    )
+    (placed,) = await street.place(hosts.request(), fresh=False)
+    assert isinstance(placed, Placed) and placed.selections[0].host_uuid == hosts.uuids[2]
+
+
+async def test_ignored_hosts_are_never_asked(street: Street) -> None:
+    street.answer = lambda _: result(ClaimOutcome.FULL)
+    ignore = ("h0", street.hosts.uuids[1], "h5", "unheard-of")
+    (ended,) = await street.place(street.hosts.request(ignore_hosts=ignore))
+    assert sorted(street.host_of(claim) for claim in street.claims) == ["h2", "h3", "h4"]
+    assert isinstance(ended, NoHost) and ended.funnel[-1].fell == {"host.ignored": 3, "claim.full": 3}
+
+
+async def test_one_bad_item_does_not_fail_its_neighbours(street: Street) -> None:
+    requests = [street.hosts.request() for _ in range(20)]
+    bad = requests[7].instance_uuid
+    street.answer = lambda claim: result(ClaimOutcome.INVALID) if claim.consumer == bad else street.claimed(claim)
+    endings = await street.place(*requests)
+    assert [isinstance(ending, Placed) for ending in endings] == [at != 7 for at in range(20)]
+    taken = [ending.selections[0].host for ending in endings if isinstance(ending, Placed)]
+    assert len(set(taken)) == 6  # spread, not herded

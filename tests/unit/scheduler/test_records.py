@@ -1,0 +1,89 @@
+"""The record of a build under late, doubled and foreign announcements."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildEvent, BuildState
+from bus.wire import Malformed
+from scheduler_worker.domain.records import Standing, record
+from scheduler_worker.handlers import refused_event
+
+UUID = "00000000-0000-4000-8000-000000000001"
+AT = Standing(instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2, terminal=False, cell="c1")
+
+
+def event(state: BuildState, sequence: int, *, terminal: bool = False) -> BuildEvent:
+    return BuildEvent(instance_uuid=UUID, project_id="demo", state=state, sequence=sequence, terminal=terminal)
+
+
+def play(*events: BuildEvent, cell: str = "c1", start: Standing = AT) -> tuple[Standing, list[tuple[str, bool]]]:
+    standing, said = start, []
+    for one in events:
+        standing, told = record(standing, one, cell)
+        if told is not None:
+            said.append((told.state.value, told.terminal))
+    return standing, said
+
+
+def test_late_and_doubled_ones_are_ignored() -> None:
+    standing, said = play(
+        event(BuildState.BUILDING, 10),
+        event(BuildState.ACTIVE, 12, terminal=True),
+        event(BuildState.BUILDING, 11),
+        event(BuildState.ACTIVE, 12, terminal=True),
+    )
+    assert said == [("building", False), ("active", True)]
+    assert (standing.state, standing.sequence) == (BuildState.ACTIVE, 12)
+
+
+def test_another_cell_has_no_say() -> None:
+    assert play(event(BuildState.FAILED, 99, terminal=True), cell="c2") == (AT, [])
+
+
+def test_a_build_ends_once_and_its_delete_ends_once() -> None:
+    standing, said = play(
+        event(BuildState.ACTIVE, 12, terminal=True),
+        event(BuildState.FAILED, 13, terminal=True),
+        event(BuildState.DELETED, 15, terminal=True),
+        event(BuildState.DELETED, 16, terminal=True),
+    )
+    assert said == [("active", True), ("failed", False), ("deleted", True)]
+    assert standing.state is BuildState.DELETED
+
+
+def test_a_delete_under_way_stays_so_on_record() -> None:
+    deleting = Standing(
+        instance_uuid=UUID, project_id="demo", state=BuildState.DELETING, sequence=10, terminal=False, cell="c1"
+    )
+    standing, said = play(event(BuildState.ACTIVE, 11, terminal=True), start=deleting)
+    assert standing.state is BuildState.DELETING and said == [("active", True)]
+
+
+states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
+
+
+@given(st.lists(st.builds(event, states, st.integers(0, 30), terminal=st.booleans()), max_size=30))
+def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
+    standing, said, sequence = AT, [], AT.sequence
+    for one in events:
+        standing, told = record(standing, one, "c1")
+        if told is not None:
+            assert told.sequence > sequence
+            sequence = told.sequence
+            said.append(told)
+    assert sum(told.terminal and told.state is not BuildState.DELETED for told in said) <= 1
+    assert sum(told.state is BuildState.DELETED for told in said) <= 1
+
+
+def test_an_unreadable_request_is_answered_when_it_says_whose_it_is() -> None:
+    def malformed(body: bytes) -> Malformed:
+        return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q")
+
+    (said,) = refused_event(malformed(b'{"instance_uuid":"%s","project_id":"demo"}' % UUID.encode()))
+    assert (said.state, said.terminal, said.sequence, said.code) == (BuildState.REFUSED, True, 0, "request.invalid")
+    assert refused_event(malformed(b'{"instance_uuid":"x","project_id":"demo"}')) == ()
+    assert refused_event(malformed(b'{"instance_uuid":"%s","project_id":"de.mo#"}' % UUID.encode())) == ()
+    assert refused_event(malformed(b"\xff{")) == ()

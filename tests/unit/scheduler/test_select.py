@@ -1,0 +1,252 @@
+"""From a flavor to a choice: queries, pre-filters, rankings, alternates, explanations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
+from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.flavors import FlavorInvalid, parse
+from scheduler_worker.domain.ranking import Choice, Ranking
+from scheduler_worker.domain.select import adopted
+from scheduler_worker.domain.spread import Spread
+from scheduler_worker.domain.wanted import Impossible
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+
+def test_a_flavor_becomes_a_query() -> None:
+    flavor = Flavor(
+        vcpus=4,
+        memory_mb=1024,
+        extra_specs={
+            "resources:VGPU": "1",
+            "resources:VCPU": "2",
+            "trait:HW_CPU_X86_AVX2": "required",
+            "trait:CUSTOM_SLOW": "forbidden",
+            "capabilities:arch": "x",
+        },
+    )
+    asked = parse("f", flavor)
+    assert asked.query.resources == {"VCPU": 2, "MEMORY_MB": 1024, "VGPU": 1}
+    assert asked.query.required == (("HW_CPU_X86_AVX2",),) and asked.query.forbidden == ("CUSTOM_SLOW",)
+    assert asked.query.root_forbidden == ("COMPUTE_STATUS_DISABLED",)
+    assert asked.extra_specs == {"capabilities:arch": "x"}
+
+
+def test_bare_metal_asks_for_its_class_alone() -> None:
+    assert parse("bm", SchedulerConfig().flavors["bm.gold"]).query.resources == {"CUSTOM_BAREMETAL_GOLD": 1}
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"resources:VCPU": "many"},
+        {"resources:VCPU": "-1"},
+        {"resources:VCPU": "99999999999"},
+        {"resources:v cpu": "1"},
+        {"trait:X": "perhaps"},
+        {"resources1:VCPU": "1"},
+        {"trait_A:X": "required"},
+        {"group_policy": "isolate"},
+        {"resources:VCPU": "0"},
+    ],
+)
+def test_a_flavor_that_can_never_be_asked_for_fails_the_start(specs: dict[str, str]) -> None:
+    with pytest.raises(FlavorInvalid):
+        parse("f", Flavor(vcpus=1, extra_specs=specs))
+
+
+def zones() -> tuple[Aggregate, Aggregate, SchedulerConfig, Hosts]:
+    east, west = aggregate("east", availability_zone="east"), aggregate("west", availability_zone="west")
+    config = SchedulerConfig(aggregates=(east, west))
+    return east, west, config, Hosts([PLENTY] * 4, config=config, members={east.uuid: [0], west.uuid: [1]})
+
+
+def passing(hosts: Hosts, **request: Any) -> list[str]:
+    ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
+
+
+def test_availability_zones() -> None:
+    *_, hosts = zones()
+    assert passing(hosts) == ["h0", "h1", "h2", "h3"]
+    assert passing(hosts, availability_zone="east") == ["h0"]
+    assert passing(hosts, availability_zone="nova") == ["h2", "h3"]
+    unknown = hosts.selector.want(hosts.request(availability_zone="moon"))
+    assert isinstance(unknown, Impossible) and "east, nova, west" in unknown.reason
+
+
+def test_tenant_aggregates_in_the_query() -> None:
+    mine = aggregate("mine", filter_tenant_id="demo")
+    config = SchedulerConfig(aggregates=(mine,), limit_tenants_to_placement_aggregate=True)
+    hosts = Hosts([PLENTY] * 3, config=config, members={mine.uuid: [2]})
+    assert passing(hosts, project_id="demo") == ["h2"]
+    assert passing(hosts, project_id="other") == ["h0", "h1"]
+    strict = SchedulerConfig(
+        aggregates=(mine,),
+        limit_tenants_to_placement_aggregate=True,
+        placement_aggregate_required_for_tenants=True,
+    )
+    refused = Hosts([PLENTY], config=strict).selector
+    assert isinstance(refused.want(hosts.request(project_id="other")), Impossible)
+
+
+def test_a_requested_host_goes_through_the_filters() -> None:
+    hosts = Hosts([PLENTY] * 3, reports={1: {"enabled": False}})
+    assert passing(hosts, host="h2") == ["h2"]
+    assert passing(hosts, host=hosts.uuids[2]) == ["h2"]
+    assert passing(hosts, host="h1") == []
+    assert isinstance(hosts.selector.want(hosts.request(host="nowhere")), Impossible)
+
+
+def pick(hosts: Hosts, count: int = 1, subset: int = 1, **request: Any) -> list[Choice | None]:
+    """As the claim loop picks for a batch of like requests: each is assumed before the next."""
+    ranking: Ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    choices = []
+    for number in range(count):
+        choice = ranking.pick({}, subset=subset, alternates=2)
+        if choice is not None:
+            hosts.book.assume(f"pick {number}", choice.selected.options[0].allocations)
+            ranking.consumed(choice.selected)
+        choices.append(choice)
+    return choices
+
+
+def test_alternates_are_of_the_same_cell_and_none_is_the_selected_host() -> None:
+    hosts = Hosts([PLENTY] * 6, cells=["c1", "c2", "c1", "c2", "c1", "c2"])
+    for choice in pick(hosts, 30):
+        assert choice is not None and len(choice.alternates) == 2
+        names = [hosts.name(c.row) for c in (choice.selected, *choice.alternates)]
+        assert len(set(names)) == 3 and len({int(name[1:]) % 2 for name in names}) == 1
+
+
+def test_there_may_be_fewer_alternates_and_none_for_one_attempt() -> None:
+    hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c2"])
+    (choice,) = pick(hosts, host="h0")
+    assert choice is not None and choice.alternates == ()
+    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    alone = ranking.pick({}, subset=1, alternates=0)
+    assert alone is not None and alone.alternates == ()
+
+
+def test_a_batch_spreads_over_equal_hosts() -> None:
+    hosts = Hosts([PLENTY] * 50)
+    taken = Counter(hosts.name(choice.selected.row) for choice in pick(hosts, 100) if choice)
+    assert len(taken) == 50 and set(taken.values()) == {2}
+
+
+def test_a_batch_fills_what_there_is_and_no_more() -> None:
+    hosts = Hosts([{"CUSTOM_BAREMETAL_GOLD": 1}] * 200)
+    choices = pick(hosts, 210, flavor="bm.gold")
+    taken = [choice.selected.row for choice in choices if choice]
+    assert len(taken) == len(set(taken)) == 200 and choices[200:] == [None] * 10
+
+
+def test_the_order_of_equal_hosts_is_by_chance_only_when_shuffled() -> None:
+    def first(seed: int, *, shuffle: bool) -> str:
+        config = SchedulerConfig(shuffle_best_same_weighed_hosts=shuffle)
+        hosts = Hosts([PLENTY] * 300, config=config, seed=3)
+        hosts.rng.seed(seed)
+        (choice,) = pick(hosts)
+        assert choice is not None
+        return hosts.name(choice.selected.row)
+
+    assert len({first(seed, shuffle=True) for seed in range(12)}) > 6
+    assert len({first(seed, shuffle=False) for seed in range(3)}) == 1
+
+
+def test_subset_chooses_among_the_best_only() -> None:
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (at + 1)} for at in range(8)])
+    seen = set()
+    for _ in range(40):
+        ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+        choice = ranking.pick({}, subset=3, alternates=2)
+        assert choice is not None and len(choice.alternates) == 2
+        assert choice.selected.row not in [alternate.row for alternate in choice.alternates]
+        seen.add(hosts.name(choice.selected.row))
+    assert seen == {"h5", "h6", "h7"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    memory=st.lists(st.integers(0, 6), min_size=1, max_size=300),
+    picks=st.integers(1, 40),
+    excluded=st.sets(st.integers(0, 299), max_size=20),
+)
+def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: set[int]) -> None:
+    """Against the plain way: the most free memory among those that fit and are not excluded (one weigher)."""
+    config = SchedulerConfig(
+        enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",),
+        flavors={"f": Flavor(memory_mb=2)},
+        enabled_filters=(),
+    )
+    hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config)
+    free = {hosts.book.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
+    out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
+    ranking = hosts.selector.rank(hosts.wanted("f"), 0.0, hosts.rng)
+    for number in range(picks):
+        best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
+        choice = ranking.pick(out, subset=1, alternates=2)
+        if best is None:
+            assert choice is None
+            return
+        assert choice is not None
+        assert free[choice.selected.row] == best
+        assert all(free[a.row] >= 2 and a.row not in out for a in choice.alternates)
+        hosts.book.assume(f"pick {number}", choice.selected.options[0].allocations)
+        ranking.consumed(choice.selected)
+        free[choice.selected.row] -= 2
+
+
+def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
+    hosts = Hosts(
+        [PLENTY, PLENTY, {**PLENTY, "VCPU": 1}, {"DISK_GB": 5}],
+        cells=["c1", "c1", "c1", "c2"],
+        reports={0: {"enabled": False}},
+    )
+    wanted = hosts.wanted("m1.medium")
+    nothing = hosts.selector.explain(wanted, 0.0, {1: "claim.full"})
+    left = 4
+    for step in nothing.funnel:
+        assert step.left + sum(step.fell.values()) == left, nothing.funnel
+        left = step.left
+    said = sentence(wanted, nothing.funnel, 3)
+    assert said.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), said
+    assert "1 were taken while we asked" in said and "1 are disabled" in said
+
+
+def test_an_empty_book_says_so() -> None:
+    hosts = Hosts([])
+    wanted = hosts.wanted()
+    assert "no hosts at all" in sentence(wanted, hosts.selector.explain(wanted, 0.0, {}).funnel, 3)
+
+
+def test_hosts_that_nobody_announced_are_counted() -> None:
+    hosts = Hosts([PLENTY] * 2)
+    other = Hosts([PLENTY] * 3, seed=9)
+    hosts.book.load(hosts.states + other.states[2:], 0)
+    assert hosts.selector.explain(hosts.wanted(host=other.uuids[2]), 0.0, {}).unannounced == 1
+
+
+def test_what_an_earlier_claim_holds() -> None:
+    hosts = Hosts([PLENTY, {"VGPU": 2}])
+    a, b = hosts.uuids
+    assert adopted(hosts.book, {"VCPU": 1, "VGPU": 1}, [a, b]) == {a: {"VCPU": 1}, b: {"VGPU": 1}}
+    assert adopted(hosts.book, {"VCPU": 1}, [a, b]) is None
+    assert adopted(hosts.book, {"VCPU": 1}, []) is None
+
+
+def test_contention_widens_the_choice_and_is_forgotten() -> None:
+    spread = Spread()
+    assert spread.subset(1, 64) == 1
+    for _ in range(10):
+        spread = spread.after(10, 10)
+    assert spread.subset(1, 64) > 50 and spread.subset(1, 8) <= 8
+    for _ in range(30):
+        spread = spread.after(10, 0)
+    assert spread.subset(1, 64) == 1 and spread.subset(5, 2) == 5
