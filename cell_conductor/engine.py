@@ -6,11 +6,10 @@ The only place where an instance changes. Everything works on whole batches; sev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import structlog
-from bus.outbox import Addressed
 from msgspec import Struct
 
 from bus.bus import Bus
@@ -19,6 +18,7 @@ from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import Fault, RequestRefused, Transient
+from bus.outbox import Addressed
 
 from . import metrics
 from .config import ConductorConfig
@@ -49,6 +49,14 @@ class Arrival(Struct, frozen=True):
     cause: str = ""
 
 
+class Question(Struct, frozen=True):
+    """What placement is to be asked for one instance. repeated: it may have been asked this very question before."""
+
+    instance: Instance
+    message: Claim | Release
+    repeated: bool = False
+
+
 class Sender(Protocol):
     """Publishes what an outbox row holds, once it is committed (`bus.outbox.Relay`)."""
 
@@ -70,6 +78,7 @@ class Engine:
         self._relay = relay
         self._clock = clock
         self._config = config
+        self._asking: set[str] = set()
         self._patience = Patience(
             cell=cell,
             ask_again_s=config.ask_again_s,
@@ -80,30 +89,27 @@ class Engine:
     async def take(self, arrivals: Sequence[Arrival], *, source: str) -> None:
         """Apply events, in order for each instance, and follow up with placement."""
         with metrics.BATCH_SECONDS.labels(source).time():
-            repeated, instances = await self._apply(arrivals)
-            await self._settle(instances, repeated)
+            await self._settle(await self._apply(arrivals))
 
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
         now = self._clock.time()
         async with self._store.transaction() as transaction:
-            due = await transaction.lock_due(now, self._config.sweep_batch)
+            due = {instance.uuid: instance for instance in await transaction.lock_due(now, self._config.sweep_batch)}
             if not due:
                 return 0
-            # What waits for placement has perhaps been asked already: a repeated question (see `_refused`).
-            repeated = {instance.uuid for instance in due if wanted(instance) is not None}
-            arrivals = [Arrival(instance.uuid, TimedOut(at=now)) for instance in due]
-            stepped, row, outgoing = await self._record(transaction, {i.uuid: i for i in due}, arrivals)
+            arrivals = [Arrival(uuid, TimedOut(at=now)) for uuid in due]
+            stepped, row, outgoing = await self._record(transaction, due, arrivals)
         self._relay.send(row, outgoing)
-        for instance in due:
+        for instance in due.values():
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._settle(stepped, repeated)
+            await self._settle(_questions(due, stepped, again=due.keys()))
         return len(due)
 
-    async def _apply(self, arrivals: Sequence[Arrival]) -> tuple[set[str], dict[str, Instance]]:
-        """One transaction: what is new of these events, on the locked instances. Returns also who was asking before."""
+    async def _apply(self, arrivals: Sequence[Arrival]) -> list[Question]:
+        """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
         await self._relay.room()
         uuids = sorted({arrival.uuid for arrival in arrivals})
         for _ in range(MAX_STALE):
@@ -111,12 +117,13 @@ class Engine:
                 async with self._store.transaction() as transaction:
                     fresh = await self._fresh(transaction, arrivals)
                     known = await transaction.lock(uuids)
-                    asking = {uuid for uuid, instance in known.items() if wanted(instance) is not None}
                     stepped, row, outgoing = await self._record(transaction, known, fresh)
             except StaleWrite:
                 continue
             self._relay.send(row, outgoing)
-            return asking, {**known, **stepped}
+            # A message seen before: whoever took it then may have died before it could ask.
+            again = set() if len(fresh) == len(arrivals) else {a.uuid for a in arrivals} - {a.uuid for a in fresh}
+            return _questions(known, stepped, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
@@ -152,52 +159,49 @@ class Engine:
         _tell(steps, ended, outgoing)
         return now, row, outgoing
 
-    async def _settle(self, instances: Mapping[str, Instance], repeated: set[str]) -> None:
-        """Ask placement for all that wait for it, until none does; what gets no answer is left to the sweep.
+    async def _settle(self, questions: Sequence[Question]) -> None:
+        """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
 
         No answer is no reason to hold the messages back: the question is on record, and asked again until answered.
         """
         for _ in range(MAX_ROUNDS):
-            asking = [instance for instance in instances.values() if wanted(instance) is not None]
-            if not asking:
+            mine = [question for question in questions if question.instance.uuid not in self._asking]
+            if not mine:
                 return
-            answers = await self._ask(asking, repeated)
+            self._asking.update(question.instance.uuid for question in mine)
+            try:
+                answers = await self._ask(mine)
+            finally:
+                self._asking.difference_update(question.instance.uuid for question in mine)
             if not answers:
                 return
-            repeated, instances = set(), (await self._apply(answers))[1]
-        log.error("instance.unsettled", instances=sorted(instances)[:10])
+            questions = await self._apply(answers)
+        log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
-    async def _ask(self, instances: Sequence[Instance], repeated: set[str]) -> list[Arrival]:
+    async def _ask(self, questions: Sequence[Question]) -> list[Arrival]:
         """One round of questions, many at once; the answers as events."""
-        claims: list[tuple[Instance, Claim]] = []
-        releases: list[tuple[Instance, Release]] = []
-        for instance in instances:
-            question = wanted(instance)
-            if isinstance(question, Claim):
-                claims.append((instance, question))
-            elif isinstance(question, Release):
-                releases.append((instance, question))
+        claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
+        releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
         arrivals: list[Arrival] = []
         if claims:
-            answers = await self._request([c for _, c in claims], ClaimResult, [i.cause for i, _ in claims])
-            for (instance, claim), answer in zip(claims, answers, strict=True):
-                event = self._claim_event(instance, claim, answer, instance.uuid in repeated)
-                arrivals += [Arrival(instance.uuid, event)] if event else []
+            answers = await self._request([c for _, c in claims], ClaimResult, [q.instance.cause for q, _ in claims])
+            for (question, claim), answer in zip(claims, answers, strict=True):
+                event = self._claim_event(question, claim, answer)
+                arrivals += [Arrival(question.instance.uuid, event)] if event else []
         if releases:
-            replies = await self._request([r for _, r in releases], ReleaseResult, [i.cause for i, _ in releases])
-            for (instance, _), reply in zip(releases, replies, strict=True):
-                if self._is_released(instance, reply):
-                    arrivals.append(Arrival(instance.uuid, Released(at=self._clock.time())))
+            asked = [release for _, release in releases]
+            replies = await self._request(asked, ReleaseResult, [q.instance.cause for q, _ in releases])
+            for (question, _), reply in zip(releases, replies, strict=True):
+                if self._is_released(question.instance, reply):
+                    arrivals.append(Arrival(question.instance.uuid, Released(at=self._clock.time())))
         return arrivals
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
         return await self._bus.request_all(questions, reply, timeout_s=self._config.ask_timeout_s, causes=causes)
 
-    def _claim_event(
-        self, instance: Instance, claim: Claim, answer: ClaimResult | Fault, repeated: bool
-    ) -> Event | None:
+    def _claim_event(self, question: Question, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """What placement's answer means to the instance; None: no answer yet."""
-        now = self._clock.time()
+        now, instance = self._clock.time(), question.instance
         if isinstance(answer, RequestRefused):
             metrics.ASKED.labels("claim", answer.code).inc()
             return ClaimRefused(at=now, attempt=claim.attempt, reason=f"{answer.code}: {answer.reason}")
@@ -221,7 +225,7 @@ class Engine:
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )
-        return _refused(claim, answer, now, repeated)
+        return _refused(claim, answer, now, question.repeated)
 
     def _is_released(self, instance: Instance, reply: ReleaseResult | Fault) -> bool:
         if isinstance(reply, Fault):
@@ -236,6 +240,25 @@ class Engine:
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
         metrics.ASKED.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+
+
+def _questions(
+    before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
+) -> list[Question]:
+    """What is to be asked now: questions that have just come up, and those of `again`, asked once more.
+
+    An instance that was waiting all along is somebody else's: asking twice at the same time would be answered twice.
+    """
+    found: list[Question] = []
+    for uuid, instance in after.items():
+        message = wanted(instance)
+        if message is None:
+            continue
+        known = before.get(uuid)
+        is_new = known is None or wanted(known) != message
+        if is_new or uuid in again:
+            found.append(Question(instance, message, repeated=not is_new))
+    return found
 
 
 def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.base import Meta
@@ -25,7 +26,7 @@ from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival
 from cell_conductor.handlers import RequestHandlers, build_asked
-from tests.integration.conductor.neighbours import CELL, Cell, opened
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 
 
 @pytest.fixture
@@ -137,10 +138,48 @@ async def test_a_lost_answer_without_room_is_still_told_as_exhausted(cell: Cell)
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: bool(cell.around.claims))
     cell.clock.offset += 60.0
-    await cell.engine.sweep()
+    await cell.new_engine().sweep()  # another process, which knows only the record
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.FAILED])
     assert cell.around.events[-1].code == "max_retries_exceeded"
     await cell.check_at_rest()
+
+
+async def test_an_unanswered_question_waits_its_turn(cell: Cell) -> None:
+    cell.around.fails, cell.around.silent_claims = {cell.host(1)}, 2
+    build = cell.build(1, 2)
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.claims))
+    cell.clock.offset += 60.0
+    other = cell.new_engine()  # of another process: this one's question is still open
+    assert await other.sweep() == 1
+    assert await other.sweep() == 0
+    cell.clock.offset += 60.0
+    assert await other.sweep() == 1
+    await cell.around.until(lambda: cell.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
+    await cell.check_at_rest()
+
+
+async def test_a_locked_instance_is_read_after_whoever_holds_it(cell: Cell) -> None:
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.engine.take([_build_arrival(build, cell)], source="test")
+
+    async def second() -> State:
+        return await cell.state(uuid)
+
+    async with cell.store.transaction() as transaction:
+        first = (await transaction.lock([uuid]))[uuid]
+        waiting = asyncio.create_task(second())
+        async with asyncio.timeout(WAIT_S):
+            while not waiting.done() and not await _blocked(cell):
+                pass
+        await transaction.update([replace(first, state=State.FAILED, deadline=None)])
+    assert await waiting is State.FAILED
+
+
+async def _blocked(cell: Cell) -> bool:
+    async with cell.database.raw() as connection:
+        return bool(await connection.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
 
 
 async def test_changed_consumer_is_never_built(cell: Cell) -> None:

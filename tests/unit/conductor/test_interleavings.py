@@ -93,7 +93,7 @@ class World(RuleBasedStateMachine):
         self.book = Book()
         self.network: list[object] = []
         self.said: list[BuildEvent] = []
-        self.spawned: dict[int, str] = {}
+        self.spawned: dict[int, Spawn] = {}
         self.asked = False
         self.deleted = False
         self.asked_before: Claim | None = None
@@ -108,7 +108,7 @@ class World(RuleBasedStateMachine):
             if isinstance(command, Spawn):
                 assert self.book.held == (command.attempt, command.host_uuid), "only claimed hosts are ever built on"
                 assert command.attempt not in self.spawned, "an attempt is commanded once"
-                self.spawned[command.attempt] = command.host_uuid
+                self.spawned[command.attempt] = command
             self.network.append(command)
 
     def arrive(self, message: object, outcome: str) -> None:
@@ -211,6 +211,10 @@ class World(RuleBasedStateMachine):
     def lose_machine(self, uuid: str) -> None:
         self.hosts[uuid].running = None
 
+    @rule(uuid=st.sampled_from(HOSTS))
+    def lose_fence(self, uuid: str) -> None:
+        self.hosts[uuid].fence = 0
+
     @invariant()
     def at_most_one_end_a_request(self) -> None:
         ends = [event.state for event in self.said if event.terminal]
@@ -229,7 +233,13 @@ class World(RuleBasedStateMachine):
             assert self.book.held == (self.instance.attempt, self.instance.host_uuid)
 
     def teardown(self) -> None:
-        """Everything arrives in the end, and hosts report: then all three views agree (invariants 2 and 3)."""
+        """Everything arrives in the end, and hosts report: then all three views agree (invariants 2 and 3).
+
+        Even when every spawn ever commanded comes once more, to hosts that have forgotten their fences.
+        """
+        for host in self.hosts.values():
+            host.fence = 0
+        self.network += self.spawned.values()
         for _ in range(SETTLE_ROUNDS):
             while self.network:
                 self.arrive(self.network.pop(0), "runs")
@@ -241,6 +251,8 @@ class World(RuleBasedStateMachine):
                 self.take(e.TimedOut(at=self.now))
         while self.network:
             self.arrive(self.network.pop(0), "runs")
+        self.at_most_one_end_a_request()
+        self.numbers_rise()
         assert self.instance.state in SETTLED, self.instance
         expected = (self.instance.attempt, self.instance.host_uuid) if self.instance.state is State.ACTIVE else None
         running = [(host.running, host.uuid) for host in self.hosts.values() if host.running is not None]

@@ -214,6 +214,8 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert wanted(leaving.instance) is None
     again = run(e.TimedOut(at=150.0), start=leaving.instance)
     assert destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and wanted(again.instance) is None
+    older = run(e.Destroyed(at=151.0, attempt=0, host_uuid=host(1)), start=again.instance)
+    assert older.instance.state is State.DELETING
     other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2)), start=again.instance)
     assert other.instance.state is State.DELETING
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
