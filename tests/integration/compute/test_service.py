@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bus.contracts.cell import ComputeOutcome
@@ -318,6 +320,23 @@ async def test_a_planned_death_happens_once(cell: Cell) -> None:
     for instance in instances:
         assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
     assert sorted(guest.instance_uuid for _, guest in fleet.guests()) == sorted(instances)
+    await second.stop()
+
+
+async def test_a_planned_death_is_remembered_by_the_next_process(cell: Cell, tmp_path: Path) -> None:
+    settings = ComputeConfig(hosts=1, state_dir=str(tmp_path), faults=Faults(die_after=2))
+    first = await cell.compute(settings, planned(settings))
+    host = hosts_of(planned(settings))[0]
+    instances = [cell.instance() for _ in range(6)]
+    for instance in instances[:2]:
+        await cell.spawn(host, instance)
+    with pytest.raises(ServiceDied):
+        await first.task
+    second = await cell.compute(settings, planned(settings))  # counts from nought again, as another process would
+    for instance in instances[2:]:
+        await cell.spawn(host, instance)
+    for instance in instances:
+        assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
     await second.stop()
 
 
