@@ -1,0 +1,249 @@
+"""The house rules that a machine can check (shared style: packages, domain purity, catalogue, sizes)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bus.contracts import base, build, catalogue, cell, placement
+from bus.contracts.base import Message
+from bus.contracts.catalogue import BY_TYPE, COMMANDS, MESSAGES, QUEUES, REPLIES, QueueKind, Where
+
+ROOT = Path(__file__).parent.parent
+WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync")
+OURS = ("bus", *WORKERS, "berth")
+
+# A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
+MAY_IMPORT = {"scheduler_worker": ("placement_worker.replica",)}
+
+# What a domain must be given instead of reaching for it.
+IMPURE = {
+    "asyncio", "logging", "structlog", "time", "datetime", "random", "secrets", "uuid", "os", "pathlib", "socket",
+    "asyncpg", "sqlalchemy", "aio_pika", "httpx", "prometheus_client", "threading", "subprocess",
+}  # fmt: skip
+# Types are fine: `random.Random` and `datetime` as the type of an argument.
+PURE_NAMES = {
+    "random": {"Random"},
+    "datetime": {"datetime", "timedelta", "UTC"},
+    "uuid": {"UUID", "uuid5", "NAMESPACE_URL", "NAMESPACE_OID", "NAMESPACE_DNS"},
+}
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 90
+
+
+def sources(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Absolute names of the modules a file imports; relative imports are resolved."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*above, *([node.module] if node.module else [])))
+            # `from package import module` names a module too.
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_imports_itself_and_the_bus(worker: str) -> None:
+    allowed = (worker, "bus", *MAY_IMPORT.get(worker, ()))
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources(worker)
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS)
+        and not any(within(module, name) for name in allowed)
+        # `__main__` delegates to the command line, which composes everything.
+        and not (path.name == "__main__.py" and within(module, "berth"))
+    ]
+    assert wrong == []
+
+
+def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
+    allowed = ("placement_worker.replica", "placement_worker.domain", "bus")
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("placement_worker/replica")
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS) and not any(within(module, name) for name in allowed)
+    ]
+    assert wrong == []
+
+
+def test_the_bus_imports_no_worker() -> None:
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("bus")
+        for module, line in imports(path)
+        if any(within(module, other) for other in (*WORKERS, "berth"))
+    ]
+    assert wrong == []
+
+
+def test_the_contracts_import_nothing_of_ours() -> None:
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("bus/contracts")
+        for module, line in imports(path)
+        if any(within(module, ours) for ours in OURS) and not within(module, "bus.contracts")
+    ]
+    assert wrong == []
+
+
+def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_event_it_announces() -> None:
+    owned = {row.message.__name__ for row in MESSAGES if row.owner == "scheduler_worker"} - {"BuildEvent"}
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources("cell_conductor")
+        for module, line in imports(path)
+        if within(module, "bus.contracts") and module.rpartition(".")[2] in owned
+    ]
+    assert wrong == []
+
+
+def domain_files() -> list[Path]:
+    folders = [f"{worker}/domain" for worker in WORKERS] + ["scheduler_worker/filters", "scheduler_worker/weighers"]
+    return sources(*folders)
+
+
+def test_a_domain_reaches_for_nothing() -> None:
+    wrong: list[str] = []
+    for path in domain_files():
+        for module, line in imports(path):
+            top, _, name = module.partition(".")
+            if top in IMPURE and name not in PURE_NAMES.get(top, set()):
+                # `import random` for the type `random.Random` is fine as long as nothing else of it is used.
+                if not name and top in PURE_NAMES and not misused(path, top):
+                    continue
+                wrong.append(f"{where(path, line)} imports {module}")
+        wrong += [
+            f"{where(path, node.lineno)} is async"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
+        ]
+    assert wrong == []
+
+
+def misused(path: Path, module: str) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == module
+        and node.attr not in PURE_NAMES[module]
+        for node in ast.walk(parsed(path))
+    )
+
+
+def test_nobody_prints_but_the_command_line() -> None:
+    wrong = [
+        where(path, node.lineno)
+        for path in sources("bus", *WORKERS)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert wrong == []
+
+
+def test_files_and_functions_stay_readable() -> None:
+    wrong: list[str] = []
+    for path in sources(*OURS):
+        lines = len(path.read_text().splitlines())
+        if lines > MAX_FILE_LINES:
+            wrong.append(f"{path.relative_to(ROOT)} has {lines} lines")
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > MAX_FUNCTION_LINES:
+                    wrong.append(f"{where(path, node.lineno)} {node.name} has {size} lines")
+    assert wrong == []
+
+
+def test_no_module_is_called_utils() -> None:
+    wrong = [path for path in sources(*OURS) if path.stem in {"utils", "util", "helpers", "misc"}]
+    assert wrong == []
+
+
+def test_every_package_of_ours_is_typed_and_described() -> None:
+    missing = [
+        f"{package}/{name}" for package in WORKERS for name in ("py.typed", "README.md", "app.py", "config.py",
+        "metrics.py", "__main__.py") if not (ROOT / package / name).exists()
+    ]  # fmt: skip
+    assert missing == []
+
+
+# --- the catalogue
+
+
+def message_types() -> list[type[Message]]:
+    found = {
+        value
+        for module in (base, build, cell, placement)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Message) and value is not Message
+    }
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", message_types(), ids=lambda kind: kind.__name__)
+def test_every_message_has_a_row_or_is_a_reply(kind: type[Message]) -> None:
+    assert (kind in BY_TYPE) != (kind in REPLIES)
+
+
+def test_tags_are_versioned_and_unique() -> None:
+    tags = [base.tag_of(kind) for kind in message_types()]
+    assert len(set(tags)) == len(tags)
+    assert [tag for tag in tags if not tag.rpartition(".v")[2].isdigit()] == []
+
+
+@pytest.mark.parametrize("row", MESSAGES, ids=lambda row: row.tag)
+def test_a_key_names_fields_that_are_safe_in_a_routing_key(row: catalogue.MessageRow) -> None:
+    fields = {field.name: field for field in msgspec.structs.fields(row.message)}
+    for part in row.key.split("."):
+        if part.startswith("{"):
+            name = part[1:-1]
+            assert name in fields
+            # A free text in a routing key would let its sender add words, or a wildcard's worth of them.
+            assert any(word in str(fields[name].type) for word in ("pattern", "BuildState"))
+
+
+@pytest.mark.parametrize("row", [row for row in MESSAGES if row.exchange == COMMANDS], ids=lambda row: row.tag)
+def test_every_command_is_taken_by_one_queue_on_each_of_its_buses(row: catalogue.MessageRow) -> None:
+    takers = [queue for queue in QUEUES if row in catalogue.taken_by(queue.name)]
+    assert takers
+    buses = {Where.API, Where.CELL} if row.where is Where.BOTH else {row.where}
+    for bus in buses:
+        # Two queues with the same command would each carry it out.
+        assert len([queue for queue in takers if queue.where in (bus, Where.BOTH)]) == 1
+
+
+@pytest.mark.parametrize("queue", QUEUES, ids=lambda queue: queue.name)
+def test_every_queue_takes_something_and_is_bounded(queue: catalogue.QueueRow) -> None:
+    assert catalogue.taken_by(queue.name)
+    assert queue.max_length > 0
+    assert bool(queue.retry_s) == (queue.kind is QueueKind.DURABLE)
+
+
+def test_replies_are_declared_by_a_request() -> None:
+    declared = {row.reply for row in MESSAGES if row.reply is not None} | {base.Refusal}
+    assert set(REPLIES) == declared
