@@ -33,6 +33,8 @@ pytestmark = pytest.mark.postgres
 
 MakeClaim = Callable[..., Claim]
 
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
 
 async def another(book: Book) -> PostgresStore:
     store = PostgresStore(Database(book.url, "placement"))
@@ -73,10 +75,10 @@ async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(
 async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(
     book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
-    hosts = await book.hosts(2, rng, VCPU=1000)
+    hosts = await book.hosts(2, rng, VCPU=10_000)
     second = await another(book)
-    for _ in range(30):
-        consumers = [new_uuid(rng) for _ in range(5)]
+    for _ in range(10):
+        consumers = [new_uuid(rng) for _ in range(20)]
         first_group = [make_claim(c, {hosts[0]: {"VCPU": 1}}) for c in consumers]
         other_group = [make_claim(c, {hosts[1]: {"VCPU": 1}}) for c in reversed(consumers)]
         mine, theirs = await asyncio.gather(book.store.apply(first_group), second.apply(other_group))
@@ -89,6 +91,34 @@ async def test_the_same_consumer_claimed_by_two_stores_at_once_is_claimed_once(
             assert {a.option, b.option} == {0, None}
             assert list(a.generations) == list(b.generations) == list(held[consumer])
     assert await book.findings() == []
+    await second.close()
+
+
+async def test_groups_that_name_consumers_in_opposite_orders_do_not_deadlock(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    """A third transaction holds the middle consumer until both groups wait; in the order of naming they would each
+    hold one end by then, and deadlock when it lets go."""
+    (host,) = await book.hosts(1, rng, VCPU=10)
+    consumers = sorted(new_uuid(rng) for _ in range(3))
+    group = [make_claim(consumer, {host: {"VCPU": 1}}) for consumer in consumers]
+    holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
+    holding = holder.transaction()
+    await holding.start()
+    await holder.execute(
+        "INSERT INTO placement.consumers (uuid, project_id, user_id, consumer_type, generation, attempt)"
+        " VALUES ($1::text::uuid, '', '', '', 0, 0)",
+        consumers[1],
+    )
+    second = await another(book)
+    both = asyncio.gather(book.store.apply(group), second.apply(group[::-1]))
+    while await watcher.fetchval(WAITING) < 2:
+        assert not both.done()
+    await holding.rollback()
+    mine, theirs = await both
+    assert {getattr(reply, "outcome", None) for reply in [*mine, *theirs]} == {ClaimOutcome.CLAIMED}
+    for connection in (holder, watcher):
+        await connection.close()
     await second.close()
 
 

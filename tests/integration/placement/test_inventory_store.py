@@ -141,6 +141,9 @@ async def test_names_pass_on_in_one_batch(book: Book, rng: random.Random) -> Non
     gone = InventoryUpdate(source="s", version=2, root_uuid=a)
     assert await said(book, gone, named(b, "one", 2), named(c, "two", 1)) == ["applied"] * 3
     assert await names_in_book(book) == {"one": b, "two": c}
+    gone = InventoryUpdate(source="s", version=3, root_uuid=b)
+    assert await said(book, gone, named(c, "one", 2)) == ["applied"] * 2
+    assert await names_in_book(book) == {"one": c}
 
 
 async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) -> None:
