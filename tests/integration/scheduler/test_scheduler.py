@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from bus.bus import API
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, HostsPage, HostsQuery
-from bus.faults import BrokenInvariant, RequestRefused
+from bus.contracts.build import (
+    BuildAccepted,
+    BuildPage,
+    BuildQuery,
+    BuildRequest,
+    BuildState,
+    DeleteRequest,
+    HostsPage,
+    HostsQuery,
+)
+from bus.faults import BrokenInvariant, DatabaseUnavailable, RequestRefused
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.postgres import PostgresUnit
@@ -265,3 +275,94 @@ async def test_hosts_query_and_a_foreign_cell_is_not_heard(world: World) -> None
     await world.announced("c1", request, BuildState.BUILDING, 10)
     await world.ended(request.instance_uuid, BuildState.BUILDING)
     assert "failed" not in world.states(request.instance_uuid)
+
+
+async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-5, trap 8: claimed, then deleted before the decision is written: no instance, no allocation, one terminal."""
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    await world.add_hosts("c1", 2)
+    claimed, deleted = asyncio.Event(), asyncio.Event()
+    decide = PostgresUnit.decide
+
+    async def later(self: PostgresUnit, *arguments: Any) -> set[str]:
+        claimed.set()
+        await deleted.wait()
+        return await decide(self, *arguments)
+
+    monkeypatch.setattr(PostgresUnit, "decide", later)
+    request = world.request()
+    await world.ask(request)
+    async with asyncio.timeout(20):
+        await claimed.wait()
+    assert len(await world.used()) == 1
+    await world.buses[API].request(world_delete(request), BuildAccepted, timeout_s=10)
+    deleted.set()
+    assert (await world.ended(request.instance_uuid)).state is BuildState.DELETED
+    assert await world.used() == {} and world.builds == []
+    assert world.states(request.instance_uuid) == ["accepted", "deleted"]
+    # The same request again changes nothing.
+    await world.buses[API].request(request, BuildAccepted, timeout_s=10)
+    assert await world.used() == {} and world.builds == []
+
+
+async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -> None:
+    """Every accepted request is dispatched once, whoever had it in hand; what is claimed is what is dispatched."""
+    await world.scheduler("s1", SchedulerConfig(claim_timeout_s=0.5, batch=8))
+    await world.scheduler("s2", SchedulerConfig(claim_timeout_s=0.5, batch=8))
+    await world.add_hosts("c1", 5, VCPU=64, MEMORY_MB=262_144, DISK_GB=4000)
+    await world.add_hosts("c2", 5, VCPU=64, MEMORY_MB=262_144, DISK_GB=4000)
+    requests = [world.request("m1.small") for _ in range(200)]
+    asking = asyncio.gather(*(world.ask(request) for request in requests), return_exceptions=True)
+    await world.until(lambda: len(world.builds) > 10)
+    world.brokers[API].drop_connections()
+    await world.until(lambda: len(world.builds) > 60)
+    world.brokers["c1"].drop_connections()
+    world.brokers[API].drop_connections()
+    # A client whose publish failed asks again.
+    for request, error in zip(requests, await asking, strict=True):
+        if error is not None:
+            await world.ask(request)
+    wanted = {request.instance_uuid for request in requests}
+    await world.until(lambda: {build.spec.instance_uuid for _, build in world.builds} == wanted)
+    # The outbox may repeat a command; it never says two things.
+    said: dict[str, set[tuple[str, str]]] = {}
+    for cell, build in world.builds:
+        said.setdefault(build.spec.instance_uuid, set()).add((cell, build.selections[0].host_uuid))
+    assert all(len(places) == 1 for places in said.values())
+    taken = Counter(host for places in said.values() for _, host in places)
+    assert {uuid: used["VCPU"] for uuid, used in (await world.used()).items()} == dict(taken)
+
+
+async def test_the_database_away_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    failures = iter(range(3))
+    insert = PostgresUnit.insert
+
+    async def away(self: PostgresUnit, *arguments: Any) -> set[str]:
+        if next(failures, None) is not None:
+            raise DatabaseUnavailable("gone for a moment")
+        return await insert(self, *arguments)
+
+    monkeypatch.setattr(PostgresUnit, "insert", away)
+    request = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert world.states(request.instance_uuid) == ["accepted", "scheduled"]
+    assert next(failures, None) is None
+
+
+async def test_a_page_of_builds_newest_first(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 4)
+    requests = [world.request("m1.tiny", project_id=project) for project in ("a", "b", "a", "a")]
+    for request in requests:
+        await world.buses[API].request(request, BuildAccepted, timeout_s=10)
+    page = await world.buses[API].request(BuildQuery(project_id="a", limit=2), BuildPage, timeout_s=10)
+    assert [build.instance_uuid for build in page.builds] == [requests[3].instance_uuid, requests[2].instance_uuid]
+    older = BuildQuery(project_id="a", limit=2, before=page.builds[-1].created_at)
+    page = await world.buses[API].request(older, BuildPage, timeout_s=10)
+    assert [build.instance_uuid for build in page.builds] == [requests[0].instance_uuid]
+    nothing = BuildQuery(instance_uuid=world.request().instance_uuid)
+    assert (await world.buses[API].request(nothing, BuildPage, timeout_s=10)).builds == ()
