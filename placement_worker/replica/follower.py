@@ -47,7 +47,7 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
 
     page: changes and providers asked for at once. buffered: changes kept that cannot be folded in yet; past it they
     are dropped and asked for. head_lag_s: how long a head may stay ahead of the book. silence_s: hearing nothing for
-    so long makes it ask. watch_s: how often it looks at both. pages: of one snapshot, at most.
+    so long makes it ask. watch_s: how often it looks for silence. pages: of one snapshot, at most.
     """
 
     page: int = 1000
@@ -247,7 +247,6 @@ class Follower:
     async def _watch(self) -> None:
         while True:
             await self._clock.sleep(self._limits.watch_s)
-            self._compare()
             if self._clock.monotonic() - self._heard_at >= self._limits.silence_s:
                 self._heard_at = self._clock.monotonic()
                 self._want("silence")

@@ -73,8 +73,13 @@ class Source:
         self.first = 1  # the oldest number still kept
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
+        self.after_page: Callable[[], None] = lambda: None
         self.unsaid: list[Change] = []
         self._consumer = bus.consumer("placement.reads", self._answer)
+
+    def reopen(self) -> None:
+        """A new consumer, after close()."""
+        self._consumer = self.bus.consumer("placement.reads", self._answer)
 
     async def open(self) -> None:
         await self._consumer.start()
@@ -147,7 +152,9 @@ class Source:
         await self.bus.publish(FeedHead(sequence=self.head))
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        return [Done(self._page(received.message)) for received in batch]
+        replies = [Done(self._page(received.message)) for received in batch]
+        self.after_page()
+        return replies
 
     def _page(self, asked: object) -> ChangesPage | SnapshotPage:
         self.on_page()

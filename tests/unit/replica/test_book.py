@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement_worker.replica.book import FIRST_SIZE, Book, Gap
+from placement_worker.replica.book import FIRST_SIZE, SWEEP_FROM, Book, Gap
 from placement_worker.replica.columns import MOVES_KEPT, Moves
 from placement_worker.replica.search import Query, search
 from tests.unit.replica.books import changed, provider, removed, used, uuid
@@ -108,6 +108,26 @@ def test_growing_keeps_everything() -> None:
     book = Book()
     book.apply([changed(1 + number, provider(number, inventories={"VCPU": number + 1})) for number in range(count)])
     assert book.free("VCPU", book.rows_of_roots()).tolist() == list(range(1, count + 1))
+
+
+def test_values_that_nobody_has_any_more_are_forgotten() -> None:
+    book = Book()
+    for turn in range(1, 3 * SWEEP_FROM):
+        state = provider(0, generation=turn, traits=(f"T{turn}",), inventories={"VCPU": turn})
+        assert book.apply([changed(turn, state)]) is None
+        assert len(book.trait_sets) <= SWEEP_FROM
+    assert book.traits_of(0) == (f"T{3 * SWEEP_FROM - 1}",)
+    assert free(book) == 3 * SWEEP_FROM - 1
+
+
+def test_a_member_that_moves_to_another_tree_is_missed_in_the_old_one() -> None:
+    device = provider(2, root=0, parent=0, inventories={"VGPU": 1})
+    book = loaded(provider(0), provider(1), device, *(provider(number) for number in range(10, 20)))
+    query = Query(resources={"VGPU": 1})
+    assert [book.name_of(row) for row in search(book, query).roots] == ["p0"]
+    book.apply([changed(11, provider(2, root=1, parent=1, generation=2, inventories={"VGPU": 1}))])
+    assert [book.name_of(row) for row in search(book, query).roots] == ["p1"]
+    assert (free(book, 0, "VGPU"), free(book, 1, "VGPU")) == (0, 1)
 
 
 @pytest.mark.parametrize("reached", [4, 5])

@@ -63,6 +63,19 @@ def test_required_traits_may_be_met_by_different_givers_but_all_must_be() -> Non
     assert len(ways(book, either)) == 2
 
 
+def test_the_provider_with_most_of_the_traits_is_not_always_the_one() -> None:
+    """Taking the richest provider first would leave T3 unmet."""
+    book = told(
+        provider(0),
+        provider(1, root=0, parent=0, inventories={"A": 1}, traits=("T1", "T2")),
+        provider(2, root=0, parent=0, inventories={"A": 1}, traits=("T3",)),
+        provider(3, root=0, parent=0, inventories={"B": 1}, traits=("T1", "T2")),
+    )
+    query = Query(resources={"A": 1, "B": 1}, required=(("T1",), ("T2",), ("T3",)))
+    assert found(book, query) == ["p0"]
+    assert ways(book, query) == [{"p2": {"A": 1}, "p3": {"B": 1}}]
+
+
 def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
     bad = provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("BAD",))
     good = provider(2, root=0, parent=0, inventories={"VGPU": 1})
