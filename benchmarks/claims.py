@@ -123,7 +123,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
         published += len(changes)
 
     started = time.perf_counter()
-    while await stores[0].publish(send, 1000):
+    while (await stores[0].publish(send, 1000)).more:
         pass
     print(f"feed read and numbered: {published / (time.perf_counter() - started):8.0f} changes/s")
     for store in stores:

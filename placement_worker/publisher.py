@@ -77,9 +77,9 @@ class FeedPublisher:
 
     async def _publish_all(self) -> None:
         while True:
-            count = await self._store.publish(self._send, self._config.feed_page)
-            metrics.PUBLISHED.inc(count)
-            if count < self._config.feed_page:
+            published = await self._store.publish(self._send, self._config.feed_page)
+            metrics.PUBLISHED.inc(published.count)
+            if not published.more:
                 return
 
     async def _send(self, changes: Sequence[Change]) -> None:

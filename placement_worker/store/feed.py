@@ -7,14 +7,20 @@ every writing transaction locks one counter row last and commits, so that number
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 
 import asyncpg
 import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import Change
+from placement_worker.store.port import Published
 
+# A row, and what is read at once: bounded in changes and in bytes, well under what one bus message may carry.
 MAX_CHANGES_PER_ROW = 500
+MAX_BYTES_PER_ROW = 2**20
+MAX_BYTES_READ = 4 * 2**20
+ROWS_AT_ONCE = 16
 
 NEXT_NUMBERS = "UPDATE feed_head SET number = number + $1 RETURNING number"
 INSERT = "INSERT INTO changes (first, last, body) SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::bytea[])"
@@ -34,31 +40,44 @@ async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> i
     """Number the changes and write them, as the last act of a transaction. Returns the last number, 0 for none."""
     if not changes:
         return 0
-    slices = [changes[at : at + MAX_CHANGES_PER_ROW] for at in range(0, len(changes), MAX_CHANGES_PER_ROW)]
-    bodies = [encode(part) for part in slices]  # before the counter is locked: the lock is the narrow place
+    counts, bodies = _rows(changes)  # before the counter is locked: the lock is the narrow place
     last: int = await connection.fetchval(NEXT_NUMBERS, len(changes))
-    firsts, lasts = [], []
-    number = last - len(changes)
-    for part in slices:
-        firsts.append(number + 1)
-        number += len(part)
-        lasts.append(number)
-    await connection.execute(INSERT, firsts, lasts, bodies)
+    lasts = list(accumulate(counts, initial=last - len(changes)))
+    await connection.execute(INSERT, [number + 1 for number in lasts[:-1]], lasts[1:], bodies)
     return last
 
 
-async def read(connection: asyncpg.Connection, after: int, limit: int) -> list[Change]:
-    """Changes numbered above `after`, in order, at most `limit`."""
+def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
+    """(how many changes each row carries, each row's body)."""
+    counts: list[int] = []
+    bodies: list[bytes] = []
+    parts: list[bytes] = []
+    size = 0
+    for change in changes:
+        part = encode(change)
+        if parts and (len(parts) >= MAX_CHANGES_PER_ROW or size + len(part) > MAX_BYTES_PER_ROW):
+            counts.append(len(parts))
+            bodies.append(b"[" + b",".join(parts) + b"]")
+            parts, size = [], 0
+        parts.append(part)
+        size += len(part)
+    return [*counts, len(parts)], [*bodies, b"[" + b",".join(parts) + b"]"]
+
+
+async def read(connection: asyncpg.Connection, after: int, limit: int) -> tuple[list[Change], bool]:
+    """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large."""
     changes: list[Change] = []
-    while len(changes) < limit:
-        # A row holds at least one change: this many rows are enough, and never more than a few too many.
-        rows = await connection.fetch(READ, after, min(limit - len(changes), 64))
-        if not rows:
-            break
+    size = 0
+    while True:
+        rows = await connection.fetch(READ, after, min(limit - len(changes), ROWS_AT_ONCE))
         for first, last, body in rows:
             changes.extend(_numbered(first, body, after))
             after = last
-    return changes[:limit]
+            size += len(body)
+            if len(changes) >= limit or size >= MAX_BYTES_READ:
+                return changes[:limit], True
+        if not rows:
+            return changes, False
 
 
 def _numbered(first: int, body: bytes, after: int) -> list[Change]:
@@ -90,18 +109,18 @@ async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bo
 
 async def publish(
     connection: asyncpg.Connection, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int
-) -> int:
+) -> Published:
     """Send what follows the published position and move it, inside the caller's transaction.
 
     The position's row lock makes one publisher at a time; a publisher that dies frees it with its connection, and
     the next one repeats what was sent but not written down: changes may repeat, never skip.
     """
     position: int = await connection.fetchval(LOCK_POSITION)
-    changes = await read(connection, position, limit)
+    changes, more = await read(connection, position, limit)
     if not changes:
-        return 0
+        return Published(0, False)
     await send(changes)
     # Losing this write in a crash of the database means a repetition, no more: not worth a disk flush.
     await connection.execute("SET LOCAL synchronous_commit = off")
     await connection.execute(MOVE_POSITION, changes[-1].sequence)
-    return len(changes)
+    return Published(len(changes), more)

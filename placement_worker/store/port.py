@@ -32,6 +32,13 @@ class Refused(Struct, frozen=True):
     reason: str = ""
 
 
+class Published(Struct, frozen=True):
+    """What one turn of publishing came to; `more`: there may be changes left."""
+
+    count: int
+    more: bool
+
+
 class PlacementStore(Protocol):
     """The book. Every write is one transaction together with its numbered changes."""
 
@@ -50,10 +57,10 @@ class PlacementStore(Protocol):
     async def head(self) -> int:
         """The newest committed change's number."""
 
-    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> int:
+    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns.
 
-        One publisher at a time among all processes; the others wait. Returns how many were published.
+        One publisher at a time among all processes; the others wait.
         """
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import asyncpg
 
-from bus.contracts.placement import SnapshotPage
-from placement_worker.domain.values import state_of
+from bus.contracts.placement import ProviderState, SnapshotPage
+from placement_worker.domain.values import Provider, state_of
 from placement_worker.store import feed
 from placement_worker.store.rows import READ_PROVIDERS_AFTER, read_providers
+
+# A page is cut short before its reply outgrows a bus message. Generous guesses of JSON bytes, not measurements.
+MAX_PAGE_BYTES = 8 * 2**20
+BYTES_A_PROVIDER = 600
+BYTES_AN_INVENTORY = 400
+BYTES_A_NAME = 300
 
 
 async def page(connection: asyncpg.Connection, after: str | None, limit: int) -> SnapshotPage:
     """Read one page; the caller's transaction is REPEATABLE READ, so that page and number belong together."""
     sequence = await feed.head(connection)
     _, providers = await read_providers(connection, READ_PROVIDERS_AFTER, after, limit + 1)
-    states = [state_of(provider) for provider in providers.values()]
-    return SnapshotPage(sequence=sequence, providers=tuple(states[:limit]), more=len(states) > limit)
+    states: list[ProviderState] = []
+    size = 0
+    for provider in providers.values():
+        size += _size(provider)
+        if len(states) == limit or (states and size > MAX_PAGE_BYTES):
+            return SnapshotPage(sequence=sequence, providers=tuple(states), more=True)
+        states.append(state_of(provider))
+    return SnapshotPage(sequence=sequence, providers=tuple(states))
+
+
+def _size(provider: Provider) -> int:
+    names = len(provider.traits) + len(provider.aggregates)
+    return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.stocks) + BYTES_A_NAME * names

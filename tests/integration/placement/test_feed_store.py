@@ -13,7 +13,7 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Change, Claim, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
-from placement_worker.store import feed
+from placement_worker.store import feed, snapshot
 from placement_worker.store.postgres import PostgresStore
 
 from .conftest import Book
@@ -140,9 +140,9 @@ async def test_a_publisher_that_dies_before_it_writes_its_position_is_repeated_n
 
     with pytest.raises(DatabaseUnavailable):
         await book.store.publish(send, 100)
-    assert await book.store.publish(send, 100) == 3
+    assert (await book.store.publish(send, 100)).count == 3
     assert sent == [1, 2, 3, 1, 2, 3]
-    assert await book.store.publish(send, 100) == 0
+    assert (await book.store.publish(send, 100)).count == 0
 
 
 async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Book, rng: random.Random) -> None:
@@ -172,15 +172,21 @@ async def test_a_large_batch_is_cut_into_rows_and_read_back_whole(
     hosts = await book.hosts(50, rng, VCPU=1)
     page = await book.store.changes(0, 10_000)
     assert [change.provider for change in page.changes] == hosts
+    monkeypatch.setattr(feed, "MAX_BYTES_READ", 1)
+    assert len((await book.store.changes(0, 10_000)).changes) == 7
+    monkeypatch.setattr(feed, "MAX_BYTES_READ", 10**6)
     middle = await book.store.changes(10, 20)
     assert [change.sequence for change in middle.changes] == list(range(11, 31))
 
 
-async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random) -> None:
+async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = sorted(await book.hosts(5, rng, VCPU=1))
     first = await book.store.snapshot(None, 3)
     assert [state.uuid for state in first.providers] == hosts[:3]
     assert first.more
+    monkeypatch.setattr(snapshot, "MAX_PAGE_BYTES", 1)
+    assert [state.uuid for state in (await book.store.snapshot(None, 3)).providers] == hosts[:1]
+    monkeypatch.undo()
     second = await book.store.snapshot(first.providers[-1].uuid, 3)
     assert [state.uuid for state in second.providers] == hosts[3:]
     assert not second.more
