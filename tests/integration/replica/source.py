@@ -73,7 +73,7 @@ class Source:
         self.first = 1  # the oldest number still kept
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
-        self.after_page: Callable[[], None] = lambda: None
+        self.busy = False  # each answer is followed by one more change, said before the answer is sent
         self.unsaid: list[Change] = []
         self._consumer = bus.consumer("placement.reads", self._answer)
 
@@ -153,7 +153,9 @@ class Source:
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         replies = [Done(self._page(received.message)) for received in batch]
-        self.after_page()
+        if self.busy:
+            self.write()
+            await self.say()
         return replies
 
     def _page(self, asked: object) -> ChangesPage | SnapshotPage:
