@@ -135,7 +135,8 @@ class Writer:
         arrived = ledger.heard_at.get(uuid)
         if arrived is not None:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
-            if position.read_seq > position.heard_seq:  # the read that it asked for is in this update
+            now = ledger.positions.get(uuid, position)
+            if now.read_seq > now.heard_seq and now.version == position.version:  # the read it asked for is in this
                 del ledger.heard_at[uuid]
         log.info("ironic.told", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 

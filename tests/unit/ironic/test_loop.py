@@ -1,4 +1,4 @@
-"""The loop among its neighbours: late reads, lost connections, missing exchange, Ironic or the book away, two writers."""
+"""The loop among its neighbours: late reads, lost connections, no exchange, Ironic or the book away, two writers."""
 
 from __future__ import annotations
 

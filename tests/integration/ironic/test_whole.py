@@ -1,0 +1,221 @@
+"""The whole process: notifications in, inventory updates out, over real HTTP, PostgreSQL and a broker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from berth.embedded.rabbitmq import RabbitMQ
+from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicStandIn, MemoryAnnouncer
+from bus.clock import SystemClock
+from bus.contracts.placement import InventoryUpdate
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from bus.port import Transport
+from bus.rabbitmq import RabbitTransport
+from bus.service.environment import Environment
+from bus.service.service import Service
+from ironic_sync.app import build
+from ironic_sync.config import IronicSyncConfig
+
+LIMIT_S = 30.0
+
+
+@dataclass
+class Site:
+    """Where things are: how to connect, and how Ironic speaks."""
+
+    transports: Callable[[str], Transport]
+    announcer: Announcer
+    exchange: str
+    database_url: str
+
+
+@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+def site(request: pytest.FixtureRequest, postgres_url: str) -> Site:
+    if request.param == "memory":
+        broker = MemoryBroker(SystemClock())
+        return Site(broker.transport, MemoryAnnouncer(broker), "ironic", postgres_url)
+    url, prefix = request.getfixturevalue("amqp")
+    return _on_rabbitmq(url, prefix, postgres_url)
+
+
+def _on_rabbitmq(url: str, prefix: str, database_url: str) -> Site:
+    exchange = f"{prefix}ironic"
+    return Site(
+        lambda name: RabbitTransport(url, name=name, prefix=prefix),
+        AmqpAnnouncer(url, exchange),
+        exchange,
+        database_url,
+    )
+
+
+class Book:
+    """Takes inventory updates off the bus as a placement worker does."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, InventoryUpdate] = {}
+        self.causes: dict[str, str] = {}
+        self.changed = asyncio.Event()
+
+    async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            update = received.message
+            assert isinstance(update, InventoryUpdate)
+            known = self.newest.get(update.root_uuid)
+            if known is None or update.version > known.version:
+                self.newest[update.root_uuid] = update
+                self.causes[update.root_uuid] = received.meta.cause
+        self.changed.set()
+        return [Done()] * len(batch)
+
+    def offered(self) -> set[str]:
+        return {
+            uuid
+            for uuid, update in self.newest.items()
+            for report in update.providers
+            if any(inventory.reserved == 0 for inventory in report.inventories.values())
+        }
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def book_on(site: Site) -> AsyncIterator[Book]:
+    bus = environment(site, "book").bus()
+    await bus.open()
+    book = Book()
+    consumer = bus.consumer("placement.inventory", book.take)
+    await consumer.start()
+    try:
+        yield book
+    finally:
+        await consumer.drain(1.0)
+        await bus.close()
+
+
+def environment(site: Site, process: str) -> Environment:
+    return Environment(
+        process, transports=site.transports, database_url=site.database_url, rng=random.Random(1), pool_size=5
+    )
+
+
+@asynccontextmanager
+async def stand_in(site: Site, nodes: int) -> AsyncIterator[IronicStandIn]:
+    quick = Behaviour(verify_s=0.01, deploy_s=0.05, undeploy_s=0.01, clean_s=0.05)
+    ironic = IronicStandIn(site.announcer, clock=SystemClock(), rng=random.Random(2), behaviour=quick)
+    ironic.farm.plan(nodes)
+    await ironic.start()
+    try:
+        yield ironic
+    finally:
+        await ironic.stop()
+
+
+@asynccontextmanager
+async def running(site: Site, url: str, **settings: Any) -> AsyncIterator[Service]:
+    config = IronicSyncConfig(url=url, exchange=site.exchange, bind_retry_s=0.05, transient_s=0.2, **settings)
+    service, stop = build(environment(site, "sync"), config), asyncio.Event()
+    task = asyncio.create_task(service.run(stop))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.wait([task, asyncio.ensure_future(service.ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+            while service.not_ready():
+                assert not task.done(), task
+                await asyncio.sleep(0.01)
+        yield service
+    finally:
+        stop.set()
+        await task
+
+
+@asynccontextmanager
+async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """A client that calls below one address and expects success."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def ask(method: str, path: str, content: Any = None) -> None:
+            (await client.request(method, base + path, json=content)).raise_for_status()
+
+        yield ask
+
+
+async def test_a_nodes_life_in_the_book(site: Site) -> None:
+    async with stand_in(site, 4) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
+        uuid, *others = ironic.farm.nodes
+        await book.until(lambda: book.offered() == {uuid, *others})
+        async with asking(f"{ironic.url}/v1/nodes/{uuid}") as ask:
+            await ask("PUT", "/maintenance", {"reason": "disk"})
+            await book.until(lambda: book.offered() == set(others))
+            assert book.causes[uuid].startswith("req-")
+            await ask("DELETE", "/maintenance")
+            await book.until(lambda: uuid in book.offered())
+            value = "11111111-2222-4333-8444-555555555555"
+            await ask("PATCH", "", [{"op": "add", "path": "/instance_uuid", "value": value}])
+            await book.until(lambda: uuid not in book.offered())
+            await ask("PUT", "/states/provision", {"target": "active"})
+            await until(lambda: ironic.farm.idle)
+            await ask("PUT", "/states/provision", {"target": "deleted"})
+            await book.until(lambda: uuid in book.offered())
+            assert ironic.farm.nodes[uuid]["provision_state"] == "available"
+            await ask("PUT", "/traits", {"traits": ["CUSTOM_NEW"]})
+            await book.until(lambda: book.newest[uuid].providers[0].traits == ("CUSTOM_NEW",))
+            await ask("DELETE", "")
+            await book.until(lambda: book.newest[uuid].providers == ())
+
+
+async def test_news_while_nobody_ran_are_found(site: Site) -> None:
+    async with stand_in(site, 2) as ironic, book_on(site) as book:
+        first, second = ironic.farm.nodes
+        async with running(site, ironic.url):
+            await book.until(lambda: book.offered() == {first, second})
+        ironic.farm.nodes[first]["maintenance"] = True
+        async with running(site, ironic.url):
+            await book.until(lambda: book.offered() == {second})
+
+
+async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -> None:
+    async with stand_in(site, 1) as ironic, book_on(site) as book:
+        (uuid,) = ironic.farm.nodes
+        async with running(site, ironic.url, leader_poll_s=0.05) as first:
+            async with running(site, ironic.url, leader_poll_s=0.05):
+                await book.until(lambda: book.offered() == {uuid})
+                assert first.not_ready() == []
+            version = book.newest[uuid].version
+            async with running(site, ironic.url, leader_poll_s=0.05):
+                await ironic.farm.set_maintenance(ironic.farm.nodes[uuid], True, "x", "req-1")
+                await book.until(lambda: book.offered() == set())
+                assert book.newest[uuid].version > version
+
+
+@pytest.mark.rabbitmq
+async def test_the_broker_goes_and_comes_back(own_broker: RabbitMQ, postgres_url: str) -> None:
+    """Ironic's exchange is gone with it, our binding too: bind again once it is back, and read all."""
+    site = _on_rabbitmq(own_broker.url(), "", postgres_url)
+    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
+        first, second = ironic.farm.nodes
+        await book.until(lambda: book.offered() == {first, second})
+        await asyncio.to_thread(own_broker.shut_down)
+        ironic.farm.nodes[first]["maintenance"] = True
+        await asyncio.to_thread(own_broker.start)
+        await book.until(lambda: book.offered() == {second})
+        await ironic.farm.set_maintenance(ironic.farm.nodes[second], True, "x", "req-2")
+        await book.until(lambda: book.offered() == set())
+        assert book.causes[second] == "req-2", "said by a notification: the binding is back"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 (the farm has no event for it)
+            await asyncio.sleep(0.01)
