@@ -1,0 +1,171 @@
+"""Two replicas of a real placement worker (PostgreSQL, RabbitMQ) while hosts report and claims land."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.placement import (
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+    ReleaseResult,
+)
+from bus.rabbitmq import RabbitTransport
+from bus.service.environment import Environment
+from placement_worker.app import build
+from placement_worker.config import PlacementConfig
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
+from placement_worker.replica.search import Query, options, search
+
+pytestmark = [pytest.mark.postgres, pytest.mark.rabbitmq]
+
+TIMEOUT_S = 20.0
+CLOCK = SystemClock()
+QUERY = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("CUSTOM_FAST",),))
+
+
+class Site:
+    """One placement worker, and a way onto its bus."""
+
+    def __init__(self, url: str, prefix: str, database: str) -> None:
+        self.url = url
+        self.prefix = prefix
+        self.env = Environment(
+            "placement-1",
+            transports=lambda _: self.transport("placement-1"),
+            database_url=database,
+            clock=CLOCK,
+            rng=random.Random(1),
+        )
+
+    def transport(self, name: str) -> RabbitTransport:
+        return RabbitTransport(self.url, name=name, prefix=self.prefix)
+
+    @asynccontextmanager
+    async def bus(self, process: str) -> AsyncIterator[Bus]:
+        bus = Bus("api", self.transport(process), process=process, clock=CLOCK, rng=random.Random(process))
+        await bus.open()
+        yield bus
+        await bus.close()
+
+    @asynccontextmanager
+    async def replica(self, process: str) -> AsyncIterator[tuple[Follower, Book]]:
+        async with self.bus(process) as bus:
+            follower = Follower(bus, Book(), clock=CLOCK)
+            await follower.start()
+            async with asyncio.timeout(TIMEOUT_S):
+                await follower.ready.wait()
+            yield follower, follower.book
+            await follower.close()
+
+
+@pytest.fixture
+async def site(amqp: tuple[str, str], postgres_url: str) -> AsyncIterator[Site]:
+    made = Site(*amqp, postgres_url)
+    service = build(made.env, PlacementConfig(), [])
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    async with asyncio.timeout(TIMEOUT_S):
+        await service.ready.wait()
+    yield made
+    stop.set()
+    await running
+
+
+def host(rng: random.Random) -> InventoryUpdate:
+    root, device = new_uuid(rng), new_uuid(rng)
+    providers = (
+        ProviderReport(uuid=root, name=root, inventories={"VCPU": Inventory(total=4)}),
+        ProviderReport(
+            uuid=device,
+            name=device,
+            parent_uuid=root,
+            inventories={"VGPU": Inventory(total=3)},
+            traits=("CUSTOM_FAST",),
+        ),
+    )
+    return InventoryUpdate(source="test", version=1, root_uuid=root, providers=providers)
+
+
+async def boot(bus: Bus, book: Book, rng: random.Random) -> ClaimOutcome | None:
+    """As a scheduler does it: search, assume, claim, settle. None: the replica has no room."""
+    roots = search(book, QUERY).roots
+    if not len(roots):
+        return None
+    best = options(book, QUERY, int(rng.choice(roots.tolist())))
+    consumer = new_uuid(rng)
+    book.assume(consumer, best[0].allocations)
+    claim = Claim(consumer=consumer, options=tuple(best), project_id="p")
+    result = await bus.request(claim, ClaimResult, timeout_s=TIMEOUT_S)
+    won = result.outcome is ClaimOutcome.CLAIMED
+    book.settle(consumer, result.generations if won else None)
+    if won and rng.random() < 0.3:
+        await bus.request(Release(consumer=consumer), ReleaseResult, timeout_s=TIMEOUT_S)
+    return result.outcome
+
+
+def as_told(book: Book) -> dict[str, object]:
+    rows = [row for root in book.rows_of_roots() for row in book.tree(int(root))]
+    return {
+        book.uuid_of(row): (book.generation_of(row), book.shape_of(row), book.traits_of(row), book.inventory_of(row))
+        for row in rows
+    }
+
+
+async def until(is_met: Callable[[], bool], follower: Follower) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_met():
+            await follower.refresh(timeout_s=TIMEOUT_S)
+
+
+async def test_two_schedulers_fill_the_hosts_and_all_replicas_agree(site: Site) -> None:
+    rng = random.Random(7)
+    hosts = 20
+    async with site.bus("client") as client, site.replica("s1") as one, site.replica("s2") as two:
+        reports = [host(rng) for _ in range(hosts)]
+        results = await client.request_all(reports, InventoryResult, timeout_s=TIMEOUT_S, causes=[""] * hosts)
+        sequence = max(result.sequence for result in results if isinstance(result, InventoryResult))
+        for follower, book in (one, two):
+            assert await follower.wait_until(sequence, timeout_s=TIMEOUT_S)
+            assert len(book) == 2 * hosts
+
+        async def schedule(replica: tuple[Follower, Book], seed: int) -> list[ClaimOutcome]:
+            follower, book = replica
+            dice, outcomes = random.Random(seed), []
+            for _ in range(10 * hosts):
+                outcome = await boot(client, book, dice)
+                if outcome is None:
+                    break
+                outcomes.append(outcome)
+                if outcome is not ClaimOutcome.CLAIMED:
+                    await follower.refresh(timeout_s=TIMEOUT_S)
+            return outcomes
+
+        async with asyncio.timeout(3 * TIMEOUT_S):
+            seeds = enumerate((one, one, two, two))
+            ran = await asyncio.gather(*(schedule(replica, seed) for seed, replica in seeds))
+        outcomes = [outcome for part in ran for outcome in part]
+        assert outcomes.count(ClaimOutcome.CLAIMED) >= 3 * hosts
+        assert set(outcomes) <= {ClaimOutcome.CLAIMED, ClaimOutcome.FULL}, "usage alone never races"
+        for follower, book in (one, two):
+            await follower.refresh(timeout_s=TIMEOUT_S)
+            await until(lambda book=book: not list(book.assumed_keys()), follower)  # type: ignore[misc]
+        async with site.replica("s3") as (_, fresh):
+            truth = as_told(fresh)
+            assert as_told(one[1]) == truth
+            assert as_told(two[1]) == truth
+        roots = one[1].rows_of_roots()
+        assert (one[1].usage("VGPU", roots) <= one[1].totals("VGPU", roots)).all()
