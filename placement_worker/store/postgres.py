@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-
-import asyncpg
+from collections.abc import Awaitable, Callable, Sequence
 
 from bus.contracts.placement import (
     Change,
@@ -16,11 +13,11 @@ from bus.contracts.placement import (
     Release,
     SnapshotPage,
 )
-from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
 from placement_worker.store import claims, feed, inventory, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
+from placement_worker.store.transaction import transaction
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -48,7 +45,7 @@ class PostgresStore:
         if not items:
             return []
         await self._know_classes(items)
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             return await claims.apply(connection, items, self._names)
 
     async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
@@ -56,12 +53,12 @@ class PostgresStore:
         if not updates:
             return []
         await inventory.know_names(updates, self._names)
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             return await inventory.report(connection, updates, self._names)
 
     async def changes(self, after: int, limit: int) -> ChangesPage:
         """Committed changes after a number, in order."""
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             await connection.execute(REPEATABLE)
             newest = await feed.head(connection)
             if await feed.too_old(connection, after, newest):
@@ -72,36 +69,26 @@ class PostgresStore:
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
         await self._names.refresh()
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
     async def head(self) -> int:
         """The newest committed change's number."""
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             return await feed.head(connection)
 
     async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`; see `feed.publish`."""
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             return await feed.publish(connection, send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
         """Forget published changes and fences that nobody needs any more."""
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             await connection.execute(feed.TRIM, keep_changes)
-        async with self._transaction() as connection:
+        async with transaction(self._database) as connection:
             await connection.execute(FORGET_FENCES, keep_fences_s)
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
-        try:
-            async with self._database.raw() as connection:
-                yield connection
-        except asyncpg.InternalClientError as error:
-            # What asyncpg says when the server ends the session in the very moment of our next statement: its last
-            # word arrives where no answer is expected. To us that is a server that went away.
-            raise DatabaseUnavailable(str(error)) from error
 
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
         """A class that another process has just created is not unknown."""
