@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import time
 import uuid
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Self
 from urllib.parse import quote
 
 from berth.embedded.process import (
+    POLL_S,
     Account,
     GuardedProcess,
     ServerFailed,
@@ -25,6 +27,7 @@ from berth.embedded.process import (
 
 ADMIN = "berth"
 COMMAND_TIMEOUT_S = 60.0
+REGISTER_TIMEOUT_S = 15.0
 LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 
@@ -125,6 +128,23 @@ class RabbitMQ:
     ) -> None:
         """What a user may do in a vhost: regular expressions over names, as RabbitMQ has them."""
         self.control("set_permissions", "-p", vhost, user, configure, write, read)
+
+    def wait_registered(self, vhost: str, *queues: str) -> None:
+        """Return when these quorum queues would survive a kill.
+
+        RabbitMQ (3.10 at least) keeps the registration of a new quorum queue in memory for about a second. A broker
+        that is killed before it is on disk forgets the queue's log, confirmed messages included.
+        """
+        prefix = "%2F" if vhost == "/" else vhost
+        names = [f"{prefix}_{queue}".encode() for queue in queues]
+        until = time.monotonic() + REGISTER_TIMEOUT_S
+        while missing := [name for name in names if name not in self._registered()]:
+            if time.monotonic() > until:
+                raise ServerFailed(f"not registered after {REGISTER_TIMEOUT_S:.0f} s: {missing}")
+            time.sleep(POLL_S)
+
+    def _registered(self) -> bytes:
+        return b"".join(path.read_bytes() for path in self._work.path.glob("data/*/quorum/*/names.dets"))
 
     def __enter__(self) -> Self:
         return self.start()

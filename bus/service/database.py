@@ -198,7 +198,7 @@ class Database:
         return engine
 
 
-# Alembic keeps what it works on in globals of the process, and our migrations wait for the database in the middle of it.
+# Alembic keeps what it works on in globals of the process, and a migration waits for the database in the middle of it.
 _MIGRATING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 

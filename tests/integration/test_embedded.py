@@ -133,10 +133,9 @@ async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -
             channel = await connection.channel()
             queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
             await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
-        # These two commands take longer than the half second for which RabbitMQ keeps a new queue's registration in
-        # memory; one killed sooner forgets the queue (its own limit, not ours).
         await asyncio.to_thread(broker.add_user, "cell", "secret")
         await asyncio.to_thread(broker.set_permissions, "cell", "cell-1")
+        await asyncio.to_thread(broker.wait_registered, "cell-1", "q")
         await asyncio.to_thread(broker.kill)
         assert not listening(broker.port)
         await asyncio.to_thread(broker.start)
