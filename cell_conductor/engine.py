@@ -93,6 +93,7 @@ class Engine:
 
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
+        await self._relay.room()
         now = self._clock.time()
         async with self._store.transaction() as transaction:
             due = {instance.uuid: instance for instance in await transaction.lock_due(now, self._config.sweep_batch)}

@@ -24,6 +24,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, R
 from bus.memory import MemoryBroker
 from bus.outbox import Relay
 from bus.outcome import Done, Outcome, Received
+from bus.port import Transport
 from bus.service.database import Database
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
@@ -32,7 +33,7 @@ from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 
 CELL = "c1"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class MovingClock(SystemClock):
@@ -159,17 +160,17 @@ class Neighbours:
 class Cell:
     """One conductor under test and its neighbours."""
 
-    def __init__(self, url: str, broker: MemoryBroker, clock: MovingClock) -> None:
+    def __init__(self, url: str, transports: Callable[[str], Transport], clock: MovingClock) -> None:
         self.rng = random.Random(7)
         self.clock = clock
-        self.broker = broker
+        self.transports = transports
         self.around = Neighbours()
         self.config = ConductorConfig(ask_timeout_s=0.5, sweep_batch=10)
         self.database = Database(url, f"cell_{CELL}")
         self.store = PostgresInstances(self.database)
 
     def new_bus(self, process: str) -> Bus:
-        return Bus(CELL, self.broker.transport(CELL), process=process, clock=self.clock, rng=self.rng)
+        return Bus(CELL, self.transports(CELL), process=process, clock=self.clock, rng=self.rng)
 
     async def open(self, stack: AsyncExitStack) -> None:
         await self.database.open(MIGRATIONS)
@@ -235,7 +236,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Cell]:
     clock = MovingClock()
-    cell = Cell(url, MemoryBroker(clock), clock)
+    cell = Cell(url, MemoryBroker(clock).transport, clock)
     async with AsyncExitStack() as stack:
         await cell.open(stack)
         yield cell

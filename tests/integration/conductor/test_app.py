@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from berth.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.contracts.build import BuildState
@@ -13,27 +15,30 @@ from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
-from bus.port import Transport
+from bus.port import BusForbidden, Transport
+from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
 
-def environment(url: str, broker: MemoryBroker, asked: list[str], process: str = "conductor-1") -> Environment:
+def environment(url: str, connect: Callable[[str], Transport], asked: list[str]) -> Environment:
+    """Surroundings that remember which buses were asked for."""
+
     def transports(name: str) -> Transport:
         asked.append(name)
-        return broker.transport(name)
+        return connect(name)
 
-    return Environment(process, transports=transports, database_url=url)
+    return Environment("conductor-1", transports=transports, database_url=url)
 
 
 async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url: str) -> None:
     clock = MovingClock()
     broker, asked = MemoryBroker(clock), list[str]()
-    service = build(environment(postgres_url, broker, asked), ConductorConfig(), CELL)
+    service = build(environment(postgres_url, broker.transport, asked), ConductorConfig(), CELL)
     stop = asyncio.Event()
-    cell = Cell(postgres_url, broker, clock)
+    cell = Cell(postgres_url, broker.transport, clock)
     around = cell.around
     around.bus = cell.new_bus("around")
     await around.bus.open()
@@ -76,5 +81,53 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
 def test_a_conductor_of_the_api_bus_is_refused(postgres_url: str) -> None:
     asked: list[str] = []
     with pytest.raises(BrokenInvariant):
-        build(environment(postgres_url, MemoryBroker(SystemClock()), asked), ConductorConfig(), API)
+        build(environment(postgres_url, MemoryBroker(SystemClock()).transport, asked), ConductorConfig(), API)
     assert asked == []
+
+
+@pytest.mark.rabbitmq
+async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
+    postgres_url: str, own_broker: RabbitMQ
+) -> None:
+    """C-11, invariant 5: the broker itself refuses what a cell must not do."""
+    for vhost in (API, CELL, "c2"):
+        await asyncio.to_thread(own_broker.add_vhost, vhost)
+    await asyncio.to_thread(own_broker.add_user, "cell-c1", "secret")
+    await asyncio.to_thread(own_broker.set_permissions, "cell-c1", CELL)
+
+    def as_cell(vhost: str) -> Transport:
+        return RabbitTransport(own_broker.url(vhost, user="cell-c1", password="secret"), name=vhost)
+
+    for above in (API, "c2", "/"):
+        with pytest.raises(BusForbidden):
+            await as_cell(above).open()
+    clock = MovingClock()
+    service = build(environment(postgres_url, as_cell, []), ConductorConfig(), CELL)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    cell = Cell(postgres_url, lambda name: RabbitTransport(own_broker.url(name), name=name), clock)
+    around = cell.around
+    around.bus = cell.new_bus("around")
+    around.fails = {cell.host(1)}
+    await around.bus.open()
+    consumers = [
+        around.bus.consumer("placement.requests", around.placement),
+        around.bus.consumer("compute.{service}", around.compute, service="s1"),
+        around.bus.consumer("scheduler.builds", around.scheduler),
+    ]
+    for consumer in consumers:
+        await consumer.start()
+    async with asyncio.timeout(WAIT_S):
+        await service.ready.wait()
+    builds = [cell.build(1, 2) for _ in range(20)]
+    await around.bus.publish_all([(made, "") for made in builds])
+    await around.until(lambda: all(around.ends(made.spec.instance_uuid) for made in builds))
+    assert len(around.spawns) == 40
+    await cell.check_at_rest()
+    stop.set()
+    async with asyncio.timeout(WAIT_S):
+        await running
+    for consumer in consumers:
+        await consumer.drain(1.0)
+    await around.bus.close()
+    await cell.database.close()

@@ -1,0 +1,74 @@
+"""What a host's report and the record disagree about."""
+
+from __future__ import annotations
+
+from bus.contracts.cell import ComputeHosts, HostReport, Running
+from cell_conductor.domain.events import Event, HostMissing, HostRuns
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import Newest, differences
+from cell_conductor.store.port import Brief
+
+HOST = "10000000-0000-4000-8000-000000000001"
+OTHER = "10000000-0000-4000-8000-000000000002"
+A = "00000000-0000-4000-8000-00000000000a"
+SINCE = 100.0
+
+
+def report(*running: tuple[str, int], said: bool = True, sequence: int = 1, epoch: int = 1) -> ComputeHosts:
+    runs = tuple(Running(instance_uuid=uuid, attempt=attempt) for uuid, attempt in running)
+    host = HostReport(uuid=HOST, name="host-1", running=runs if said else None)
+    return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
+
+
+def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0, destroy_unknown: bool = True) -> list[Event]:
+    differs = differences(made, briefs, now=201.0, seen_at=seen_at, grace_s=30.0, destroy_unknown=destroy_unknown)
+    return [event for _, event in differs.events]
+
+
+def brief(state: State, host: str = HOST, attempt: int = 1) -> Brief:
+    return Brief(A, state, host, attempt, SINCE)
+
+
+def test_agreement_says_nothing() -> None:
+    assert found(report((A, 1)), brief(State.ACTIVE)) == []
+    assert found(report((A, 1)), brief(State.DELETING)) == []
+    assert found(report(said=False), brief(State.ACTIVE)) == []
+    assert found(report(), brief(State.BUILDING)) == []
+    assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
+
+
+def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:
+    for state, host, attempt in (
+        (State.BUILDING, HOST, 1),
+        (State.ACTIVE, HOST, 2),
+        (State.ACTIVE, OTHER, 1),
+        (State.FAILED, HOST, 1),
+        (State.DELETED, HOST, 1),
+    ):
+        (event,) = found(report((A, 1)), brief(state, host, attempt))
+        assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
+
+
+def test_missing_counts_after_the_grace_only() -> None:
+    for state in (State.ACTIVE, State.DELETING):
+        (event,) = found(report(), brief(state), seen_at=130.1)
+        assert isinstance(event, HostMissing)
+        assert found(report(), brief(state), seen_at=130.0) == []
+        assert found(report(), brief(state), seen_at=0.0) == [], "a report without a time proves nothing missing"
+
+
+def test_what_nobody_knows_is_destroyed_or_only_told() -> None:
+    (event,) = found(report((A, 3)))
+    assert isinstance(event, HostRuns)
+    differs = differences(report((A, 3)), [], now=1.0, seen_at=1.0, grace_s=1.0, destroy_unknown=False)
+    assert differs.events == () and [unknown.uuid for unknown in differs.unknown] == [A]
+
+
+def test_older_reports_lose() -> None:
+    newest = Newest()
+    assert newest.take(report(sequence=5))
+    assert not newest.take(report(sequence=5))
+    assert not newest.take(report(sequence=4))
+    assert newest.take(report(sequence=6))
+    assert newest.take(report(sequence=1, epoch=2))
+    assert not newest.take(report(sequence=7))
