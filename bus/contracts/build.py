@@ -56,7 +56,7 @@ class DeleteRequest(Message, frozen=True, kw_only=True, tag="build.delete.v1"):
 
 
 class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1"):
-    """Reply to a build or delete request that carried `reply_to`: it is on record and will end in one terminal event."""
+    """Reply to a build or delete request that carried `reply_to`: it is on record and ends in one terminal event."""
 
     instance_uuid: Uuid
 
