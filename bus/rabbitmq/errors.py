@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,9 +18,11 @@ from aiormq.exceptions import (
     ConnectionClosed,
     ConnectionNotAllowed,
     DeliveryError,
+    InvalidFrameError,
     ProbableAuthenticationError,
     PublishError,
 )
+from pamqp.commands import Connection
 
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, QueueMissing, Unroutable
 
@@ -45,6 +48,8 @@ def translated(about: str = "") -> Iterator[None]:
 def meaning(error: BaseException, about: str = "") -> BusError:
     """The port's error for one of aiormq's."""
     text = _text(error)
+    if isinstance(error, InvalidFrameError):
+        return _refused_connection(error, text)
     if isinstance(error, PublishError):
         return Unroutable(text)
     if isinstance(error, DeliveryError):
@@ -74,6 +79,20 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
     if isinstance(error, ChannelLockedResource):
         return BusUnavailable(text)  # the exclusive queue of a connection that the broker has not buried yet
     return BusError(text)
+
+
+def _refused_connection(error: InvalidFrameError, text: str) -> BusError:
+    """Why the broker closed a connection that was being opened.
+
+    aiormq 7.2 says only "expected OpenOk" and drops the Close frame with its code and text; it is still a local
+    variable of the frame that raised. Where it is not found the broker counts as away, and we try again.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        close = frame.f_locals.get("frame")
+        if isinstance(close, Connection.Close):
+            kind = BusForbidden if close.reply_code == NOT_ALLOWED else BusUnavailable
+            return kind(close.reply_text)
+    return BusUnavailable(text)
 
 
 def _text(error: BaseException) -> str:
