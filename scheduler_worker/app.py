@@ -19,10 +19,11 @@ from scheduler_worker import metrics, plugins
 from scheduler_worker.announcements import AnnouncementHandler
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.decisions import refused_event
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.select import Selector
-from scheduler_worker.handlers import RequestHandler, refused_event
+from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.store.postgres import MIGRATIONS, PostgresStore
 

@@ -13,36 +13,40 @@ from hashlib import blake2b
 import msgspec
 import structlog
 from msgspec import Struct
-from msgspec.structs import replace
 
-from bus.bus import API, Bus
+from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.base import Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, StoryLine
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
-from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import Fault
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.port import BusError
-from bus.wire import Malformed
 from scheduler_worker import metrics
-from scheduler_worker.claiming import ATTEMPT, Asking, Away, Claiming, Contended, Ending, Placed, Stopped
+from scheduler_worker.claiming import ATTEMPT, Asking, Away, Claiming, Contended, Placed
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.explain import sentence, step
+from scheduler_worker.decisions import (
+    CONTENDED,
+    Author,
+    cell_build,
+    decided_event,
+    decision,
+    impossible,
+    to_clients,
+)
+from scheduler_worker.deleting import delete_all, never_built
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
-from scheduler_worker.domain.records import ACCEPTED, DECIDED, DELETED, MALFORMED, SCHEDULED
+from scheduler_worker.domain.records import ACCEPTED, DECIDED
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
-from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, SchedulerStore, Unit
+from scheduler_worker.store.port import Decided, NewBuild, OnRecord, SchedulerStore, Unit
 
 log = structlog.get_logger(__name__)
 
 WHO = "scheduler"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
-# A delete may overtake its build on the way to another scheduler: so often it is looked for again.
-DELETE_RETRIES = 2
 UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -95,7 +99,10 @@ class RequestHandler:
             metrics.STAGE_S.labels("record").observe(self._clock.monotonic() - started)
         outcomes: dict[int, Outcome | None] = {}
         if deletes:
-            outcomes = dict(await self._delete(deletes, items))
+            done, going = await delete_all(self._store, deletes, self._author())
+            outcomes.update(done)
+            for item in items:
+                item.cancelled |= item.request.instance_uuid in going
         cancelled = [item for item in items if item.cancelled and item.outcome is None]
         if cancelled:
             await self._cancel(cancelled)
@@ -114,7 +121,7 @@ class RequestHandler:
         item = Item(request=request, received=received, digest=digest)
         if request.flavor not in self._selector.asked:
             known = ", ".join(sorted(self._selector.asked))
-            item.refused = ("flavor.unknown", f"there is no flavor {request.flavor} (there are: {known})"[:2000])
+            item.refused = ("flavor.unknown", f"there is no flavor {request.flavor} (there are: {known})"[:MAX_REASON])
         return item
 
     async def _record(self, items: list[Item]) -> None:
@@ -130,7 +137,7 @@ class RequestHandler:
             for uuid, item in firsts.items():
                 if uuid in fresh:
                     item.fresh = True
-                    unit.say(self._say(self._first_event(item, now)))
+                    unit.say(to_clients(self._first_event(item, now)))
         for item in items:
             first = firsts[item.request.instance_uuid]
             if item.fresh and first is item:
@@ -141,6 +148,7 @@ class RequestHandler:
                 self._found(item, known.get(item.request.instance_uuid))
 
     def _new(self, item: Item, now: float) -> NewBuild:
+        author = Author(self._who, now)
         code, reason = item.refused or ("", "")
         return NewBuild(
             request=item.request,
@@ -150,8 +158,8 @@ class RequestHandler:
             terminal=item.refused is not None,
             code=code,
             reason=reason,
-            story=(self._line(now, "requested", f"{item.request.flavor} for {item.request.project_id}"),)
-            + ((self._line(now, "refused", reason),) if item.refused else ()),
+            story=(author.line("requested", f"{item.request.flavor} for {item.request.project_id}"),)
+            + ((author.line("refused", reason),) if item.refused else ()),
         )
 
     def _first_event(self, item: Item, now: float) -> BuildEvent:
@@ -199,6 +207,7 @@ class RequestHandler:
         return Refuse("request.duplicate", "this instance_uuid is on record with other content")
 
     async def _place(self, items: list[Item]) -> None:
+        author = self._author()
         asking: list[tuple[Item, Wanted]] = []
         decided: list[Decided] = []
         for item in items:
@@ -206,12 +215,14 @@ class RequestHandler:
             if isinstance(wanted, Impossible) and wanted.code == HOST_UNKNOWN and self._may_wait(item):
                 item.outcome = UNHEARD
             elif isinstance(wanted, Impossible):
-                decided.append(self._failed_by_rule(item, wanted))
+                hosts = int(self._selector.book.rows_of_roots().size)
+                decided.append(impossible(item.request, wanted, hosts, author))
             else:
                 asking.append((item, wanted))
         endings = await self._claiming.place(
             [Asking(request=item.request, wanted=wanted, fresh=item.fresh) for item, wanted in asking]
         )
+        author = self._author()
         placed: dict[str, Placed] = {}
         away: Away | None = None
         for (item, wanted), ending in zip(asking, endings, strict=True):
@@ -220,9 +231,9 @@ class RequestHandler:
             elif isinstance(ending, NoHost) and ending.unannounced and self._may_wait(item):
                 item.outcome = UNHEARD
             elif isinstance(ending, Contended) and item.received.meta.attempt < RETRIES:
-                item.outcome = Retry("claims.contended", f"{ending.claims} claims were lost to others")
+                item.outcome = Retry(CONTENDED, f"{ending.claims} claims were lost to others")
             else:
-                decided.append(self._decision(item, wanted, ending))
+                decided.append(decision(item.request, wanted, ending, author, nearest=self._config.max_funnel_nearest))
                 if isinstance(ending, Placed):
                     placed[item.request.instance_uuid] = ending
         await self._write(decided, placed, {item.request.instance_uuid: item for item in items})
@@ -236,73 +247,17 @@ class RequestHandler:
         warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
         return not warm and item.received.meta.attempt < RETRIES
 
-    def _decision(self, item: Item, wanted: Wanted, ending: Ending) -> Decided:
-        now = self._clock.time()
-        uuid = item.request.instance_uuid
-        if isinstance(ending, Placed):
-            main = ending.selections[0]
-            alternates = ", ".join(selection.host for selection in ending.selections[1:]) or "none"
-            story = (
-                self._line(now, "chosen", f"{main.host} of {ending.passed} candidates, weight {ending.score:.4g}"),
-                self._line(now, "claimed", f"{main.host} after {ending.claims} claim(s); alternates: {alternates}"),
-                self._line(now, "dispatched", f"to cell {ending.cell}"),
-            )
-            return Decided(
-                instance_uuid=uuid,
-                state=BuildState.SCHEDULED,
-                sequence=SCHEDULED,
-                cell=ending.cell,
-                host=main.host,
-                host_uuid=main.host_uuid,
-                story=story,
-            )
-        if isinstance(ending, NoHost):
-            reason = sentence(wanted, ending.funnel, self._config.max_funnel_nearest)
-            failed = Decided(
-                instance_uuid=uuid,
-                state=BuildState.FAILED,
-                sequence=DECIDED,
-                terminal=True,
-                code="no_valid_host",
-                reason=reason[:2000],
-                funnel=ending.funnel,
-            )
-        else:
-            code, reason = _stopped(ending)
-            failed = Decided(
-                instance_uuid=uuid,
-                state=BuildState.FAILED,
-                sequence=DECIDED,
-                terminal=True,
-                code=code,
-                reason=reason[:2000],
-            )
-        return replace(failed, story=(self._line(now, "failed", f"{failed.code}: {failed.reason}"),))
-
-    def _failed_by_rule(self, item: Item, impossible: Impossible) -> Decided:
-        """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
-        hosts = int(self._selector.book.rows_of_roots().size)
-        return Decided(
-            instance_uuid=item.request.instance_uuid,
-            state=BuildState.FAILED,
-            sequence=DECIDED,
-            terminal=True,
-            code="no_valid_host",
-            reason=f"No host can take {item.request.flavor}: {impossible.reason}.",
-            funnel=(step(impossible.step, hosts, {impossible.code: hosts}),),
-            story=(self._line(self._clock.time(), "failed", impossible.reason),),
-        )
-
     async def _write(self, decided: list[Decided], placed: Mapping[str, Placed], items: Mapping[str, Item]) -> None:
         """The decisions, the map and what is to be published, in one transaction."""
         if not decided:
             return
         started = self._clock.monotonic()
         async with self._store.unit() as unit:
-            written = await unit.decide(decided, self._clock.time())
+            now = self._clock.time()
+            written = await unit.decide(decided, now)
             for one in decided:
                 if one.instance_uuid in written:
-                    self._say_decision(unit, one, items[one.instance_uuid].request, placed.get(one.instance_uuid))
+                    self._dispatch(unit, one, items[one.instance_uuid].request, placed.get(one.instance_uuid), now)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started)
         for one in decided:
             items[one.instance_uuid].outcome = _accepted(one.instance_uuid)
@@ -318,41 +273,11 @@ class RequestHandler:
         if beaten:
             await self._beaten(beaten)
 
-    def _say_decision(self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None) -> None:
-        now = self._clock.time()
+    def _dispatch(self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, now: float) -> None:
         if placed is not None:
-            unit.say(Addressed(placed.cell, self._cell_build(request, placed, now), one.instance_uuid))
-        event = BuildEvent(
-            instance_uuid=one.instance_uuid,
-            project_id=request.project_id,
-            state=one.state,
-            sequence=one.sequence,
-            terminal=one.terminal,
-            cell=one.cell,
-            host=one.host,
-            attempt=ATTEMPT if placed is not None else 0,
-            code=one.code,
-            reason=one.reason,
-            funnel=one.funnel,
-            at=now,
-        )
-        unit.say(self._say(event))
-
-    def _cell_build(self, request: BuildRequest, placed: Placed, now: float) -> CellBuild:
-        return CellBuild(
-            spec=InstanceSpec(
-                instance_uuid=request.instance_uuid,
-                project_id=request.project_id,
-                user_id=request.user_id,
-                name=request.name,
-                image=request.image,
-                flavor=request.flavor,
-            ),
-            selections=placed.selections,
-            consumer_generation=placed.consumer_generation,
-            build_timeout_s=request.build_timeout_s or self._config.build_timeout_s,
-            requested_at=now,
-        )
+            command = cell_build(request, placed, now, build_timeout_s=self._config.build_timeout_s)
+            unit.say(Addressed(placed.cell, command, one.instance_uuid))
+        unit.say(to_clients(decided_event(one, request, now)))
 
     async def _beaten(self, items: list[Item]) -> None:
         """Somebody wrote first. Dispatched by another scheduler: the claim is the same one, leave it. Else: free it."""
@@ -370,14 +295,19 @@ class RequestHandler:
     async def _cancel(self, items: list[Item]) -> None:
         """Deleted while being scheduled: free the claim first, so that a crash here repeats all of it (C-5, trap 8)."""
         await self._release([item.request.instance_uuid for item in items])
-        now = self._clock.time()
+        author = self._author()
         async with self._store.unit() as unit:
             kept = await unit.lock([item.request.instance_uuid for item in items])
-            for item in items:
-                found = kept.get(item.request.instance_uuid)
-                if found is not None and found.delete_requested and found.standing.state is BuildState.ACCEPTED:
-                    await self._deleted(unit, found, now, "deleted while it was being scheduled")
-                item.outcome = _accepted(item.request.instance_uuid)
+            await unit.change(
+                [
+                    never_built(unit, found.standing, author, "while it was being scheduled")
+                    for found in kept.values()
+                    if found.delete_requested and found.standing.state is BuildState.ACCEPTED
+                ],
+                author.at,
+            )
+        for item in items:
+            item.outcome = _accepted(item.request.instance_uuid)
 
     async def _release(self, instances: list[str]) -> None:
         releases = [Release(consumer=uuid, attempt=ATTEMPT) for uuid in instances]
@@ -391,143 +321,12 @@ class RequestHandler:
             if isinstance(answer, Fault):
                 raise Away(f"{answer.code} {answer.reason}") from answer
 
-    # --- deletes
-
-    async def _delete(self, deletes: Sequence[Received], items: Sequence[Item]) -> dict[int, Outcome]:
-        """Deletes, each by where its build stands; builds of the same batch that are not decided yet are cancelled."""
-        now = self._clock.time()
-        outcomes: dict[int, Outcome] = {}
-        stopped: set[str] = set()
-        async with self._store.unit() as unit:
-            kept = await unit.lock([_uuid(received) for received in deletes])
-            for received in deletes:
-                request = received.message
-                assert isinstance(request, DeleteRequest)
-                found = kept.get(request.instance_uuid)
-                if found is None:
-                    outcomes[id(received)] = self._delete_unknown(unit, request, received, now)
-                elif found.standing.project_id != request.project_id:
-                    # Not this project's to know about, and no event: the stream of that instance is its owner's.
-                    outcomes[id(received)] = Refuse("instance.unknown", "there is no such instance in this project")
-                else:
-                    kept[request.instance_uuid] = await self._delete_kept(unit, found, now)
-                    stopped.add(request.instance_uuid)
-                    metrics.REQUESTS.labels("delete", "accepted").inc()
-                    outcomes[id(received)] = _accepted(request.instance_uuid)
-        for item in items:
-            item.cancelled |= item.request.instance_uuid in stopped
-        return outcomes
-
-    async def _delete_kept(self, unit: Unit, found: Kept, now: float) -> Kept:
-        """What a delete does, by where the build stands."""
-        standing = found.standing
-        if standing.state in (BuildState.DELETING, BuildState.DELETED):
-            return found
-        if standing.state is BuildState.ACCEPTED:
-            # Whoever decides it sees this before dispatching, frees the claim and says `deleted`.
-            if not found.delete_requested:
-                await unit.change(
-                    [Change(standing=standing, delete_requested=True, story=(self._line(now, "delete_requested"),))],
-                    now,
-                )
-            return Kept(standing=standing, delete_requested=True)
-        if standing.cell is None:
-            return await self._deleted(unit, found, now, "deleted; it was never built")
-        deleting = replace(standing, state=BuildState.DELETING)
-        line = self._line(now, "delete_requested", f"passed to cell {standing.cell}")
-        await unit.change([Change(standing=deleting, delete_requested=True, story=(line,))], now)
-        command = CellDelete(instance_uuid=standing.instance_uuid, project_id=standing.project_id)
-        unit.say(Addressed(standing.cell, command, standing.instance_uuid))
-        return Kept(standing=deleting, delete_requested=True)
-
-    def _delete_unknown(self, unit: Unit, request: DeleteRequest, received: Received, now: float) -> Outcome:
-        if received.meta.attempt < DELETE_RETRIES:
-            return Retry("instance.unknown", "not on record (yet)")
-        metrics.REQUESTS.labels("delete", "unknown").inc()
-        reason = "there is no such instance in this project"
-        event = BuildEvent(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            state=BuildState.REFUSED,
-            sequence=DELETED,
-            terminal=True,
-            code="instance.unknown",
-            reason=reason,
-            at=now,
-        )
-        unit.say(self._say(event))
-        return Done(reply=Refusal(code="instance.unknown", reason=reason))
-
-    async def _deleted(self, unit: Unit, found: Kept, now: float, detail: str) -> Kept:
-        """The end of a build that no cell knows of."""
-        standing = replace(found.standing, state=BuildState.DELETED, sequence=DELETED, terminal=True)
-        await unit.change(
-            [Change(standing=standing, delete_requested=True, story=(self._line(now, "deleted", detail),))], now
-        )
-        event = BuildEvent(
-            instance_uuid=standing.instance_uuid,
-            project_id=standing.project_id,
-            state=BuildState.DELETED,
-            sequence=DELETED,
-            terminal=True,
-            at=now,
-        )
-        unit.say(self._say(event))
-        return Kept(standing=standing, delete_requested=True)
-
-    # --- words
-
-    def _line(self, at: float, what: str, detail: str = "") -> StoryLine:
-        return StoryLine(at=at, who=self._who, what=what, detail=detail)
-
-    def _say(self, event: BuildEvent) -> Addressed:
-        return Addressed(API, event, event.instance_uuid)
-
-
-class _Named(Struct):
-    """The two fields of an unreadable request that an answer on the event stream needs."""
-
-    instance_uuid: str
-    project_id: str
-
-
-def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
-    """An unreadable request, answered on the event stream when it at least says whose it is.
-
-    Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a good
-    request is old news to whoever follows that one.
-    """
-    try:
-        named = msgspec.json.decode(malformed.body, type=_Named)
-        event = BuildEvent(
-            instance_uuid=named.instance_uuid,
-            project_id=named.project_id,
-            state=BuildState.REFUSED,
-            sequence=MALFORMED,
-            terminal=True,
-            code=malformed.code,
-            reason=malformed.reason[:2000],
-        )
-        # The names become a routing key: only what the contract allows.
-        return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
-    except msgspec.MsgspecError:
-        return ()
+    def _author(self) -> Author:
+        return Author(self._who, self._clock.time())
 
 
 def _accepted(instance_uuid: str) -> Done:
     return Done(reply=BuildAccepted(instance_uuid=instance_uuid))
-
-
-def _stopped(ending: Ending) -> tuple[str, str]:
-    if isinstance(ending, Stopped):
-        return ending.code, ending.reason
-    assert isinstance(ending, Contended), ending
-    return "claims.contended", f"{ending.claims} claims in this delivery alone were lost to others; every retry was"
-
-
-def _uuid(received: Received) -> str:
-    assert isinstance(received.message, DeleteRequest)
-    return received.message.instance_uuid
 
 
 def _settled(outcome: Outcome | None) -> Outcome:

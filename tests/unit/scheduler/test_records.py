@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildState
 from bus.wire import Malformed
+from scheduler_worker.decisions import refused_event
 from scheduler_worker.domain.records import Standing, record
-from scheduler_worker.handlers import refused_event
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AT = Standing(instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2, terminal=False, cell="c1")

@@ -1,0 +1,161 @@
+"""How the end of scheduling is written down and said: the record, the command to the cell, the event. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from bus.bus import API
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, StoryLine
+from bus.contracts.cell import CellBuild, InstanceSpec
+from bus.outbox import Addressed
+from bus.wire import Malformed
+from scheduler_worker.claiming import ATTEMPT, Away, Contended, Ending, Placed, Stopped
+from scheduler_worker.domain.explain import sentence, step
+from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
+from scheduler_worker.domain.select import NoHost
+from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.store.port import Decided
+
+NO_HOST = "no_valid_host"
+CONTENDED = "claims.contended"
+
+
+class Author(Struct, frozen=True):
+    """Who writes a story, and when."""
+
+    who: str
+    at: float
+
+    def line(self, what: str, detail: str = "") -> StoryLine:
+        """One line of the story."""
+        return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
+
+
+def decision(request: BuildRequest, wanted: Wanted, ending: Ending, author: Author, *, nearest: int) -> Decided:
+    """What is written down about one ending. An Away is none: it is tried again."""
+    match ending:
+        case Placed():
+            return _placed(request, ending, author)
+        case NoHost():
+            return _failed(request, NO_HOST, sentence(wanted, ending.funnel, nearest), author, funnel=ending.funnel)
+        case Stopped():
+            return _failed(request, ending.code, ending.reason, author)
+        case Contended():
+            reason = f"{ending.claims} claims in the last delivery alone were lost to others, after every retry"
+            return _failed(request, CONTENDED, reason, author)
+        case Away():
+            raise AssertionError(ending)
+
+
+def impossible(request: BuildRequest, why: Impossible, hosts: int, author: Author) -> Decided:
+    """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
+    reason = f"No host can take {request.flavor}: {why.reason}."
+    return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))
+
+
+def _placed(request: BuildRequest, ending: Placed, author: Author) -> Decided:
+    main = ending.selections[0]
+    alternates = ", ".join(selection.host for selection in ending.selections[1:]) or "none"
+    return Decided(
+        instance_uuid=request.instance_uuid,
+        state=BuildState.SCHEDULED,
+        sequence=SCHEDULED,
+        cell=ending.cell,
+        host=main.host,
+        host_uuid=main.host_uuid,
+        story=(
+            author.line("chosen", f"{main.host} of {ending.passed} candidates, weight {ending.score:.4g}"),
+            author.line("claimed", f"{main.host} after {ending.claims} claim(s); alternates: {alternates}"),
+            author.line("dispatched", f"to cell {ending.cell}"),
+        ),
+    )
+
+
+def _failed(
+    request: BuildRequest, code: str, reason: str, author: Author, *, funnel: tuple[FunnelStep, ...] = ()
+) -> Decided:
+    return Decided(
+        instance_uuid=request.instance_uuid,
+        state=BuildState.FAILED,
+        sequence=DECIDED,
+        terminal=True,
+        code=code,
+        reason=reason[:MAX_REASON],
+        funnel=funnel,
+        story=(author.line("failed", f"{code}: {reason}"),),
+    )
+
+
+def decided_event(one: Decided, request: BuildRequest, at: float) -> BuildEvent:
+    """What clients hear about a decision."""
+    return BuildEvent(
+        instance_uuid=one.instance_uuid,
+        project_id=request.project_id,
+        state=one.state,
+        sequence=one.sequence,
+        terminal=one.terminal,
+        cell=one.cell,
+        host=one.host,
+        attempt=ATTEMPT if one.host is not None else 0,
+        code=one.code,
+        reason=one.reason,
+        funnel=one.funnel,
+        at=at,
+    )
+
+
+def cell_build(request: BuildRequest, placed: Placed, at: float, *, build_timeout_s: float) -> CellBuild:
+    """The command to the cell (C-6)."""
+    return CellBuild(
+        spec=InstanceSpec(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            user_id=request.user_id,
+            name=request.name,
+            image=request.image,
+            flavor=request.flavor,
+        ),
+        selections=placed.selections,
+        consumer_generation=placed.consumer_generation,
+        build_timeout_s=request.build_timeout_s or build_timeout_s,
+        requested_at=at,
+    )
+
+
+def to_clients(event: BuildEvent) -> Addressed:
+    """An event on the API bus."""
+    return Addressed(API, event, event.instance_uuid)
+
+
+class _Named(Struct):
+    """The two fields of an unreadable request that an answer on the event stream needs."""
+
+    instance_uuid: str
+    project_id: str
+
+
+def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
+    """An unreadable request, answered on the event stream when it at least says whose it is.
+
+    Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a good
+    request is old news to whoever follows that one.
+    """
+    try:
+        named = msgspec.json.decode(malformed.body, type=_Named)
+        event = BuildEvent(
+            instance_uuid=named.instance_uuid,
+            project_id=named.project_id,
+            state=BuildState.REFUSED,
+            sequence=MALFORMED,
+            terminal=True,
+            code=malformed.code,
+            reason=malformed.reason[:MAX_REASON],
+        )
+        # The names become a routing key: only what the contract allows.
+        return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ()
