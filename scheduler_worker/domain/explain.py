@@ -20,6 +20,13 @@ PHRASES = {
     "host.taken": "were taken by requests decided just before",
 }
 
+# The search's own words about an amount of a resource class.
+AMOUNTS = {
+    "none here": "have no {}",
+    "capacity too small": "are too small in {}",
+    "in use": "have too little {} free",
+}
+
 
 def sentence(wanted: Wanted, funnel: Sequence[FunnelStep], nearest: int) -> str:
     """Why no host took it, in one line, the reasons that felled most (last steps first) named with their numbers."""
@@ -46,12 +53,14 @@ def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
 
 
 def phrase(step: str, reason: str) -> str:
-    """One reason in words."""
+    """One reason in words. `step` is a resource class where the replica's search says one of AMOUNTS."""
     if reason in PHRASES:
         return PHRASES[reason]
+    if reason in AMOUNTS:
+        return AMOUNTS[reason].format(step)
     if reason.startswith("capability."):
         return f"do not have the asked {reason.removeprefix('capability.')}"
-    return f"fell at {step} ({reason})" if reason != step else f"fell at {step}"
+    return f"fell at {step}" if reason == step else f"fell at {step} ({reason})"
 
 
 def step(name: str, before: int, fell: Mapping[str, int]) -> FunnelStep:
