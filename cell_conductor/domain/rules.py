@@ -137,22 +137,28 @@ def hand_back(instance: Instance, event: Claimed, patience: Patience) -> Step:
 
 
 def run_out(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
-    """No alternate could be claimed and nothing is held: failed."""
+    """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
+
+    Unless somebody else holds the consumer: then nothing is ours to release (trap 6).
+    """
     if event.attempt != instance.attempt + 1:
         return Step(instance)
     tried = _not_claimed(instance, event.outcomes, event.at)
     if event.consumer_changed:
-        code, reason = "placement.consumer_changed", event.reason or "somebody else holds this instance's allocation"
-    else:
-        code, reason = "max_retries_exceeded", _story(tried)
-    return _end_failed(replace(tried, code=code, reason=_cut(reason)), event.at, patience)
+        reason = event.reason or "somebody else holds this instance's allocation"
+        changed = replace(tried, code="placement.consumer_changed", reason=_cut(reason))
+        return _end_failed(changed, event.at, patience)
+    over = replace(tried, code="max_retries_exceeded", reason=_cut(_story(tried)))
+    return Step(_ask(over, State.GIVING_UP, event.at, patience))
 
 
 def drop(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
-    """No alternate was claimed for an instance that is to be deleted: it is deleted."""
+    """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end deleted."""
     if event.attempt != instance.attempt + 1:
         return Step(instance)
-    return _end_deleted(instance, event.at, patience)
+    if event.consumer_changed:
+        return _end_deleted(instance, event.at, patience)
+    return Step(_ask(instance, State.RELEASING, event.at, patience))
 
 
 def abandon(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:

@@ -101,7 +101,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: Rule(rules.move_on, (State.BUILDING,)),
-        ClaimRefused: Rule(rules.run_out, (State.FAILED,)),
+        ClaimRefused: Rule(rules.run_out, (State.GIVING_UP, State.FAILED)),
         Destroyed: KEEP,
         Released: None,
         HostRuns: DISOWN,
@@ -114,7 +114,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: Rule(rules.hand_back, (State.RELEASING,)),
-        ClaimRefused: Rule(rules.drop, (State.DELETED,)),
+        ClaimRefused: Rule(rules.drop, (State.RELEASING, State.DELETED)),
         Destroyed: KEEP,
         Released: None,
         HostRuns: DISOWN,
@@ -235,5 +235,7 @@ def wanted(instance: Instance) -> Claim | Release | None:
             user_id=instance.spec.user_id,
         )
     if instance.state in ASKS_A_RELEASE:
-        return Release(consumer=instance.uuid, attempt=instance.attempt)
+        # One attempt further than the last: a claim that was asked for and never answered may still be on its way
+        # (a placement worker that waits for its database), and must find itself fenced.
+        return Release(consumer=instance.uuid, attempt=instance.attempt + 1)
     return None

@@ -59,27 +59,32 @@ class Book:
         self.held: tuple[int, str] | None = None
         self.generation: int | None = None
         self.full: set[str] = set()
+        self.fence = 0
 
     def start(self) -> None:
-        self.held, self.generation = (1, HOSTS[0]), 1
+        self.held, self.generation, self.fence = (1, HOSTS[0]), 1, 1
 
     def claim(self, claim: Claim) -> tuple[ClaimOutcome, int | None]:
+        """As placement does: fenced by attempt, and a release_first that finds nothing to release may go on."""
         places = [next(iter(option.allocations)) for option in claim.options]
         if self.held is not None and self.held[0] == claim.attempt:
             return ClaimOutcome.CLAIMED, places.index(self.held[1])
-        if self.held is None or self.generation != claim.consumer_generation:
+        if claim.attempt <= self.fence or (self.held is not None and self.generation != claim.consumer_generation):
             return ClaimOutcome.CONSUMER_CHANGED, None
         self.held = None
         for option, place in enumerate(places):
             if place not in self.full:
                 self.held, self.generation = (claim.attempt, place), (self.generation or 0) + 1
+                self.fence = claim.attempt
                 return ClaimOutcome.CLAIMED, option
-        self.generation = None
+        self.fence = claim.attempt - 1
         return ClaimOutcome.FULL, None
 
     def release(self, release: Release) -> None:
-        if self.held is not None and self.held[0] <= (release.attempt or 0):
-            self.held = self.generation = None
+        assert release.attempt is not None
+        if self.held is None or self.held[0] <= release.attempt:
+            self.held = None
+            self.fence = max(self.fence, release.attempt)
 
 
 class World(RuleBasedStateMachine):
@@ -97,6 +102,7 @@ class World(RuleBasedStateMachine):
         self.asked = False
         self.deleted = False
         self.asked_before: Claim | None = None
+        self.sent: list[Claim] = []
 
     def take(self, event: e.Event) -> None:
         stepped = step(self.instance, event, PATIENCE)
@@ -136,6 +142,7 @@ class World(RuleBasedStateMachine):
                 self.take(e.Released(at=self.now))
         elif isinstance(question, Claim):
             repeated, self.asked_before = self.asked_before == question, question
+            self.sent.append(question)
             outcome, option = self.book.claim(question)
             if lose:
                 return
@@ -199,6 +206,16 @@ class World(RuleBasedStateMachine):
     def answer(self, lose: bool) -> None:
         self.ask(lose=lose)
 
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def late_claim(self, data: st.DataObject) -> None:
+        """A copy of a claim reaches placement long after anybody waited for its answer."""
+        self.book.claim(self.sent[data.draw(st.integers(0, len(self.sent) - 1))])
+
+    @rule(uuid=st.sampled_from(HOSTS))
+    def empty(self, uuid: str) -> None:
+        self.book.full.discard(uuid)
+
     @rule(uuid=st.sampled_from(HOSTS))
     def see(self, uuid: str) -> None:
         self.report(self.hosts[uuid])
@@ -253,6 +270,9 @@ class World(RuleBasedStateMachine):
             self.arrive(self.network.pop(0), "runs")
         self.at_most_one_end_a_request()
         self.numbers_rise()
+        self.book.full.clear()
+        for claim in self.sent:
+            self.book.claim(claim)
         assert self.instance.state in SETTLED, self.instance
         expected = (self.instance.attempt, self.instance.host_uuid) if self.instance.state is State.ACTIVE else None
         running = [(host.running, host.uuid) for host in self.hosts.values() if host.running is not None]

@@ -149,15 +149,17 @@ def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
     over = run(asked(hosts=1), failed())
     assert over.instance.state is State.GIVING_UP and not said(over)
-    assert wanted(over.instance) == Release(consumer=UUID, attempt=1)
+    assert wanted(over.instance) == Release(consumer=UUID, attempt=2)
     (event,) = said(run(RELEASED, start=over.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
     assert "host-1: failed (spawn.no_disk: full)" in event.reason
     assert len(event.history) == 1
 
 
-def test_exhausted_by_the_claim_is_failed_at_once_because_nothing_is_held() -> None:
-    stepped = run(asked(), failed(), refused())
+def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> None:
+    over = run(asked(), failed(), refused())
+    assert wanted(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
+    stepped = run(RELEASED, start=over.instance)
     (event,) = said(stepped)
     assert (stepped.instance.state, event.code, event.terminal) == (State.FAILED, "max_retries_exceeded", True)
     assert [r.code for r in event.history] == ["spawn.no_disk", "full", "raced"]
@@ -190,6 +192,7 @@ def test_a_host_that_never_answers_is_fenced_and_left() -> None:
         (asked(), TIMED_OUT, claimed()),
         (asked(), TIMED_OUT, claimed(), spawned(2)),
         (asked(), TIMED_OUT, refused()),
+        (asked(), TIMED_OUT, refused(), RELEASED),
         (asked(), TIMED_OUT, DELETE),
         (asked(hosts=1), TIMED_OUT, RELEASED),
         (asked(), TIMED_OUT, claimed(), DELETE),
@@ -219,7 +222,7 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2)), start=again.instance)
     assert other.instance.state is State.DELETING
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
-    assert wanted(gone.instance) == Release(consumer=UUID, attempt=1)
+    assert wanted(gone.instance) == Release(consumer=UUID, attempt=2)
     (event,) = said(run(RELEASED, start=gone.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
@@ -238,8 +241,9 @@ def test_delete_while_claiming_gives_the_alternate_back() -> None:
     assert waiting.instance.state is State.ABANDONING
     assert isinstance(wanted(waiting.instance), Claim), "a claim may be under way: only its answer makes releasing safe"
     back = run(claimed(), start=waiting.instance)
-    assert not spawns(back) and wanted(back.instance) == Release(consumer=UUID, attempt=2)
-    assert run(refused(), start=waiting.instance).instance.state is State.DELETED
+    assert not spawns(back) and wanted(back.instance) == Release(consumer=UUID, attempt=3)
+    assert run(refused(), start=waiting.instance).instance.state is State.RELEASING
+    assert run(refused(changed=True), start=waiting.instance).instance.state is State.DELETED
 
 
 def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
@@ -247,7 +251,7 @@ def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
     grave = run(DELETE)
     assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
     late = run(asked(), start=grave.instance)
-    assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=1)
+    assert late.commands == () and wanted(late.instance) == Release(consumer=UUID, attempt=2)
     (event,) = said(run(RELEASED, start=late.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
 
@@ -261,7 +265,7 @@ def test_delete_while_giving_up_ends_deleted_once() -> None:
 
 
 def test_delete_of_a_failed_instance() -> None:
-    assert said(run(asked(), failed(), refused(), DELETE))[0].state is BuildState.DELETED
+    assert said(run(asked(), failed(), refused(), RELEASED, DELETE))[0].state is BuildState.DELETED
 
 
 def test_report_finds_a_lost_success() -> None:
