@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
@@ -22,6 +23,10 @@ log = structlog.get_logger("bus.rabbitmq")
 # Waits between attempts to reach the broker: from the first, doubled, to the longest; halved at random.
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
+# Declaring and starting to consume outlive the loss of a connection for so long.
+SETUP_PATIENCE_S = 60.0
+
+T = TypeVar("T")
 
 
 class RabbitSubscription:
@@ -137,7 +142,7 @@ class RabbitTransport:
 
     async def declare_exchanges(self) -> None:
         """Declare the three exchanges of the catalogue."""
-        await self._current().declare_exchanges()
+        await self._lasting(Session.declare_exchanges)
         self._exchanges = True
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
@@ -164,7 +169,7 @@ class RabbitTransport:
     ) -> RabbitSubscription:
         """Deliver messages of a queue to a callback."""
         subscription = RabbitSubscription(self, self._names.queue(queue), on_delivery, prefetch)
-        await subscription.attach(self._current())
+        await self._lasting(subscription.attach)
         self._subscriptions.append(subscription)
         return subscription
 
@@ -210,9 +215,25 @@ class RabbitTransport:
             raise BusUnavailable(f"{self.name}: not connected")
         return self._session
 
+    async def _lasting(self, work: Callable[[Session], Awaitable[T]]) -> T:
+        """Do it on this session; when that is lost meanwhile, on the next. Raises BusUnavailable in the end.
+
+        When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
+        with INTERNAL_ERROR; trying again is all that helps.
+        """
+        until = asyncio.get_running_loop().time() + SETUP_PATIENCE_S
+        while True:
+            try:
+                return await work(self._current())
+            except BusUnavailable:
+                left = until - asyncio.get_running_loop().time()
+                if left <= 0 or self._keeper is None or self._keeper.done():
+                    raise
+                await asyncio.sleep(min(left, FIRST_WAIT_S * (0.5 + self._jitter.random())))
+
     async def _declare(self, planned: QueuePlan) -> None:
         real = self._names.plan(planned)
-        await self._current().declare(real)
+        await self._lasting(lambda session: session.declare(real))
         self._declared[real.name] = real
 
     async def _keep(self) -> None:
