@@ -1,0 +1,76 @@
+"""A compute service on a real broker, which goes away in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from berth.embedded.rabbitmq import RabbitMQ
+from bus.contracts.cell import ComputeOutcome
+from bus.port import Transport
+from bus.rabbitmq import RabbitTransport
+from compute_sim.config import ComputeConfig
+from compute_sim.domain.faults import Faults
+from compute_sim.fleet import Fleet
+from tests.integration.compute.harness import CELL, Cell
+
+pytestmark = pytest.mark.rabbitmq
+
+CONFIG = ComputeConfig(hosts=20, heartbeat_s=0.2)
+
+
+def cell_on(url: str, prefix: str = "") -> Cell:
+    def transport(name: str) -> Transport:
+        return RabbitTransport(url, name=name, prefix=prefix)
+
+    return Cell(transport)
+
+
+async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> None:
+    cell = cell_on(*amqp)
+    await cell.open()
+    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
+    hosts = [host.plan.uuid for host in fleet.hosts]
+    life = await cell.compute(CONFIG, fleet)
+    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    builds = [(hosts[n % 20], cell.instance()) for n in range(1000)]
+    await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds[:500]))
+    await life.kill()
+    await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds[500:]))
+    life = await cell.compute(CONFIG, fleet)
+    await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 1000)
+    assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
+    assert sorted((host, guest.instance_uuid) for host, guest in fleet.guests()) == sorted(builds)
+    await asyncio.gather(*(cell.destroy(host, instance) for host, instance in builds))
+    await cell.until(
+        lambda: len({r.instance_uuid for r in cell.results() if r.outcome is ComputeOutcome.DESTROYED}) == 1000
+    )
+    assert list(fleet.guests()) == []
+    await life.stop()
+    await cell.close()
+
+
+async def test_results_of_builds_that_end_while_the_broker_is_away_are_said_when_it_is_back(
+    own_broker: RabbitMQ,
+) -> None:
+    config = ComputeConfig(hosts=20, heartbeat_s=0.2, faults=Faults(delay_min_s=2.0, delay_max_s=8.0))
+    cell = cell_on(own_broker.url())
+    await cell.open()
+    fleet = Fleet.planned(config, CELL, "c1-a")
+    hosts = [host.plan.uuid for host in fleet.hosts]
+    life = await cell.compute(config, fleet)
+    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    builds = [(hosts[n % 20], cell.instance()) for n in range(50)]
+    await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds))
+    await cell.until(lambda: fleet.records.accepted == 50)  # heartbeats make it look again
+    # Shut down, not killed: a killed broker of this version may forget a queue as young as these.
+    await asyncio.to_thread(own_broker.shut_down)
+    told = len(cell.inventory())
+    await asyncio.to_thread(own_broker.start)
+    await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 50)
+    assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
+    await cell.until(lambda: len(cell.inventory()) >= told + 20)  # said again after the reconnection
+    assert len(list(fleet.guests())) == 50
+    await life.stop()
+    await cell.close()
