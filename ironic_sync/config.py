@@ -41,6 +41,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     transient_max_s: Seconds = 60.0
     failed_s: Seconds = 0.5
     failed_max_s: Seconds = 30.0
+    announced_s: Seconds = 0.5
     allocation_s: Seconds = 0.1
     allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
     leader_poll_s: Annotated[float, Bound(gt=0, le=20)] = 1.0  # below the server's idle-in-transaction limit

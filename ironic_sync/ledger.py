@@ -66,6 +66,8 @@ class Ledger:
         before = self._of(meaning.read)
         if before is None:
             return False
+        if meaning.announced:
+            return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
         self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
         after = step.heard(before, away=meaning.take_away, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)

@@ -117,6 +117,7 @@ class SyncLoop:
             transient_max_s=config.transient_max_s,
             failed_s=config.failed_s,
             failed_max_s=config.failed_max_s,
+            announced_s=config.announced_s,
         )
         ledger = Ledger(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
         reader = Reader(self._source, ledger, clock=self._clock, rng=self._rng, config=config)

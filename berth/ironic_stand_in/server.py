@@ -65,7 +65,8 @@ class IronicStandIn:
     async def start(self) -> str:
         """Open the exchange, listen, and return the API's address."""
         await self._announcer.open()
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # With the protocol named, asyncio switches Nagle's algorithm off; without it every answer takes 40 ms.
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(self._address)
         listening.listen(256)

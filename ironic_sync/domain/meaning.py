@@ -16,12 +16,14 @@ from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 class Meaning(Struct, frozen=True, kw_only=True):
     """What to do about one notification.
 
-    read: the node to read again. take_away: hold that node back at once, before reading it.
+    read: the node to read again. take_away: hold that node back at once, before reading it. announced: nothing has
+    happened yet, another notification is to follow; read only in case it does not.
     allocation: an allocation that will set some node's instance_uuid: look at it until it has.
     """
 
     read: str | None = None
     take_away: bool = False
+    announced: bool = False
     allocation: str | None = None
 
 
@@ -38,6 +40,8 @@ def meaning(notification: Notification, *, seen_updated_at: str | None = None) -
         return _of_allocation(notification)
     if notification.subject is None:
         return NOTHING
+    if notification.status is Status.START and notification.action not in _ALWAYS_TRUE:
+        return Meaning(read=notification.subject, announced=True)
     away = notification.kind == "node" and _is_fact(notification) and _takes_away(notification)
     return Meaning(read=notification.subject, take_away=away and not _older(notification.updated_at, seen_updated_at))
 

@@ -23,6 +23,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     transient_max_s: float = 60.0
     failed_s: float = 0.5  # first re-read after a failed read; doubled up to ...
     failed_max_s: float = 30.0
+    announced_s: float = 0.5  # after a `.start`, unless its `.end` or `.error` comes first
 
 
 class Position(Struct, frozen=True, kw_only=True):
@@ -62,6 +63,12 @@ def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
     if not away or position.report is None:
         return asked
     return _tell(asked, take_away(position.report), now)
+
+
+def announced(position: Position, *, now: float, timing: Timing) -> Position:
+    """Something is about to happen to the node. What follows asks for a read; in case nothing follows, read later."""
+    due_at = now + timing.announced_s
+    return replace(position, due_at=due_at if position.due_at is None else min(due_at, position.due_at))
 
 
 def wanted(position: Position, *, now: float) -> Position:

@@ -164,6 +164,25 @@ async def test_much_news_about_a_node_being_read_is_one_more_read() -> None:
         assert nodes.most_under_way == 1
 
 
+async def test_a_start_is_read_later_unless_its_end_comes() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        await here.say(told("node.maintenance_set.start", maintenance=True))
+        await here.settle()
+        assert (nodes.reads, reserved(here)) == (0, 0), "nothing has happened yet"
+        nodes.put(maintenance=True)
+        await here.pass_time(1)
+        assert (nodes.reads, reserved(here)) == (1, 1), "its end was lost"
+        nodes.put(maintenance=False)
+        await here.say(told("node.maintenance_set.start"))
+        await here.say(told("node.maintenance_set.end"))
+        await here.settle()
+        assert reserved(here) == 0
+        await here.pass_time(1)
+        assert nodes.reads == 2
+
+
 async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
     nodes, here = world(reads_in_flight=4)
     uuids = [f"00000000-0000-4000-8000-{i:012x}" for i in range(20)]

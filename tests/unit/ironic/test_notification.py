@@ -87,6 +87,7 @@ def test_no_bytes_raise(given: bytes) -> None:
 
 AWAY = Meaning(read=UUID, take_away=True)
 LOOK = Meaning(read=UUID)
+LATER = Meaning(read=UUID, announced=True)
 FREE = {"provision_state": "available", "power_state": "power off", "maintenance": False, "instance_uuid": None}
 
 
@@ -94,11 +95,11 @@ FREE = {"provision_state": "available", "power_state": "power off", "maintenance
     ("event", "data", "means"),
     [
         ("node.maintenance_set.end", {**FREE, "maintenance": True}, AWAY),
-        ("node.maintenance_set.start", {**FREE, "maintenance": True}, LOOK),
+        ("node.maintenance_set.start", {**FREE, "maintenance": True}, LATER),
         ("node.maintenance_set.error", {**FREE, "maintenance": True}, LOOK),
         ("node.maintenance_set.end", FREE, LOOK),
         ("node.update.end", {**FREE, "instance_uuid": OTHER}, AWAY),
-        ("node.update.start", {**FREE, "instance_uuid": OTHER}, LOOK),
+        ("node.update.start", {**FREE, "instance_uuid": OTHER}, LATER),
         ("node.update.error", {**FREE, "instance_uuid": OTHER}, LOOK),
         ("node.provision_set.start", {**FREE, "provision_state": "deploying"}, AWAY),
         ("node.provision_set.error", {**FREE, "provision_state": "clean failed"}, AWAY),
@@ -108,7 +109,7 @@ FREE = {"provision_state": "available", "power_state": "power off", "maintenance
         ("node.power_state_corrected.success", {**FREE, "power_state": None}, AWAY),
         ("node.power_set.error", {**FREE, "power_state": "error"}, LOOK),
         ("node.delete.end", FREE, AWAY),
-        ("node.delete.start", FREE, LOOK),
+        ("node.delete.start", FREE, LATER),
         ("node.delete.error", FREE, LOOK),
         ("node.create.end", {}, LOOK),
         ("port.update.end", {"uuid": OTHER, "node_uuid": UUID}, LOOK),
