@@ -17,6 +17,8 @@ from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
 from bus.port import BusUnavailable, Delivery, Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
 from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, matches, plan, reply_plan
 
+# Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
+MAX_PER_TURN = 256
 # Routes remembered per exchange; one more and they are all worked out again.
 MAX_ROUTES = 50_000
 
@@ -187,14 +189,18 @@ class _Queue:
     def _pump(self) -> None:
         self.woken = False
         self.expire(self.broker.clock.monotonic())
-        idle = 0
+        idle = handed = 0
         while (self.ready or self.returned) and idle < len(self.consumers):
+            if handed == MAX_PER_TURN:
+                self.wake()
+                return
             consumer = self.consumers.pop(0)
             self.consumers.append(consumer)  # whoever was served goes to the end of the round
             if len(consumer.unacked) >= consumer.prefetch:
                 idle += 1
                 continue
             idle = 0
+            handed += 1
             self.hand_to(consumer)
 
     def hand_to(self, consumer: _Consumer) -> None:

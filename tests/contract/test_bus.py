@@ -251,8 +251,20 @@ async def test_no_reply_is_a_timeout_at_the_deadline(house: House) -> None:
 
 async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
+    refused = asyncio.Event()
+    publish = asker.transport.publish
+
+    async def watched(message: Outgoing) -> None:
+        try:
+            await publish(message)
+        except Unroutable:
+            refused.set()
+            raise
+
+    asker.transport.publish = watched  # type: ignore[method-assign]
     asking = asyncio.create_task(asker.request(BuildQuery(), Refusal, timeout_s=20))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await refused.wait()
     handler = Answering(lambda _: Done(Refusal(code="hello")))
     await house.consume(server, "scheduler.queries", handler)
     assert (await asking).code == "hello"

@@ -414,6 +414,16 @@ async def test_prefixes_keep_systems_apart_and_foreign_reply_queues_reachable(ri
         await one.publish(Outgoing(exchange="", routing_key="=" + queue, body=b"x", mandatory=True))
 
 
+async def test_a_consumer_that_gives_back_at_once_stops_nobody_else(rig: Rig) -> None:
+    transport = await rig.transport()
+    queue = await declare(transport, QueueKind.TRANSIENT)
+    subscription = await transport.consume(queue, lambda delivery: delivery.nack(requeue=True), prefetch=1)
+    await transport.publish(command(b"1"))
+    async with asyncio.timeout(20):
+        await subscription.cancel()
+    await until(lambda: _depth_is(transport, queue, 1))
+
+
 async def test_many_at_once_are_all_confirmed_and_all_acknowledged(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)
