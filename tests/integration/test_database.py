@@ -160,13 +160,16 @@ async def test_open_waits_for_a_server_that_is_away_and_survives_its_crash(tmp_p
         await opening
         async with database.raw() as connection:
             await connection.execute("CREATE TABLE t AS SELECT 1 AS n")
+        async with database.raw(), database.raw():
+            pass  # two connections are in the pool now
         server.kill()
         with pytest.raises(DatabaseUnavailable):
             async with database.raw() as connection:
                 await connection.fetchval("SELECT n FROM t")
         await asyncio.to_thread(server.start)
-        async with database.raw() as connection:
+        async with database.raw() as connection, database.raw() as other:  # neither is one that died with the server
             assert await connection.fetchval("SELECT n FROM t") == 1
+            assert await other.fetchval("SELECT n FROM t") == 1
         await database.close()
 
 

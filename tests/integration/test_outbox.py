@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -253,16 +252,14 @@ async def test_a_message_handled_twice_is_new_once(database: Database) -> None:
 
 
 async def test_two_processes_with_the_same_messages_agree_on_who_was_first(database: Database) -> None:
-    rng = random.Random(7)
+    ids = [f"m{n:05}" for n in range(5_000)]
 
-    async def handle() -> set[str]:
-        ids = [f"m{n}" for n in range(200)]
-        rng.shuffle(ids)
+    async def handle(order: list[str]) -> set[str]:
         async with database.raw() as connection:
-            return await outbox.first_time(connection, "h", ids)
+            return await outbox.first_time(connection, "h", order)
 
-    first, second = await asyncio.gather(handle(), handle())
-    assert len(first | second) == 200
+    first, second = await asyncio.gather(handle(ids), handle(ids[::-1]))  # opposite orders: a deadlock, unless sorted
+    assert first | second == set(ids)
     assert not first & second
 
 
