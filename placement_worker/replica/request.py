@@ -1,0 +1,45 @@
+"""What a granular candidate search is asked: groups of resources, as `GET /allocation_candidates` has them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+UNNUMBERED = ""
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """One request group. Suffix "": each class from any provider of the tree or sharing with it; else all from one.
+
+    required: AND of any-of groups of traits. The un-numbered group's are met by the providers that give it resources,
+    together; a numbered group's by its one provider (P-48). forbidden: on none of them.
+    member_of: AND of any-of groups of aggregates; forbidden_aggregates: in none. A provider counts as in its root's
+    aggregates for the un-numbered group only (P-47, as Placement does it).
+    in_tree: only the tree that this provider is in. A numbered group without resources picks a provider that meets
+    the rest; it only serves `same_subtree`.
+    """
+
+    suffix: str = UNNUMBERED
+    resources: dict[str, int] = {}
+    required: tuple[tuple[str, ...], ...] = ()
+    forbidden: tuple[str, ...] = ()
+    member_of: tuple[tuple[str, ...], ...] = ()
+    forbidden_aggregates: tuple[str, ...] = ()
+    in_tree: str | None = None
+
+
+class CandidatesRequest(Struct, frozen=True, kw_only=True):
+    """All groups of one request, and what holds between them.
+
+    group_policy: "isolate" puts numbered groups on different providers. root_required, root_forbidden: traits of the
+    root that anchors a candidate (P-1.35). same_subtree: sets of suffixes; of the providers of each set, one is an
+    ancestor of the rest (P-1.36). one_per_tree: no two providers of one tree give resources (before 1.29).
+    """
+
+    groups: tuple[Group, ...]
+    group_policy: Literal["none", "isolate"] | None = None
+    root_required: tuple[str, ...] = ()
+    root_forbidden: tuple[str, ...] = ()
+    same_subtree: tuple[tuple[str, ...], ...] = ()
+    one_per_tree: bool = False
