@@ -254,8 +254,11 @@ async def test_a_message_handled_twice_is_new_once(database: Database) -> None:
 async def test_two_processes_with_the_same_messages_agree_on_who_was_first(database: Database) -> None:
     ids = [f"m{n:05}" for n in range(5_000)]
 
+    together = asyncio.Barrier(2)
+
     async def handle(order: list[str]) -> set[str]:
         async with database.raw() as connection:
+            await together.wait()
             return await outbox.first_time(connection, "h", order)
 
     first, second = await asyncio.gather(handle(ids), handle(ids[::-1]))  # opposite orders: a deadlock, unless sorted
