@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from bus.clock import Clock
+from bus.faults import BrokenInvariant
 from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
@@ -47,6 +48,7 @@ class Listener:
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
         self._stopped = False
+        self._fault: BrokenInvariant | None = None
         self._events: set[str] = set()
         self.bound = False
 
@@ -61,6 +63,8 @@ class Listener:
         try:
             while True:
                 self._check.clear()
+                if self._fault is not None:
+                    raise self._fault
                 was_bound, self.bound = self.bound, await self._bind()
                 metrics.BOUND.set(self.bound)
                 if first or (self.bound and not was_bound):
@@ -102,7 +106,16 @@ class Listener:
         return True
 
     def on_delivery(self, delivery: Delivery) -> None:
-        """Take one message. Never blocks, never raises, never shows a body."""
+        """Take one message. Never blocks, never shows a body; a bug in here ends the term instead of losing it."""
+        try:
+            self._take(delivery)
+        except Exception as error:  # raised here it would only be logged, and the message held for ever
+            delivery.nack(requeue=True)
+            self._fault = BrokenInvariant(f"a notification could not be handled: {type(error).__name__}")
+            self._fault.__cause__ = error
+            self._check.set()
+
+    def _take(self, delivery: Delivery) -> None:
         heard = parse(delivery.body)
         if isinstance(heard, Rejected):
             metrics.REJECTED.labels(heard.code).inc()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bus.contracts.placement import InventoryUpdate
-from bus.faults import DatabaseUnavailable
+from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.port import BusUnavailable
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
 from ironic_sync.domain.rules import NO_CLASS
@@ -181,6 +181,21 @@ async def test_a_start_is_read_later_unless_its_end_comes() -> None:
         assert reserved(here) == 0
         await here.pass_time(1)
         assert nodes.reads == 2
+
+
+async def test_a_bug_in_a_callback_ends_the_process_and_keeps_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here = world()
+    await here.transport.open()
+    await here.ironic.open()
+    task = asyncio.create_task(here.loop.run())
+    await here.settle()
+    monkeypatch.setattr("ironic_sync.listener.meaning", lambda *_, **__: 1 / 0)
+    await here.say(told("node.update.end"))
+    with pytest.raises(BrokenInvariant):
+        await task
+    assert await here.transport.depth(here.config.queue) == 1
+    await here.transport.close()
+    await here.ironic.close()
 
 
 async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
