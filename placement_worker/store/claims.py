@@ -6,7 +6,7 @@ waits therefore waits for somebody further along, and there is no deadlock, swap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import asyncpg
 
@@ -76,21 +76,36 @@ FROM unnest($1::bigint[], $2::bigint[]) AS n (id, generation) WHERE p.id = n.id
 
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names) -> list[ClaimReply]:
     """Decide and write one group inside the caller's transaction."""
-    inserted, consumers = await _lock_consumers(connection, items, names)
-    ids, providers = await _lock_providers(connection, items, consumers, names)
+    inserted, consumers = await lock_consumers(connection, _expected(items), names)
+    ids, providers = await lock_providers(connection, _wanted(items, consumers), names)
     decision = decide(items, consumers, providers, names.class_ids)
-    await _write_consumers(connection, decision, consumers, inserted)
-    await _write_holdings(connection, decision, consumers, ids, names)
-    await _write_usage(connection, decision, ids, names)
+    await write(connection, decision, consumers, inserted, ids=ids, names=names)
     sequence = await feed.append(connection, changes_of(decision))
     return [_reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
 
-async def _lock_consumers(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names
+async def write(
+    connection: asyncpg.Connection,
+    decision: Decision,
+    found: Mapping[str, Consumer],
+    inserted: Mapping[str, Consumer],
+    *,
+    ids: Mapping[str, int],
+    names: Names,
+) -> None:
+    """Write a decision about consumers and providers that `lock_consumers` and `lock_providers` have locked."""
+    await _write_consumers(connection, decision, found, inserted)
+    await _write_holdings(connection, decision, found, ids, names)
+    await _write_usage(connection, decision, ids, names)
+
+
+async def lock_consumers(
+    connection: asyncpg.Connection, expected: Mapping[str, Consumer], names: Names
 ) -> tuple[dict[str, Consumer], dict[str, Consumer]]:
-    """(rows this transaction inserted ahead, consumers that were there before)."""
-    expected = _expected(items)
+    """(rows this transaction inserted ahead, consumers that were there before).
+
+    `expected`: each consumer as its row will most likely be if it is new.
+    """
     rows = await connection.fetch(LOCK_CONSUMERS, *_columns(sorted(expected.items())))
     inserted: dict[str, Consumer] = {}
     found: dict[str, Consumer] = {}
@@ -141,9 +156,7 @@ def _columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
     )
 
 
-async def _lock_providers(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], consumers: Mapping[str, Consumer], names: Names
-) -> tuple[dict[str, int], dict[str, ClaimedProvider]]:
+def _wanted(items: Sequence[ClaimItem], consumers: Mapping[str, Consumer]) -> set[str]:
     wanted: set[str] = set()
     for item in items:
         if isinstance(item, Claim):
@@ -154,6 +167,13 @@ async def _lock_providers(
                 wanted.update(entry.allocations)
     for consumer in consumers.values():
         wanted.update(consumer.holding)
+    return wanted
+
+
+async def lock_providers(
+    connection: asyncpg.Connection, wanted: Collection[str], names: Names
+) -> tuple[dict[str, int], dict[str, ClaimedProvider]]:
+    """({uuid: id}, {uuid: provider}) of those that exist, locked by id, as the locks' last holder left them."""
     if not wanted:
         return {}, {}
     rows = await connection.fetch(LOCK_PROVIDERS, list(wanted))

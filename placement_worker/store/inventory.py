@@ -216,7 +216,7 @@ async def _apply(connection: asyncpg.Connection, group: _Group) -> int:
         written.append(group.row(number, not result.set_aside, answers_for))
         if result.changed:
             changed.append(group.keys[number])
-    await _write(connection, ids, before, outcome.after, group.names)
+    await write_providers(connection, ids, before, outcome.after, group.names)
     await _execute_rows(connection, WRITE_SOURCES, written)
     await _execute_rows(connection, UNSETTLE_OTHERS, changed)
     return await feed.append(connection, changes_of(before, outcome.after))
@@ -234,13 +234,17 @@ async def _lock_trees(
     return await read_providers(connection, READ_PROVIDERS_BY_ID, locked)
 
 
-async def _write(
+async def write_providers(
     connection: asyncpg.Connection,
     ids: dict[str, int],
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
     names: Names,
 ) -> None:
+    """Make the rows of `before` into those of `after`; a provider that is the same object in both is left alone.
+
+    `ids` has every provider in `before`, and every parent and root of what is written; new ones are added to it.
+    """
     gone = [ids[uuid] for uuid in before if uuid not in after]
     changed = [(before.get(uuid), provider) for uuid, provider in after.items() if before.get(uuid) is not provider]
     created = [provider for old, provider in changed if old is None]

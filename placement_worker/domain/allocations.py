@@ -1,0 +1,232 @@
+"""Decides a group of REST allocation writes, in order, by Placement's rules, against the rows locked for them.
+
+Different from bus claims (`claims.py`) where Placement's API is: a provider's generation moves for what is asked of it
+and for what is emptied, not for what a replacement merely no longer names, and not with DELETE; amounts must be allowed
+even where they do not change; no shapes, no attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from placement_worker.domain.claims import Decision
+from placement_worker.domain.refusal import Refusal, Why, no_such_class
+from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
+
+
+class AnyGeneration(Struct, frozen=True):
+    """The caller, before 1.28, does not say which consumer generation it knows."""
+
+
+ANY = AnyGeneration()
+Expected = int | None | AnyGeneration
+
+
+class ConsumerWrite(Struct, frozen=True):
+    """What one consumer is to hold; an empty holding removes it.
+
+    expects: the generation the consumer must have, None = it must not exist. consumer_type None (before 1.38): an
+    existing consumer keeps its own, a new one has none.
+    """
+
+    consumer: str
+    holding: Holding
+    project_id: str
+    user_id: str
+    consumer_type: str | None = None
+    expects: Expected = ANY
+
+
+class Replace(Struct, frozen=True):
+    """Several consumers at once, all or none (P-1.13)."""
+
+    writes: tuple[ConsumerWrite, ...]
+
+
+class Remove(Struct, frozen=True):
+    """DELETE: whatever the consumer holds, unguarded (P-1.28)."""
+
+    consumer: str
+
+
+AllocationWrite = Replace | Remove
+AllocationOutcome = Refusal | None
+
+
+class Ledger:
+    """The running state of one group: what was loaded, overlaid by what has been decided so far."""
+
+    def __init__(
+        self,
+        consumers: Mapping[str, Consumer],
+        providers: Mapping[str, ClaimedProvider],
+        known_classes: Mapping[str, int],
+    ) -> None:
+        self._consumers = consumers
+        self.providers = providers
+        self.known_classes = known_classes
+        self.changed: dict[str, Consumer | None] = {}
+        self.used: dict[str, dict[str, int]] = {}
+        self.generations: dict[str, int] = {}
+
+    def decision(self) -> Decision:
+        """What is to be written."""
+        return Decision([], self.changed, self.used, self.generations)
+
+    def consumer(self, uuid: str) -> Consumer | None:
+        """The consumer as it is now. One that holds nothing is only a fence against old attempts."""
+        return self.changed[uuid] if uuid in self.changed else self._consumers.get(uuid)
+
+    def used_of(self, uuid: str, name: str) -> int:
+        """What is used of one class now."""
+        touched = self.used.get(uuid)
+        if touched is not None and name in touched:
+            return touched[name]
+        return self.providers[uuid].rooms[name].used
+
+    def move(self, before: Holding, after: Holding) -> None:
+        """Usage follows a holding; generations stay."""
+        for sign, holding in ((-1, before), (1, after)):
+            for uuid, resources in holding.items():
+                touched = self.used.setdefault(uuid, {})
+                for name, amount in resources.items():
+                    touched[name] = self.used_of(uuid, name) + sign * amount
+                self.generations.setdefault(uuid, self.providers[uuid].generation)
+
+    def bump(self, uuids: Iterable[str]) -> None:
+        """Each of these providers has been written once more."""
+        for uuid in uuids:
+            self.generations[uuid] = self.generations.get(uuid, self.providers[uuid].generation) + 1
+
+
+def decide(
+    items: Sequence[AllocationWrite],
+    consumers: Mapping[str, Consumer],
+    providers: Mapping[str, ClaimedProvider],
+    known_classes: Mapping[str, int],
+) -> tuple[list[AllocationOutcome], Decision]:
+    """Evaluate a group in order; each item sees what the ones before it did, and is applied whole or not at all."""
+    ledger = Ledger(consumers, providers, known_classes)
+    outcomes = [remove(ledger, item) if isinstance(item, Remove) else replace(ledger, item.writes) for item in items]
+    return outcomes, ledger.decision()
+
+
+def remove(ledger: Ledger, item: Remove) -> AllocationOutcome:
+    """Take everything from one consumer."""
+    known = ledger.consumer(item.consumer)
+    if known is None or not known.holding:
+        return Refusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
+    ledger.move(known.holding, NOTHING)
+    ledger.changed[item.consumer] = None
+    return None
+
+
+def replace(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+    """Give each consumer exactly what is asked, or say what stands against it and change nothing."""
+    known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
+    for write in writes:
+        refusal = _check_generation(write, known[write.consumer])
+        if refusal is not None:
+            return refusal
+    refusal = _check_names(ledger, writes) or _check_room(ledger, writes, known)
+    if refusal is not None:
+        return refusal
+    written: dict[str, None] = {}  # each provider once, in a stated order
+    for write in writes:
+        consumer = known[write.consumer]
+        held = consumer.holding if consumer is not None else NOTHING
+        ledger.move(held, write.holding)
+        written.update(dict.fromkeys(write.holding or held))
+        if write.holding:
+            ledger.changed[write.consumer] = _written(ledger, write)
+        elif consumer is not None:
+            # A late claim of an attempt that is over must not bring the consumer back.
+            fence = Consumer(
+                consumer.generation, consumer.attempt, consumer.project_id, consumer.user_id, consumer.consumer_type
+            )
+            ledger.changed[write.consumer] = fence if consumer.attempt else None
+    ledger.bump(written)
+    return None
+
+
+def _holder(ledger: Ledger, uuid: str) -> Consumer | None:
+    known = ledger.consumer(uuid)
+    return known if known is not None and known.holding else None
+
+
+def _written(ledger: Ledger, write: ConsumerWrite) -> Consumer:
+    known = ledger.consumer(write.consumer)
+    consumer_type = write.consumer_type
+    if consumer_type is None:
+        consumer_type = known.consumer_type if known is not None and known.holding else ""
+    return Consumer(
+        generation=1 if known is None else known.generation + 1,
+        attempt=0 if known is None else known.attempt,
+        project_id=write.project_id,
+        user_id=write.user_id,
+        consumer_type=consumer_type,
+        holding=write.holding,
+    )
+
+
+def _check_generation(write: ConsumerWrite, known: Consumer | None) -> AllocationOutcome:
+    expects = write.expects
+    if isinstance(expects, AnyGeneration):
+        return None
+    if known is None:
+        if expects is None:
+            return None
+        words = f"consumer generation conflict - expected null but got {expects}"
+    elif known.generation == expects:
+        return None
+    else:
+        words = f"consumer generation conflict - expected {known.generation} but got {expects}"
+    return Refusal(Why.CONSUMER_GENERATION, words, write.consumer)
+
+
+def _check_names(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+    for write in writes:
+        for uuid in write.holding:
+            if uuid not in ledger.providers:
+                return Refusal(Why.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid)
+    for write in writes:
+        for resources in write.holding.values():
+            for name in resources:
+                if name not in ledger.known_classes:
+                    return no_such_class(name)
+    return None
+
+
+def _check_room(
+    ledger: Ledger, writes: Sequence[ConsumerWrite], known: Mapping[str, Consumer | None]
+) -> AllocationOutcome:
+    """P-41 and P-42 over the sum of what all the consumers hold before and after."""
+    more: dict[tuple[str, str], int] = {}
+    for write in writes:
+        consumer = known[write.consumer]
+        for sign, holding in ((-1, consumer.holding if consumer is not None else NOTHING), (1, write.holding)):
+            for uuid, resources in holding.items():
+                for name, amount in resources.items():
+                    more[uuid, name] = more.get((uuid, name), 0) + sign * amount
+    for write in writes:
+        for uuid, resources in write.holding.items():
+            rooms = ledger.providers[uuid].rooms
+            for name, amount in resources.items():
+                room = rooms.get(name)
+                if room is None:
+                    return Refusal(
+                        Why.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
+                    )
+                if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+                    return _does_not_fit(name, uuid, "violate inventory constraints")
+                extra = more[uuid, name]
+                if extra > 0 and ledger.used_of(uuid, name) + extra > room.capacity:
+                    return _does_not_fit(name, uuid, "exceed the capacity")
+    return None
+
+
+def _does_not_fit(name: str, uuid: str, how: str) -> Refusal:
+    words = f"Unable to create allocation for '{name}' on resource provider '{uuid}'. The requested amount would {how}."
+    return Refusal(Why.DOES_NOT_FIT, words, uuid)

@@ -1,0 +1,87 @@
+"""Decides one reshape: inventories and the allocations that follow them, all or none (P-1.30, P-46)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace as changed
+
+from placement_worker.domain.allocations import ConsumerWrite, Ledger, replace
+from placement_worker.domain.claims import Decision
+from placement_worker.domain.refusal import Refusal, Why, no_such_class
+from placement_worker.domain.trees import in_use
+from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
+
+
+class Reshape(Struct, frozen=True):
+    """{provider: (the generation it must have, its inventories)}, and what consumers hold afterwards."""
+
+    inventories: Mapping[str, tuple[int, Mapping[str, Stock]]]
+    writes: tuple[ConsumerWrite, ...]
+
+
+class Reshaped(Struct, frozen=True):
+    """How to write it: `interim` holds old and new inventories together, so that allocations can move between them."""
+
+    interim: dict[str, Provider]
+    decision: Decision
+    final: dict[str, Provider]
+
+
+def reshape(
+    item: Reshape,
+    consumers: Mapping[str, Consumer],
+    providers: Mapping[str, Provider],
+    known_classes: Mapping[str, int],
+) -> Reshaped | Refusal:
+    """The new world, or what stands against it. `providers`: every one that is named or held."""
+    refusal = _check(item, providers, known_classes)
+    if refusal is not None:
+        return refusal
+    interim = dict(providers)
+    for uuid, (_, stocks) in item.inventories.items():
+        before = providers[uuid]
+        interim[uuid] = changed(before, stocks={**before.stocks, **stocks}, shape=before.shape + 1)
+    ledger = Ledger(consumers, {uuid: _claimed(p) for uuid, p in interim.items()}, known_classes)
+    refusal = replace(ledger, item.writes)
+    if refusal is not None:
+        return refusal
+    final: dict[str, Provider] = {}
+    for uuid, (_, stocks) in item.inventories.items():
+        used = {**interim[uuid].used, **ledger.used.get(uuid, {})}
+        left = [name for name in interim[uuid].stocks if name not in stocks and used.get(name)]
+        if left:
+            return in_use(uuid, left)
+        # As Placement counts: once for the interim inventory if there is any, once for allocations, once at the end.
+        generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(stocks) + 1
+        kept = {name: amount for name, amount in used.items() if amount}
+        final[uuid] = changed(interim[uuid], stocks=dict(stocks), used=kept, generation=generation)
+    return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision(), final)
+
+
+def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapping[str, int]) -> Refusal | None:
+    for uuid, (generation, _) in item.inventories.items():
+        provider = providers.get(uuid)
+        if provider is None:
+            words = f"Resource provider {uuid} in inventories not found: No resource provider with uuid {uuid} found"
+            return Refusal(Why.NO_PROVIDER, words, uuid)
+        if provider.generation != generation:
+            return Refusal(
+                Why.GENERATION,
+                f"resource provider generation conflict for provider {uuid}: "
+                f"actual: {provider.generation}, given: {generation}",
+            )
+    for _, stocks in item.inventories.values():
+        for name in stocks:
+            if name not in known_classes:
+                return no_such_class(name)
+    return None
+
+
+def _claimed(provider: Provider) -> ClaimedProvider:
+    rooms = {
+        name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
+        for name, stock in provider.stocks.items()
+    }
+    return ClaimedProvider(provider.generation, provider.shape, rooms)

@@ -1,0 +1,296 @@
+"""What the REST API's writes do to providers: one operation at a time, against the providers loaded and locked for it.
+
+Generations move exactly as Placement moves them (FEATURES P-gen, conformance FACTS): every write of inventories adds
+one, even when nothing changes; traits only when they change; aggregates always from 1.19 and never before; a rename
+or a new parent adds none. Our own `shape` moves with everything that a claim was chosen for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import os_resource_classes
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
+
+from placement_worker.domain.refusal import Refusal, Why, generation_conflict, no_provider, no_such_class
+from placement_worker.domain.values import Provider, Stock
+
+_STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
+
+
+class CreateProvider(Struct, frozen=True):
+    """A new provider, a root or below a parent."""
+
+    uuid: str
+    name: str
+    parent: str | None = None
+
+
+class UpdateProvider(Struct, frozen=True):
+    """Another name, and another parent unless UNSET. may_move: from 1.37, also away from a parent it has."""
+
+    uuid: str
+    name: str
+    parent: str | UnsetType | None = UNSET
+    may_move: bool = False
+
+
+class DeleteProvider(Struct, frozen=True):
+    """The provider goes, with its inventory; not while it has allocations or children."""
+
+    uuid: str
+
+
+class SetStocks(Struct, frozen=True):
+    """These inventories and no others. generation None: whatever it is."""
+
+    uuid: str
+    stocks: Mapping[str, Stock]
+    generation: int | None = None
+
+
+class PutStock(Struct, frozen=True):
+    """One inventory, there already, as it is to be now."""
+
+    uuid: str
+    resource_class: str
+    stock: Stock
+    generation: int
+
+
+class AddStock(Struct, frozen=True):
+    """One inventory that is not there yet."""
+
+    uuid: str
+    resource_class: str
+    stock: Stock
+
+
+class DropStock(Struct, frozen=True):
+    """One inventory goes."""
+
+    uuid: str
+    resource_class: str
+
+
+class SetTraits(Struct, frozen=True):
+    """These traits and no others."""
+
+    uuid: str
+    traits: Sequence[str]
+    generation: int | None = None
+
+
+class SetAggregates(Struct, frozen=True):
+    """These aggregates and no others. generation None: before 1.19, where it neither counts nor moves."""
+
+    uuid: str
+    aggregates: Sequence[str]
+    generation: int | None = None
+
+
+TreeWrite = (
+    CreateProvider
+    | UpdateProvider
+    | DeleteProvider
+    | SetStocks
+    | PutStock
+    | AddStock
+    | DropStock
+    | SetTraits
+    | SetAggregates
+)
+TreeOutcome = Provider | Refusal
+
+
+class Grove:
+    """The providers of one group of writes: as loaded, then as each write in turn leaves them."""
+
+    def __init__(self, providers: Mapping[str, Provider], known_classes: Iterable[str]) -> None:
+        self.providers = dict(providers)
+        self._names = {provider.name: provider.uuid for provider in providers.values()}
+        self._known_classes = frozenset(known_classes)
+
+    def apply(self, write: TreeWrite) -> TreeOutcome:
+        """The provider as the write leaves it (for a delete: as it was), or why nothing was done."""
+        if isinstance(write, CreateProvider):
+            return self._create(write)
+        before = self.providers.get(write.uuid)
+        if before is None:
+            return no_provider(write.uuid)
+        outcome = _APPLY[type(write)](self, before, write)
+        if isinstance(outcome, Provider) and not isinstance(write, DeleteProvider):
+            self.providers[write.uuid] = outcome
+        return outcome
+
+    def _create(self, write: CreateProvider) -> TreeOutcome:
+        taken = []
+        if write.uuid in self.providers:
+            taken.append(f"uuid: {write.uuid}")
+        if write.name in self._names:
+            taken.append(f"name: {write.name}")
+        root = write.uuid
+        if write.parent is not None:
+            if write.parent == write.uuid:
+                return _bad_parent(
+                    "create",
+                    "parent provider UUID cannot be same as UUID. "
+                    "Please set parent provider UUID to None if there is no parent.",
+                )
+            parent = self.providers.get(write.parent)
+            if parent is None:
+                return _bad_parent("create", "parent provider UUID does not exist.")
+            root = parent.root
+        if taken:
+            return Refusal(Why.DUPLICATE, ", ".join(taken), write.name)
+        created = Provider(write.uuid, write.name, write.parent, root, 0, 0, {}, {}, (), ())
+        self.providers[write.uuid] = created
+        self._names[write.name] = write.uuid
+        return created
+
+    def update(self, before: Provider, write: UpdateProvider) -> TreeOutcome:
+        """Rename, re-parent."""
+        moved = before
+        subtree: list[str] = []
+        if write.parent is not UNSET and (write.parent is not None or before.parent is not None):
+            target = self._target(before, write)
+            if isinstance(target, Refusal):
+                return target
+            subtree = self._subtree(before)
+            if write.parent in subtree:
+                return _bad_parent("update", "creating loop in the provider tree is not allowed.")
+            if (write.parent, target) != (before.parent, before.root):
+                moved = replace(before, parent=write.parent, root=target, shape=before.shape + 1)
+        if self._names.get(write.name, before.uuid) != before.uuid:
+            return Refusal(Why.DUPLICATE, f"name: {write.name}", write.name)
+        if moved.root != before.root:
+            for uuid in subtree[1:]:
+                below = self.providers[uuid]
+                self.providers[uuid] = replace(below, root=moved.root, shape=below.shape + 1)
+        if write.name != before.name:
+            self._names.pop(before.name, None)
+            self._names[write.name] = before.uuid
+            moved = replace(moved, name=write.name)
+        return moved
+
+    def _target(self, before: Provider, write: UpdateProvider) -> str | Refusal:
+        """The root that the provider comes under."""
+        if write.parent is None or write.parent is UNSET:
+            if not write.may_move:
+                return _bad_parent("update", "un-parenting a provider is not currently allowed.")
+            return before.uuid
+        parent = self.providers.get(write.parent)
+        if parent is None:
+            return _bad_parent("create", "parent provider UUID does not exist.")
+        if before.parent is not None and before.parent != parent.uuid and not write.may_move:
+            return _bad_parent("update", "re-parenting a provider is not currently allowed.")
+        return parent.root
+
+    def _subtree(self, top: Provider) -> list[str]:
+        """The provider and everything below it, itself first."""
+        children: dict[str, list[str]] = {}
+        for provider in self.providers.values():
+            if provider.root == top.root and provider.parent is not None:
+                children.setdefault(provider.parent, []).append(provider.uuid)
+        found = [top.uuid]
+        for uuid in found:  # grows as it goes; a tree, so it ends
+            found.extend(children.get(uuid, ()))
+        return found
+
+    def delete(self, before: Provider, _write: DeleteProvider) -> TreeOutcome:
+        """Remove the provider."""
+        if any(provider.parent == before.uuid for provider in self.providers.values()):
+            return Refusal(Why.IS_PARENT, "It has child resource providers.", before.uuid)
+        if any(before.used.values()):
+            return Refusal(Why.PROVIDER_IN_USE, "Resource provider has allocations.", before.uuid)
+        del self.providers[before.uuid]
+        self._names.pop(before.name, None)
+        return before
+
+    def set_stocks(self, before: Provider, write: SetStocks) -> TreeOutcome:
+        """Replace all inventories."""
+        if write.generation is not None and write.generation != before.generation:
+            return generation_conflict()
+        for name in write.stocks:
+            if name not in self._known_classes:
+                return no_such_class(name)
+        return stocked(before, write.stocks)
+
+    def put_stock(self, before: Provider, write: PutStock) -> TreeOutcome:
+        """Change one inventory."""
+        if write.generation != before.generation:
+            return generation_conflict()
+        if write.resource_class not in self._known_classes:
+            return no_such_class(write.resource_class)
+        if write.resource_class not in before.stocks:
+            return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
+        return stocked(before, {**before.stocks, write.resource_class: write.stock})
+
+    def add_stock(self, before: Provider, write: AddStock) -> TreeOutcome:
+        """Add one inventory."""
+        if write.resource_class not in self._known_classes:
+            return no_such_class(write.resource_class)
+        if write.resource_class in before.stocks:
+            return Refusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
+        return stocked(before, {**before.stocks, write.resource_class: write.stock})
+
+    def drop_stock(self, before: Provider, write: DropStock) -> TreeOutcome:
+        """Remove one inventory."""
+        if write.resource_class not in self._known_classes:
+            return Refusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
+        if write.resource_class not in before.stocks:
+            return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
+        return stocked(before, {name: s for name, s in before.stocks.items() if name != write.resource_class})
+
+    def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
+        """Replace all traits."""
+        if write.generation is not None and write.generation != before.generation:
+            return Refusal(Why.GENERATION, _CHANGED)
+        traits = tuple(sorted(set(write.traits)))
+        if traits == before.traits:
+            return before
+        return replace(before, traits=traits, generation=before.generation + 1, shape=before.shape + 1)
+
+    def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
+        """Replace all aggregates."""
+        if write.generation is not None and write.generation != before.generation:
+            return Refusal(Why.GENERATION, _CHANGED)
+        generation = before.generation + (write.generation is not None)
+        aggregates = tuple(sorted(set(write.aggregates)))
+        if aggregates == before.aggregates:
+            return replace(before, generation=generation) if generation != before.generation else before
+        return replace(before, aggregates=aggregates, generation=generation, shape=before.shape + 1)
+
+
+_CHANGED = "Resource provider's generation already changed. Please update the generation and try again."
+
+_APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
+    UpdateProvider: Grove.update,
+    DeleteProvider: Grove.delete,
+    SetStocks: Grove.set_stocks,
+    PutStock: Grove.put_stock,
+    AddStock: Grove.add_stock,
+    DropStock: Grove.drop_stock,
+    SetTraits: Grove.set_traits,
+    SetAggregates: Grove.set_aggregates,
+}
+
+
+def stocked(before: Provider, stocks: Mapping[str, Stock]) -> TreeOutcome:
+    """The provider with these inventories, or why it cannot lose one that it has (E-2)."""
+    missing = [name for name in before.stocks if name not in stocks and before.used.get(name)]
+    if missing:
+        return in_use(before.uuid, missing)
+    shape = before.shape + (before.stocks != stocks)
+    return replace(before, stocks=dict(stocks), generation=before.generation + 1, shape=shape)
+
+
+def in_use(provider: str, classes: Iterable[str]) -> Refusal:
+    """Inventories that somebody holds; the standard classes in their own order, then custom ones."""
+    named = ", ".join(sorted(classes, key=lambda name: (_STANDARD_ORDER.get(name, len(_STANDARD_ORDER)), name)))
+    return Refusal(Why.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider)
+
+
+def _bad_parent(action: str, reason: str) -> Refusal:
+    return Refusal(Why.BAD_PARENT, f"Object action {action} failed because: {reason}")

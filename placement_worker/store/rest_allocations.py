@@ -1,0 +1,94 @@
+"""The REST API's writes of allocations: a group is one transaction, each write with its own outcome; and reshapes.
+
+Same order of locks as claims: consumers by uuid, providers by id, the feed's counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import asyncpg
+
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, ConsumerWrite, Replace, decide
+from placement_worker.domain.claims import changes_of as changes_of_usage
+from placement_worker.domain.refusal import Refusal
+from placement_worker.domain.reports import changes_of
+from placement_worker.domain.reshape import Reshape, Reshaped, reshape
+from placement_worker.domain.values import Consumer
+from placement_worker.store import feed
+from placement_worker.store.claims import lock_consumers, lock_providers, write
+from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
+from placement_worker.store.names import Names
+from placement_worker.store.rest_trees import complete_ids, unsettle
+from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+
+LOCK_BY_UUID = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
+
+_NOBODY = partial(Consumer, 0, 0, "", "", "")
+
+
+async def apply(
+    connection: asyncpg.Connection, items: Sequence[AllocationWrite], names: Names
+) -> list[AllocationOutcome]:
+    """Decide and write one group inside the caller's transaction."""
+    expected: dict[str, Consumer] = {}
+    wanted: set[str] = set()
+    for item in items:
+        if isinstance(item, Replace):
+            _expect(item.writes, expected, wanted)
+        else:
+            expected.setdefault(item.consumer, _NOBODY())
+    inserted, consumers = await lock_consumers(connection, expected, names)
+    ids, providers = await lock_providers(connection, wanted | _held(consumers), names)
+    outcomes, decision = decide(items, consumers, providers, names.class_ids)
+    await write(connection, decision, consumers, inserted, ids=ids, names=names)
+    await feed.append(connection, changes_of_usage(decision))
+    return outcomes
+
+
+async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Names) -> Refusal | None:
+    """Decide and write one reshape inside the caller's transaction; alone, because it is rare and large."""
+    await connection.execute(ONE_WRITER_OF_TREES)
+    expected: dict[str, Consumer] = {}
+    wanted: set[str] = set(item.inventories)
+    _expect(item.writes, expected, wanted)
+    inserted, consumers = await lock_consumers(connection, expected, names)
+    locked = await connection.fetch(LOCK_BY_UUID, list(wanted | _held(consumers)))
+    ids, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [row[0] for row in locked])
+    outcome = reshape(item, consumers, before, names.class_ids)
+    if isinstance(outcome, Refusal):
+        await write(connection, decide((), {}, {}, {})[1], consumers, inserted, ids=ids, names=names)
+        return outcome
+    await _write_reshaped(connection, outcome, (consumers, inserted), ids, names)
+    return None
+
+
+async def _write_reshaped(
+    connection: asyncpg.Connection,
+    outcome: Reshaped,
+    consumers: tuple[Mapping[str, Consumer], Mapping[str, Consumer]],
+    ids: dict[str, int],
+    names: Names,
+) -> None:
+    old = {row.uuid: row for row in outcome.interim.values()}
+    _, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [ids[uuid] for uuid in old])
+    await complete_ids(connection, ids, before, outcome.interim)
+    await write_providers(connection, ids, before, outcome.interim, names)
+    found, inserted = consumers
+    await write(connection, outcome.decision, found, inserted, ids=ids, names=names)
+    await write_providers(connection, ids, outcome.interim, outcome.final, names)
+    await unsettle(connection, before, outcome.final)
+    usage = [change for change in changes_of_usage(outcome.decision) if change.provider not in outcome.final]
+    await feed.append(connection, changes_of(before, outcome.final) + usage)
+
+
+def _expect(writes: Iterable[ConsumerWrite], expected: dict[str, Consumer], wanted: set[str]) -> None:
+    for each in writes:
+        wanted.update(each.holding)
+        if each.consumer not in expected:
+            expected[each.consumer] = Consumer(1, 0, each.project_id, each.user_id, each.consumer_type or "")
+
+
+def _held(consumers: Mapping[str, Consumer]) -> set[str]:
+    return {provider for consumer in consumers.values() for provider in consumer.holding}
