@@ -37,6 +37,8 @@ class Track(Struct):
     ended_at: float | None = None
     state: str = "asked"
     terminals: int = 0
+    repeats: int = 0
+    sequence: int = -1
     last: BuildEvent | None = None
     stages: dict[str, float] = {}
 
@@ -51,10 +53,12 @@ class BuildClient:
 
     The listening queue is private: `open` declares and binds it before anything is published, so no event of
     this client's own builds is missed while the connection holds. After a reconnection (`resync`) what was
-    missed is asked for.
+    missed is asked for. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
     """
 
-    def __init__(self, bus: Bus, *, clock: Clock, process: str, keep_events: bool = False) -> None:
+    def __init__(
+        self, bus: Bus, *, clock: Clock, process: str, keep_events: bool = False, durable: bool = False
+    ) -> None:
         self.bus = bus
         self.tracks: dict[str, Track] = {}
         self.events: list[BuildEvent] = []
@@ -62,6 +66,7 @@ class BuildClient:
         self._clock = clock
         self._process = process
         self._keep = keep_events
+        self._queue = "client.record.{process}" if durable else "client.builds.{process}"
         self._open: set[str] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
@@ -70,7 +75,7 @@ class BuildClient:
         """Connect, declare the listening queue and start to listen."""
         await self.bus.open()
         self._consumer = self.bus.consumer(
-            "client.builds.{process}", self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+            self._queue, self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
         )
         await self._consumer.start()
 
@@ -167,6 +172,10 @@ class BuildClient:
         if track is None:
             self.foreign_events += 1
             return
+        if event.sequence <= track.sequence:  # said twice (its publisher crashed before it knew), or late
+            track.repeats += 1
+            return
+        track.sequence = event.sequence
         track.stages.setdefault(event.state.value, self._clock.monotonic())
         if event.terminal:
             self._end(track, event.state, event)

@@ -6,7 +6,7 @@ client's event stream say. `judge` compares them. Gathering is `berth.gather`; n
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import floor
 
@@ -165,14 +165,15 @@ def _terminal(facts: Facts) -> Iterator[str]:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
-    terminals: Counter[str] = Counter()
+    terminals: dict[str, set[int]] = defaultdict(set)
     for event in facts.events:
-        # A delete is a request of its own and has its own terminal event.
+        # A delete is a request of its own and has its own terminal event. Delivery is at least once: the same event
+        # (its sequence says so) may come again, a second one may not.
         if event.terminal and event.state is not BuildState.DELETED:
-            terminals[event.instance_uuid] += 1
+            terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:
-        if terminals[uuid] != 1 and facts.requests.get(uuid) != BuildState.DELETED:
-            yield f"{uuid}: {terminals[uuid]} terminal events"
+        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED:
+            yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 
 def _twice(facts: Facts) -> Iterator[str]:

@@ -134,9 +134,15 @@ class Consumer:
         self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
 
     async def run(self) -> None:
-        """Until drained; raises what ended the consumer otherwise."""
+        """Until drained; raises what ended the consumer otherwise. Cancelled, it stops where it stands."""
         assert self._failed is not None, "start() first"
-        await asyncio.shield(self._failed)
+        try:
+            await asyncio.shield(self._failed)
+        finally:
+            # No worker outlives its service; what it had in hand goes back when the connection closes.
+            for worker in self._workers:
+                worker.cancel()
+            await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, finish what is in hand within the grace time, and give back the rest."""

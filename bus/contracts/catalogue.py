@@ -202,6 +202,13 @@ QUEUES: tuple[QueueRow, ...] = (
         max_length=1_000_000,
     ),
     QueueRow(
+        name="client.record.{process}",
+        where=Where.API,
+        kind=QueueKind.DURABLE,
+        reader="berth",
+        bindings=((EVENTS, "build.event.#"),),
+    ),
+    QueueRow(
         name="client.hosts.{process}",
         where=Where.CELL,
         kind=QueueKind.PRIVATE,

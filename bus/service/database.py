@@ -131,6 +131,10 @@ class Database:
             try:
                 async with connection.transaction():
                     yield connection
+            except asyncpg.InternalClientError as error:
+                # What asyncpg says when the server ends the session in the very moment of our next statement: its last
+                # word arrives where no answer is expected. To us that is a server that went away.
+                raise DatabaseUnavailable(_first_line(error)) from error
             except (asyncpg.PostgresError, asyncpg.InterfaceError, ConnectionError, TimeoutError) as error:
                 raise_fault(error, closed=connection.is_closed())
 

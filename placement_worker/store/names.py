@@ -9,7 +9,6 @@ import os_traits
 
 from bus.service.database import Database
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.store.transaction import transaction
 
 
 class Names:
@@ -23,7 +22,7 @@ class Names:
 
     async def open(self) -> None:
         """Write down the standard classes and traits of the installed libraries, and read all."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             # One at a time: processes that start together would wait for each other's unique keys in any order.
             await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.names', 0))")
             await _add(connection, "resource_classes", STANDARD_CLASSES)
@@ -32,7 +31,7 @@ class Names:
 
     async def refresh(self) -> None:
         """Read what other processes have added."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await self._read(connection)
 
     async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:
@@ -41,7 +40,7 @@ class Names:
         new_traits = sorted(set(traits) - self.trait_ids.keys())
         if not new_classes and not new_traits:
             return
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await _add(connection, "resource_classes", new_classes)
             await _add(connection, "traits", new_traits)
             await self._read(connection)

@@ -17,7 +17,6 @@ from bus.service.database import Database
 from placement_worker.store import claims, feed, inventory, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
-from placement_worker.store.transaction import transaction
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -30,6 +29,11 @@ class PostgresStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._names = Names(database)
+
+    @property
+    def names(self) -> Names:
+        """What this process knows of class and trait names."""
+        return self._names
 
     async def open(self) -> None:
         """Migrate, and write down the standard names. Waits for a database that is away."""
@@ -45,7 +49,7 @@ class PostgresStore:
         if not items:
             return []
         await self._know_classes(items)
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             return await claims.apply(connection, items, self._names)
 
     async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
@@ -53,12 +57,12 @@ class PostgresStore:
         if not updates:
             return []
         await inventory.know_names(updates, self._names)
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             return await inventory.report(connection, updates, self._names)
 
     async def changes(self, after: int, limit: int) -> ChangesPage:
         """Committed changes after a number, in order."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             newest = await feed.head(connection)
             if await feed.too_old(connection, after, newest):
@@ -69,25 +73,25 @@ class PostgresStore:
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
         await self._names.refresh()
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
     async def head(self) -> int:
         """The newest committed change's number."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             return await feed.head(connection)
 
     async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`; see `feed.publish`."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             return await feed.publish(connection, send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
         """Forget published changes and fences that nobody needs any more."""
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await connection.execute(feed.TRIM, keep_changes)
-        async with transaction(self._database) as connection:
+        async with self._database.raw() as connection:
             await connection.execute(FORGET_FENCES, keep_fences_s)
 
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:

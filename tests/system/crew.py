@@ -1,0 +1,64 @@
+"""A whole system of real processes on real servers, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from msgspec import Struct
+
+from berth.client import BuildClient
+from berth.crew import Crew
+from berth.gather import gather, rest
+from berth.invariants import Verdict, judge
+from berth.load import LoadPlan, LoadReport, run_load
+from berth.servers import Plan, RealServers, real_servers, running_crew
+from berth.site import Site, process_name
+
+REST_TIMEOUT_S = 60.0
+
+
+class Rig(Struct):
+    """What a test of the whole system holds in its hands."""
+
+    servers: RealServers
+    crew: Crew
+    site: Site
+    client: BuildClient
+    rng: random.Random
+
+    async def load(self, boots: int, *, mix: dict[str, float] | None = None, timeout_s: float = 90.0) -> LoadReport:
+        """Fire so many builds at once and wait for their ends."""
+        plan = LoadPlan(boots=boots, mix=mix or {"m1.tiny": 1.0, "m1.small": 1.0}, timeout_s=timeout_s)
+        return await run_load(self.client, plan, clock=self.site.clock, rng=self.rng)
+
+    async def verdicts(self) -> Sequence[Verdict]:
+        """Wait for rest and judge the invariants from the outside."""
+        assert await rest(self.site, timeout_s=REST_TIMEOUT_S), "the system does not come to rest"
+        facts = await gather(self.site, accepted=list(self.client.tracks), events=self.client.events)
+        return judge(facts)
+
+    async def assert_invariants(self) -> None:
+        """Every invariant holds."""
+        broken = [verdict for verdict in await self.verdicts() if not verdict.holds]
+        assert not broken, broken
+
+
+@asynccontextmanager
+async def rig(plan: Plan, *, seed: int = 1) -> AsyncIterator[Rig]:
+    """Private servers, every worker of the plan as a process, a client that listens."""
+    servers_context = real_servers(plan.cells, durable=plan.durable)
+    servers = await asyncio.to_thread(servers_context.__enter__)
+    try:
+        async with running_crew(servers, plan) as (crew, site):
+            process = process_name("test")
+            client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+            await client.open()
+            try:
+                yield Rig(servers=servers, crew=crew, site=site, client=client, rng=random.Random(seed))
+            finally:
+                await client.close()
+    finally:
+        await asyncio.to_thread(servers_context.__exit__, None, None, None)

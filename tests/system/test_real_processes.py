@@ -1,0 +1,95 @@
+"""The same load on RabbitMQ and PostgreSQL, each worker its own process; then with each role killed, and the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from berth.crew import Crew
+from berth.servers import Plan
+from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.domain.faults import Faults
+from tests.system.crew import Rig, rig
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(300)]
+
+FAULTS = Faults(delay_max_s=0.2, fail_rate=0.05, leftover_rate=0.3, duplicate_rate=0.05)
+ROLES = ("scheduler1", "placement1", "conductor-cell1-1", "compute-cell2-c1", "scheduler2", "placement2")
+
+
+async def test_a_thousand_boots_then_each_role_killed_then_the_broker() -> None:
+    plan = Plan(compute=ComputeConfig(hosts=50, faults=FAULTS), durable=False)
+    async with rig(plan) as whole:
+        calm = await whole.load(1000)
+        assert (calm.active + calm.failed, calm.unfinished, calm.refused) == (1000, 0, 0)
+        assert calm.alternates_used > 0, "five builds in a hundred fail: some must have gone to an alternate"
+        await whole.assert_invariants()
+
+        killed = await load_while(whole, 600, kill_each_role)
+        assert (killed.active + killed.failed, killed.unfinished) == (600, 0)
+        await whole.assert_invariants()
+
+        broken = await load_while(whole, 600, restart_the_broker)
+        assert (broken.active + broken.failed, broken.unfinished) == (600, 0)
+        await whole.assert_invariants()
+
+
+async def load_while(whole: Rig, boots: int, disturb):  # type: ignore[no-untyped-def]
+    """Fire builds; once some have ended, disturb."""
+    before = len(whole.client.tracks)
+
+    async def accident() -> None:
+        await whole.client.until(
+            lambda: len(whole.client.tracks) > before and whole.client.unfinished <= 0.9 * boots, 60
+        )
+        await disturb(whole)
+
+    trouble = asyncio.create_task(accident())
+    report = await whole.load(boots, timeout_s=90)
+    await trouble
+    return report
+
+
+async def kill_each_role(whole: Rig) -> None:
+    for name in ROLES[:4]:
+        await asyncio.to_thread(whole.crew.kill, name)
+        await asyncio.to_thread(whole.crew.restart, name)
+    await whole.crew.ready(ROLES[:4])
+
+
+async def restart_the_broker(whole: Rig) -> None:
+    """SIGKILL and start again. A quorum queue's registration reaches the disk a second after its declaration, and
+    this test is about what was confirmed on queues that exist, so that second has to be over."""
+    for cell in whole.site.cells:
+        await asyncio.to_thread(whole.servers.broker.wait_registered, cell, "conductor.requests")
+    await asyncio.to_thread(whole.servers.broker.kill)
+    await asyncio.to_thread(whole.servers.broker.start)
+
+
+async def test_two_schedulers_race_for_few_hosts() -> None:
+    """Few hosts, many requests, two schedulers: claims conflict and are told apart, nothing is overcommitted."""
+    small = HostSize(vcpus=4, memory_mb=8192, disk_gb=100, cpu_ratio=1.0, reserved_memory_mb=0)
+    plan = Plan(cells=("cell1",), compute=ComputeConfig(hosts=10, sizes=(small,), gpu_share=0.0), durable=False)
+    async with rig(plan) as whole:
+        report = await whole.load(200, mix={"m1.tiny": 1.0})
+        assert report.active == 40, "ten hosts of four CPUs"
+        assert report.failures_by_code == {"no_valid_host": 160}
+        assert all(failure.funnel for failure in report.failures)
+        await whole.assert_invariants()
+        outcomes = await claim_outcomes(whole.crew)
+        assert outcomes["claimed"] == 40
+        assert outcomes["full"] > 0, f"two schedulers chose from the same forty places without conflict: {outcomes}"
+
+
+async def claim_outcomes(crew: Crew) -> dict[str, float]:
+    """Claims by outcome, over all schedulers."""
+    totals: dict[str, float] = {}
+    for name in crew.workers:
+        if name.startswith("scheduler"):
+            for outcome, value in re.findall(
+                r'^berth_scheduler_claims_total\{outcome="(\w+)"\} (\S+)$', await crew.metrics(name), re.MULTILINE
+            ):
+                totals[outcome] = totals.get(outcome, 0.0) + float(value)
+    return totals
