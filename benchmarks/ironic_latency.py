@@ -1,9 +1,11 @@
-"""How soon a state change of a bare-metal node is on the bus: from Ironic's notification to a confirmed update.
+"""How soon a scheduler knows of a state change: from Ironic's notification to the scheduler's changed replica.
 
-    python -m benchmarks.ironic_latency [--rounds 100] [--nodes 40]
+    python -m benchmarks.ironic_latency [--rounds 100] [--nodes 40] [--json FILE]
 
-Each round: maintenance on (held back from the notification alone), then off (given back after a read), against the
-stand-in over HTTP, PostgreSQL, and the memory bus as well as RabbitMQ. The far end is a consumer on another connection.
+The whole path is real: the stand-in says it as Ironic does, ironic-sync turns it into an inventory update (and reads
+the node over HTTP before it gives it back), placement writes it to PostgreSQL and numbers it, the feed carries it to
+a follower like a scheduler's own. Each worker has its own connections. Each round: maintenance on (held back by the
+notification alone), then off (given back after a read). On the memory bus, and on RabbitMQ.
 """
 
 from __future__ import annotations
@@ -14,50 +16,69 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import structlog
 
+import ironic_sync.app
+import placement_worker.app
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
+from berth.ensemble import Ensemble
 from berth.ironic_stand_in import AmqpAnnouncer, Announcer, IronicStandIn, MemoryAnnouncer
 from bus.clock import SystemClock
-from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
-from ironic_sync.app import build
 from ironic_sync.config import IronicSyncConfig
+from placement_worker.config import PlacementConfig
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
 
-WAIT_S = 10.0
+WAIT_S = 15.0
 
 
 class Watch:
-    """Waits for a node to be held or offered."""
+    """A scheduler's replica, watched."""
 
-    def __init__(self) -> None:
-        self.held: dict[str, bool] = {}
-        self.changed = asyncio.Event()
+    def __init__(self, environment: Environment) -> None:
+        self.book = Book()
+        self._bus = environment.bus()
+        self._follower = Follower(self._bus, self.book, process=environment.process, clock=environment.clock)
+        self._changed = asyncio.Event()
+        self._follower.on_change(self._changed.set)
 
-    async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Note what the updates say."""
-        for received in batch:
-            update = received.message
-            assert isinstance(update, InventoryUpdate)
-            inventories = [inventory for report in update.providers for inventory in report.inventories.values()]
-            self.held[update.root_uuid] = all(inventory.reserved for inventory in inventories)
-        self.changed.set()
-        return [Done()] * len(batch)
+    async def open(self) -> None:
+        """Follow the feed."""
+        await self._bus.open()
+        await self._follower.start()
+        self._running = asyncio.create_task(self._follower.run())
+        await self._follower.ready.wait()
+
+    async def close(self) -> None:
+        """Stop following."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._follower.close()
+        await self._bus.close()
 
     async def until(self, uuid: str, held: bool) -> None:
-        """Wait until the node is held (or offered)."""
+        """Wait until the replica has the node held back (or on offer)."""
         async with asyncio.timeout(WAIT_S):
-            while self.held.get(uuid) is not held:
-                self.changed.clear()
-                await self.changed.wait()
+            while self._held(uuid) is not held:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _held(self, uuid: str) -> bool | None:
+        row = self.book.row_of(uuid)
+        if row is None:
+            return None
+        inventories = self.book.inventory_of(row)
+        return None if not inventories else all(numbers.capacity == 0 for numbers, _, _ in inventories.values())
 
 
 async def measure(
@@ -68,27 +89,26 @@ async def measure(
     *,
     rounds: int,
     nodes: int,
-) -> None:
-    """Measure on one bus and print the figures."""
-    clock, rng = SystemClock(), random.Random(1)
-    ironic = IronicStandIn(announcer, clock=clock, rng=rng)
+) -> dict[str, dict[str, float]]:
+    """Measure on one bus, print and return the figures (milliseconds)."""
+    ironic = IronicStandIn(announcer, clock=SystemClock(), rng=random.Random(1))
     ironic.farm.plan(nodes)
     url = await ironic.start()
-    bus = Environment("watch", transports=transports).bus()
-    await bus.open()
-    watch = Watch()
-    consumer = bus.consumer("placement.inventory", watch.take)
-    await consumer.start()
-    stop = asyncio.Event()
-    service = build(
-        Environment("sync", transports=transports, database_url=database_url),
-        IronicSyncConfig(url=url, resync_s=3600.0, bind_retry_s=0.1),
-    )
-    running = asyncio.create_task(service.run(stop))
+    ensemble = Ensemble()
+    sync = IronicSyncConfig(url=url, resync_s=3600.0, bind_retry_s=0.1)
+
+    def environment(process: str) -> Environment:
+        return Environment(process, transports=transports, database_url=database_url)
+
+    await ensemble.start(("placement", placement_worker.app.build(environment("placement"), PlacementConfig(), ())))
+    await ensemble.start(("ironic-sync", ironic_sync.app.build(environment("ironic-sync"), sync)))
+    watch = Watch(environment("watch"))
+    await watch.open()
     uuids = list(ironic.farm.nodes)
     for uuid in uuids:
         await watch.until(uuid, False)
-    taken, given = [], []
+    taken: list[float] = []
+    given: list[float] = []
     for index in range(rounds):
         node = ironic.farm.nodes[uuids[index % len(uuids)]]
         for on, times in ((True, taken), (False, given)):
@@ -96,14 +116,18 @@ async def measure(
             await ironic.farm.set_maintenance(node, on, "bench", f"req-{index}")
             await watch.until(node["uuid"], on)
             times.append((time.perf_counter() - began) * 1000)
-    for what, times in (("taken away", taken), ("given back", given)):
-        p50, p95 = statistics.median(times), statistics.quantiles(times, n=20)[18]
-        print(f"{name:>8}  {what}: p50 {p50:6.2f} ms  p95 {p95:6.2f} ms  max {max(times):6.2f} ms  ({rounds} rounds)")
-    stop.set()
-    await running
-    await consumer.drain(1.0)
-    await bus.close()
+    found = {what: summary(times) for what, times in (("taken away", taken), ("given back", given))}
+    for what, figures in found.items():
+        print(f"{name:>8}  {what}: " + "  ".join(f"{word} {value:.2f} ms" for word, value in figures.items()))
+    await watch.close()
+    await ensemble.stop()
     await ironic.stop()
+    return found
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """p50, p95 and the longest."""
+    return {"p50": statistics.median(times), "p95": statistics.quantiles(times, n=20)[18], "max": max(times)}
 
 
 def main() -> None:
@@ -111,32 +135,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=40)
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with ExitStack() as servers:
-        database_url = servers.enter_context(Postgres()).url("postgres")
+        postgres = servers.enter_context(Postgres(durable=True))
         rabbit = servers.enter_context(RabbitMQ()).url()
 
-        async def both() -> None:
+        async def both() -> dict[str, dict[str, dict[str, float]]]:
             broker = MemoryBroker(SystemClock())
-            await measure(
-                "memory",
-                broker.transport,
-                MemoryAnnouncer(broker),
-                database_url,
-                rounds=asked.rounds,
-                nodes=asked.nodes,
+            count = {"rounds": asked.rounds, "nodes": asked.nodes}
+            memory = await measure(
+                "memory", broker.transport, MemoryAnnouncer(broker), postgres.url("postgres"), **count
             )
-            await measure(
-                "rabbitmq",
-                lambda name: RabbitTransport(rabbit, name=name),
-                AmqpAnnouncer(rabbit),
-                database_url,
-                rounds=asked.rounds,
-                nodes=asked.nodes,
+            other = postgres.url("template1")
+            real = await measure(
+                "rabbitmq", lambda name: RabbitTransport(rabbit, name=name), AmqpAnnouncer(rabbit), other, **count
             )
+            return {"memory": memory, "rabbitmq": real}
 
-        asyncio.run(both())
+        found = asyncio.run(both())
+    if asked.json:
+        asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
 
 
 if __name__ == "__main__":
