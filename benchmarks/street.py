@@ -11,7 +11,6 @@ alone on the idle system is measured as well, and the invariants are judged afte
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import statistics
 import sys
@@ -57,9 +56,9 @@ class Result(Struct, frozen=True, kw_only=True):
     active: int
 
 
-async def measure(client: BuildClient, here: Site, system: str, boots: int, hosts: int, seed: int) -> Result:
+async def measure(client: BuildClient, here: Site, system: str, boots: int, hosts: int) -> Result:
     """Warm up, boot one at a time, then all at once; judge."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     await fire(client, here, WARM_UP, rng)
     idle = []
     for _ in range(IDLE_BOOTS):
@@ -114,7 +113,7 @@ async def in_memory(boots: int, hosts: int) -> Result:
         street = Street(here)
         await street.start()
         try:
-            return await with_client(here, lambda client: measure(client, here, "memory", boots, hosts, 1))
+            return await with_client(here, lambda client: measure(client, here, "memory", boots, hosts))
         finally:
             await street.ensemble.stop()
 
@@ -124,7 +123,7 @@ async def on_real_servers(boots: int, hosts: int) -> Result:
     plan = Plan(schedulers=1, placements=1, compute=ComputeConfig(hosts=hosts // 2, sizes=(BIG,)))
     with real_servers(plan.cells, durable=plan.durable) as servers:
         async with running_crew(servers, plan) as (_, here):
-            return await with_client(here, lambda client: measure(client, here, "real", boots, hosts, 1))
+            return await with_client(here, lambda client: measure(client, here, "real", boots, hosts))
 
 
 def main() -> int:
@@ -142,19 +141,19 @@ def main() -> int:
             started = time.monotonic()
             result = uvloop.run(run(options.boots, options.hosts))
             results.append(result)
-            print(
-                f"{name}: {result.boots_per_s:.0f} boots/s ({result.active} of {result.boots} active, {hosts_of(result)}), "
-                f"idle boot p50 {result.idle_p50_ms:.1f} ms, p95 {result.idle_p95_ms:.1f} ms, "
-                f"invariants {'hold' if result.invariants_hold else 'BROKEN'}; {time.monotonic() - started:.0f} s in all"
-            )
+            print(f"{in_words(result)}; {time.monotonic() - started:.0f} s in all")
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
     return 0 if all(result.invariants_hold for result in results) else 1
 
 
-def hosts_of(result: Result) -> str:
-    """The hosts in words."""
-    return f"{result.hosts} hosts"
+def in_words(result: Result) -> str:
+    """One line for a person."""
+    return (
+        f"{result.system}: {result.boots_per_s:.0f} boots/s ({result.active} of {result.boots} active, "
+        f"{result.hosts} hosts), idle boot p50 {result.idle_p50_ms:.1f} ms, p95 {result.idle_p95_ms:.1f} ms, "
+        f"invariants {'hold' if result.invariants_hold else 'BROKEN'}"
+    )
 
 
 if __name__ == "__main__":
