@@ -33,7 +33,7 @@ from compute_sim.domain.attempts import (
     on_destroy,
     on_spawn,
 )
-from compute_sim.driver import Build, BuildAbort, BuildFault, Driver, DriverUnavailable, Machine
+from compute_sim.driver import Build, BuildAbort, BuildFault, Driver, DriverHost, DriverUnavailable, Machine
 from compute_sim.records import EntryRow, Key, Records
 
 log = structlog.get_logger()
@@ -356,9 +356,11 @@ class Agent:
         elif not entry.told:
             self._answer(key, entry)
 
-    async def learn_hosts(self) -> None:
-        """Ask the driver which hosts there are."""
-        self._hosts = frozenset(host.uuid for host in await self._driver.hosts())
+    async def learn_hosts(self) -> Sequence[DriverHost]:
+        """Ask the driver which hosts there are; from now on builds are taken for these, and only these."""
+        hosts = await self._driver.hosts()
+        self._hosts = frozenset(host.uuid for host in hosts)
+        return hosts
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
         """What really runs, as [(instance, attempt)] by host; machines on record that do not run are noted as lost."""

@@ -50,7 +50,7 @@ class Bus(Protocol):
 class Work(Protocol):
     """What the reporter asks the agent."""
 
-    async def learn_hosts(self) -> None:
+    async def learn_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are."""
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
@@ -205,9 +205,9 @@ class Reporter:
             )
 
     async def _say_hosts(self, hosts: list[str] | None) -> None:
-        await self._work.learn_hosts()
+        # Asked once: a host that is announced is one whose builds are taken.
+        known = await self._work.learn_hosts()
         running = await self._work.running(hosts)
-        known = await self._driver.hosts()
         if hosts is not None:
             wanted = frozenset(hosts)
             known = [host for host in known if host.uuid in wanted]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.ironic_stand_in import Behaviour, Farm, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.driver import Build, DriverUnavailable, Reschedule
+from compute_sim.driver import Build, DriverUnavailable, Machine, Reschedule
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.fleet import Fleet
 from tests.integration.compute.harness import CELL, Cell
@@ -150,3 +150,36 @@ async def test_answers_that_say_nothing_are_never_taken_for_destroyed(status: in
         with pytest.raises(DriverUnavailable):
             await driver.destroy(node, instance, 1)
     await driver.close()
+
+
+class Growing(BareMetal):
+    """A node appears in Ironic while the service looks what its nodes run."""
+
+    farm: Farm
+    grown: str | None = None
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        found = await super().list(hosts)
+        if hosts is None and self.grown is None and self.asked_for_a_report:
+            self.grown = self.farm.add(provision_state="available", power_state="power off")["uuid"]
+        return found
+
+    asked_for_a_report = False
+
+
+async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell, ironic: IronicStandIn) -> None:
+    """A node that appeared between two looks was announced, and its builds refused as host.unknown."""
+    config = settings(ironic)
+    driver = Growing(config.ironic, clock=SystemClock())
+    driver.farm = ironic.farm
+    life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"), driver=driver)
+    first = len(await cell.until(cell.announced))
+    driver.asked_for_a_report = True
+    await cell.ask()
+    pages = await cell.until(lambda: cell.announced()[first:])
+    assert driver.grown is not None
+    for host in {host.uuid for page in pages for host in page.hosts}:
+        instance = cell.instance()
+        await cell.spawn(host, instance)
+        assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE, host
+    await life.stop()
