@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import asyncpg
 import msgspec
@@ -67,7 +67,7 @@ class _Stored(Struct, frozen=True):
     cause: str = ""
 
 
-_encode = msgspec.json.Encoder().encode
+encode_row = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[_Stored]).decode
 
 # For a worker's first migration: `op.execute(statement)` each. The tables are short-lived heaps, so they are
@@ -124,7 +124,7 @@ async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | 
     """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
-    row_id: int = await conn.fetchval("INSERT INTO outbox (body) VALUES ($1) RETURNING id", _encode(outgoing))
+    row_id: int = await conn.fetchval("INSERT INTO outbox (body) VALUES ($1) RETURNING id", encode_row(outgoing))
     return row_id
 
 
@@ -138,6 +138,54 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
         sorted(set(message_ids)),
     )
     return {row["message_id"] for row in rows}
+
+
+class Rows(Protocol):
+    """What a relay needs of an outbox. Adapters: `PostgresRows`, `bus.service.memory_database`. All raise Transient."""
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """Delete rows whose messages are confirmed."""
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id; taking one makes it young again, so that two relays do not take it at once."""
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None:
+        """Drop records of handled messages older than this, at most so many."""
+
+
+class PostgresRows:
+    """The outbox of one schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """Delete rows whose messages are confirmed."""
+        async with self._database.raw() as connection:
+            await connection.execute("DELETE FROM outbox WHERE id = ANY($1::bigint[])", row_ids)
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id; taking one makes it young again."""
+        async with self._database.raw() as connection:
+            rows = await connection.fetch(
+                "UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox "
+                "WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) "
+                "RETURNING id, body",
+                age_s,
+                limit,
+            )
+        return sorted((row["id"], row["body"]) for row in rows)
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None:
+        """Drop old records of handled messages, where this schema keeps any."""
+        async with self._database.raw() as connection:
+            if await connection.fetchval("SELECT to_regclass('handled') IS NOT NULL"):
+                await connection.execute(
+                    "DELETE FROM handled WHERE ctid = ANY(ARRAY(SELECT ctid FROM handled "
+                    "WHERE at < now() - make_interval(secs => $1) LIMIT $2))",
+                    keep_s,
+                    limit,
+                )
 
 
 class _Ticket:
@@ -162,7 +210,7 @@ class Relay:
 
     def __init__(
         self,
-        database: Database,
+        rows: Rows,
         buses: Mapping[str, Bus],
         *,
         clock: Clock,
@@ -170,7 +218,7 @@ class Relay:
         sweep_every_s: float = SWEEP_EVERY_S,
         sweep_age_s: float = SWEEP_AGE_S,
     ) -> None:
-        self._database = database
+        self._rows = rows
         self._lanes = {name: _Lane(bus, clock, self._settle) for name, bus in buses.items()}
         self._clock = clock
         self._max_rows = max_rows
@@ -259,8 +307,7 @@ class Relay:
             await self._clock.sleep(FORGET_PAUSE_S)
             ids = self._confirmed[:FORGET_BATCH]
             try:
-                async with self._database.raw() as connection:
-                    await connection.execute("DELETE FROM outbox WHERE id = ANY($1::bigint[])", ids)
+                await self._rows.forget(ids)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code, rows=len(self._confirmed))
                 await self._clock.sleep(pause)
@@ -275,7 +322,7 @@ class Relay:
     async def _sweep(self) -> None:
         while True:
             try:
-                found = await self._take_old()
+                found = await self._rows.take_old(self._sweep_age_s, SWEEP_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code)
                 found = []
@@ -293,30 +340,11 @@ class Relay:
             if len(found) < SWEEP_BATCH:
                 await self._clock.sleep(self._sweep_every_s)
 
-    async def _take_old(self) -> list[tuple[int, bytes]]:
-        # Taking renews the row's age, so that two processes do not sweep the same rows at once.
-        async with self._database.raw() as connection:
-            rows = await connection.fetch(
-                "UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox "
-                "WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) "
-                "RETURNING id, body",
-                self._sweep_age_s,
-                SWEEP_BATCH,
-            )
-        return sorted((row["id"], row["body"]) for row in rows)
-
     async def _forget_handled(self) -> None:
         while True:
             await self._clock.sleep(HANDLED_EVERY_S)
             try:
-                async with self._database.raw() as connection:
-                    if await connection.fetchval("SELECT to_regclass('handled') IS NOT NULL"):
-                        await connection.execute(
-                            "DELETE FROM handled WHERE ctid = ANY(ARRAY(SELECT ctid FROM handled "
-                            "WHERE at < now() - make_interval(secs => $1) LIMIT $2))",
-                            HANDLED_KEEP_S,
-                            HANDLED_BATCH,
-                        )
+                await self._rows.forget_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code)
 

@@ -12,7 +12,8 @@ from .config import ConductorConfig
 from .engine import Engine
 from .handlers import HostHandlers, RequestHandlers
 from .side_tasks import Reporter, sweep_forever
-from .store.postgres import MIGRATIONS, PostgresInstances
+from .store.port import InstanceStore
+from .store.postgres import PostgresInstances
 
 REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
@@ -21,15 +22,17 @@ HOSTS = "conductor.hosts.{process}"
 ANNOUNCED_TO = "scheduler.builds"
 
 
-def build(env: Environment, config: ConductorConfig, cell: str) -> Service:
-    """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines."""
+def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> Service:
+    """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines.
+
+    store: instead of the cell's schema in the environment's database.
+    """
     if cell == API:
         raise BrokenInvariant("a conductor speaks on its own cell's bus only (C-11)", code="conductor.up_call")
     service = Service(f"conductor {cell}", clock=env.clock)
-    database = env.database(f"cell_{cell}")
+    store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)
-    relay = Relay(database, {cell: bus}, clock=env.clock)
-    store = PostgresInstances(database)
+    relay = Relay(store.outbox, {cell: bus}, clock=env.clock)
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
     requests = RequestHandlers(engine, env.clock)
     hosts = HostHandlers(engine, store, env.clock, config)
@@ -39,10 +42,7 @@ def build(env: Environment, config: ConductorConfig, cell: str) -> Service:
         for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS):
             await bus.declare(queue)
 
-    async def open_database() -> None:
-        await database.open(MIGRATIONS)
-
-    service.resource(open_database, database.close)
+    service.resource(store.open, store.close)
     service.resource(bus.open, bus.close)
     service.declares(declare)
     service.task("outbox relay", relay.run)
@@ -57,6 +57,6 @@ def build(env: Environment, config: ConductorConfig, cell: str) -> Service:
     # One at a time: the newest report of a service decides, so their order is kept.
     service.consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     service.check("bus", lambda: bus.transport.connected)
-    service.check("database", lambda: database.ready)
+    service.check("database", lambda: store.ready)
     service.drain(relay.drain)
     return service

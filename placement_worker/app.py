@@ -15,6 +15,7 @@ from placement_worker.cell import CellLink
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import Handlers
 from placement_worker.publisher import FeedPublisher
+from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 
 log = structlog.get_logger("placement")
@@ -22,18 +23,22 @@ log = structlog.get_logger("placement")
 NAME = "placement"
 
 
-def build(env: Environment, config: PlacementConfig, cells: Sequence[str]) -> Service:
-    """A placement worker that serves the API bus and these cells, ready to run."""
+def build(
+    env: Environment, config: PlacementConfig, cells: Sequence[str], *, store: PlacementStore | None = None
+) -> Service:
+    """A placement worker that serves the API bus and these cells, ready to run.
+
+    store: instead of the schema `placement` in the environment's database.
+    """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
-    database = env.database(NAME, pool_size=config.pool_size)
-    store = PostgresStore(database)
+    store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
     api = env.bus(API)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
     handlers = Handlers(store, clock=env.clock, committed=publisher.wake)
 
     service.resource(store.open, store.close)
     service.resource(api.open, api.close)
-    service.check("database", lambda: database.ready)
+    service.check("database", lambda: store.ready)
     service.check("bus api", lambda: api.transport.connected)
     for consumer in _writers(api, handlers, config):
         service.consumer(consumer)

@@ -25,7 +25,8 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.select import Selector
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
-from scheduler_worker.store.postgres import MIGRATIONS, PostgresStore
+from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.postgres import PostgresStore
 
 
 class HostsListener:
@@ -77,23 +78,28 @@ class HostsListener:
 RECONNECT_LOOK_S = 0.5  # how soon after a reconnection hosts are asked
 
 
-def build(env: Environment, config: SchedulerConfig, cells: Sequence[str]) -> Service:
-    """One scheduler over these cells. Any number may run side by side."""
+def build(
+    env: Environment, config: SchedulerConfig, cells: Sequence[str], *, store: SchedulerStore | None = None
+) -> Service:
+    """One scheduler over these cells. Any number may run side by side.
+
+    store: instead of the schema `scheduler` in the environment's database.
+    """
     service = Service("scheduler", clock=env.clock)
     asked = {name: parse(name, flavor) for name, flavor in config.flavors.items()}
     selector = Selector(
         Book(), HostTable(), config, asked=asked, filters=plugins.filters(config), weighings=plugins.weighings(config)
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
-    database = env.database("scheduler")
-    relay = Relay(database, buses, clock=env.clock)
-    store = PostgresStore(database, relay)
+    store = store if store is not None else PostgresStore(env.database("scheduler"))
+    relay = Relay(store.outbox, buses, clock=env.clock)
+    store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
     claiming = Claiming(
         buses[API], selector, follower, clock=env.clock, rng=random.Random(env.rng.getrandbits(64)), config=config
     )
 
-    service.resource(lambda: database.open(MIGRATIONS), database.close)
+    service.resource(store.open, store.close)
     for bus in buses.values():
         service.resource(bus.open, bus.close)
     service.resource(follower.start, follower.close)
@@ -135,7 +141,9 @@ def _listen(service: Service, env: Environment, bus: Bus, selector: Selector, co
     service.check(f"bus {bus.name}", lambda: bus.transport.connected)
 
 
-def _announcements(service: Service, env: Environment, bus: Bus, store: PostgresStore, config: SchedulerConfig) -> None:
+def _announcements(
+    service: Service, env: Environment, bus: Bus, store: SchedulerStore, config: SchedulerConfig
+) -> None:
     # Declared before the first dispatch: what a cell announces is kept from the beginning, whoever is up.
     service.declares(lambda: bus.declare("scheduler.builds"))
     service.consumer(
@@ -154,7 +162,7 @@ def _requests(
     env: Environment,
     bus: Bus,
     *,
-    store: PostgresStore,
+    store: SchedulerStore,
     selector: Selector,
     claiming: Claiming,
     config: SchedulerConfig,

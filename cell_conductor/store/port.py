@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.outbox import Addressed
+from bus.outbox import Addressed, Rows
 from cell_conductor.domain.instance import Instance, State
 
 
@@ -49,7 +49,21 @@ class Transaction(Protocol):
 
 
 class InstanceStore(Protocol):
-    """The instances of one cell."""
+    """The instances of one cell. Adapters: `store.postgres`, `store.memory`."""
+
+    @property
+    def outbox(self) -> Rows:
+        """The rows behind `Transaction.send_later`, for the relay."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open (for /readyz)."""
+
+    async def open(self) -> None:
+        """Connect and migrate; waits while the database is away."""
+
+    async def close(self) -> None:
+        """Disconnect."""
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         """Commits at the end, rolls back on an exception."""

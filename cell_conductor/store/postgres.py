@@ -95,6 +95,20 @@ class PostgresInstances:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.outbox = outbox.PostgresRows(database)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open."""
+        return self._database.ready
+
+    async def open(self) -> None:
+        """Migrate. Waits for a database that is away."""
+        await self._database.open(MIGRATIONS)
+
+    async def close(self) -> None:
+        """Close the pool."""
+        await self._database.close()
 
     def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
         """Commits at the end, rolls back on an exception."""

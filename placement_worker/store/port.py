@@ -1,4 +1,4 @@
-"""The port to the book: what a store must do. Adapter: `placement_worker.store.postgres`."""
+"""The port to the book: what a store must do. Adapters: `store.postgres`, `store.memory`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ class Published(Struct, frozen=True):
 
 class PlacementStore(Protocol):
     """The book. Every write is one transaction together with its numbered changes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open (for /readyz)."""
+
+    async def open(self) -> None:
+        """Connect and migrate; waits while the database is away."""
+
+    async def close(self) -> None:
+        """Disconnect."""
 
     async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
         """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""

@@ -35,6 +35,11 @@ class PostgresStore:
         """What this process knows of class and trait names."""
         return self._names
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is open."""
+        return self._database.ready
+
     async def open(self) -> None:
         """Migrate, and write down the standard names. Waits for a database that is away."""
         await self._database.open(MIGRATIONS)

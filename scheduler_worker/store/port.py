@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, FunnelStep, StoryLine
-from bus.outbox import Addressed
+from bus.outbox import Addressed, Relay, Rows
 from scheduler_worker.domain.records import Standing
 
 
@@ -92,7 +92,24 @@ class Unit(Protocol):
 
 
 class SchedulerStore(Protocol):
-    """Build requests and the instance-to-cell map."""
+    """Build requests and the instance-to-cell map. Adapters: `store.postgres`, `store.memory`."""
+
+    @property
+    def outbox(self) -> Rows:
+        """The rows behind `Unit.say`, for the relay."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open (for /readyz)."""
+
+    async def open(self) -> None:
+        """Connect and migrate; waits while the database is away."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+    def publish_through(self, relay: Relay) -> None:
+        """Who publishes what units say, once they have committed. Before the first unit."""
 
     def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
         """A transaction. Not durable: for what a redelivered message would write again after a crash."""

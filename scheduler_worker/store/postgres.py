@@ -149,8 +149,26 @@ class PostgresUnit:
 class PostgresStore:
     """Schema `scheduler` of one database."""
 
-    def __init__(self, database: Database, relay: Relay) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
+        self._relay: Relay | None = None
+        self.outbox = outbox.PostgresRows(database)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open."""
+        return self._database.ready
+
+    async def open(self) -> None:
+        """Migrate. Waits for a database that is away."""
+        await self._database.open(MIGRATIONS)
+
+    async def close(self) -> None:
+        """Close the pool."""
+        await self._database.close()
+
+    def publish_through(self, relay: Relay) -> None:
+        """Who publishes what units say."""
         self._relay = relay
 
     def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
@@ -159,6 +177,7 @@ class PostgresStore:
 
     @asynccontextmanager
     async def _unit(self, durable: bool) -> AsyncIterator[Unit]:
+        assert self._relay is not None, "publish_through() first"
         await self._relay.room()
         async with self._database.raw() as connection:
             if not durable:

@@ -16,7 +16,7 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
-from bus.outbox import Addressed, Relay
+from bus.outbox import Addressed, PostgresRows, Relay
 from bus.port import BusUnavailable, Unroutable
 from bus.service.database import Database
 
@@ -83,7 +83,7 @@ async def database(postgres_url: str) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
     named = {bus.name: bus for bus in buses}
-    relay = Relay(database, named, clock=SystemClock(), sweep_every_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
+    relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_every_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
     task = asyncio.create_task(relay.run())
     try:
         yield relay
@@ -208,7 +208,7 @@ async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(dat
 async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Database) -> None:
     api = StubBus("api")
     api.open.clear()
-    relay = Relay(database, {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
+    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     for n in range(3):
         relay.send(await commit(database, [Addressed("api", event(sequence=n))]), [Addressed("api", event(sequence=n))])

@@ -30,7 +30,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
-from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
+from cell_conductor.store.postgres import PostgresInstances
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -173,14 +173,14 @@ class Cell:
         return Bus(CELL, self.transports(CELL), process=process, clock=self.clock, rng=self.rng)
 
     async def open(self, stack: AsyncExitStack) -> None:
-        await self.database.open(MIGRATIONS)
-        stack.push_async_callback(self.database.close)
+        await self.store.open()
+        stack.push_async_callback(self.store.close)
         self.bus = self.new_bus("conductor")
         self.around.bus = self.new_bus("around")
         for bus in (self.bus, self.around.bus):
             await bus.open()
             stack.push_async_callback(bus.close)
-        self.relay = Relay(self.database, {CELL: self.bus}, clock=self.clock)
+        self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.engine = self.new_engine()
         requests = RequestHandlers(self.engine, self.clock)
         self.hosts = HostHandlers(self.engine, self.store, self.clock, self.config)
