@@ -1,33 +1,45 @@
 """Boots a second through the whole street: in one process over memory, and as processes on real servers.
 
-    python -m benchmarks.street [--boots N] [--hosts N] [--only memory|real] [--json FILE]
+    python -m benchmarks.street [--boots N] [--hosts N] [--cells N] [--only memory|real] [--json FILE]
 
 Memory: every worker in this process, memory buses, an embedded PostgreSQL. Real: each worker its own process, a
-private RabbitMQ (quorum queues, confirms, a virtual host per bus) and a private PostgreSQL (fsync on), both workers'
-and servers' CPU on this machine, the client as well. Hosts build at once: what is measured is the street. One boot
-alone on the idle system is measured as well, and the invariants are judged after each run.
+private RabbitMQ (quorum queues, confirms, a virtual host per bus) and a private PostgreSQL (fsync on), workers,
+servers and the client all on this machine. Hosts build at once: what is measured is the street. One boot alone on the
+idle system is measured as well, and the invariants are judged after each run.
+
+Real also says what a boot costs: CPU of every process, broker messages, transactions, statements (--statements: on
+Debian's PostgreSQL with pg_stat_statements); latency at 50 % and 80 % of the highest rate (--rates); and the bare
+five-hop pipeline on the same broker (benchmarks/bare.py) in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 from msgspec import Struct
+from msgspec.structs import replace
 
+from benchmarks import bare, probe
 from berth.client import BuildClient
+from berth.crew import Crew
+from berth.embedded.postgres import Postgres
+from berth.embedded.rabbitmq import RabbitMQ
 from berth.gather import gather, rest
 from berth.invariants import judge
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import Plan, real_servers, running_crew
+from berth.servers import Plan, RealServers, running_crew
 from berth.settings import Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import Street, site
@@ -35,36 +47,78 @@ from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 
 IDLE_BOOTS = 40
-WARM_UP = 100
+WARM_UP = 200
+BARE_BOOTS = 4000
 REST_TIMEOUT_S = 60.0
+RATE_S = 10.0  # how long each rate is held
+RATES = (0.5, 0.8)
 MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 BIG = HostSize(vcpus=128, memory_mb=2**20, disk_gb=100_000)
+COUNTED = ("berth_bus_published", "berth_bus_items", "berth_bus_consumed")
+DEBIAN = Path("/usr/lib/postgresql")
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What 1,000 boots cost while the street was full, each process by its name, and the counts per boot."""
+
+    cpu_s_per_1000_boots: dict[str, float]
+    cpu_s_per_1000_boots_all: float
+    memory_mb: dict[str, float]
+    broker_messages_per_boot: float
+    items_per_boot: float
+    items_per_broker_message: dict[str, float]
+    transactions_per_boot: float
+    statements_per_boot: float | None = None
+    statements: dict[str, tuple[float, float]] | None = None  # {statement: (calls a boot, ms in the server a boot)}
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """One system's figures. cpu_s_per_1000: CPU seconds of all that took part, servers included, for 1,000 boots."""
+    """One system's figures."""
 
     system: str
     boots: int
     hosts: int
+    cells: int
+    schedulers: int
     boots_per_s: float
     latency_ms: dict[str, float]
     stages_ms: dict[str, dict[str, float]]
     idle_p50_ms: float
     idle_p95_ms: float
+    idle_stages_ms: dict[str, float]
     invariants_hold: bool
     active: int
+    ratio_to_bare_pipeline: float | None = None
+    bare_boots_per_s: float | None = None
+    at_rates: dict[str, dict[str, float]] = {}
+    costs: Costs | None = None
 
 
-async def measure(client: BuildClient, here: Site, system: str, boots: int, hosts: int) -> Result:
+class Measured(Struct, kw_only=True):
+    """What is measured, and by what means. `before` and `after` are called around the full load."""
+
+    boots: int
+    hosts: int
+    rates: bool = False
+    before: Callable[[], Any] | None = None
+    after: Callable[[int], Any] | None = None
+
+
+async def measure(client: BuildClient, here: Site, system: str, what: Measured, seed: int = 1) -> Result:
     """Warm up, boot one at a time, then all at once; judge."""
-    rng = random.Random(1)
+    rng = random.Random(seed)
     await fire(client, here, WARM_UP, rng)
-    idle = []
-    for _ in range(IDLE_BOOTS):
-        report = await fire(client, here, 1, rng)
-        idle.append(report.latency_ms["max"])
-    report = await fire(client, here, boots, rng)
+    idle = [await fire(client, here, 1, rng) for _ in range(IDLE_BOOTS)]
+    latencies = sorted(report.latency_ms["max"] for report in idle)
+    if what.before is not None:
+        await what.before()
+    report = await fire(client, here, what.boots, rng)
+    costs = await what.after(what.boots) if what.after is not None else None
+    at_rates = {}
+    for share in RATES if what.rates else ():
+        rate = report.boots_per_s * share
+        held = await fire(client, here, int(rate * RATE_S), rng, rate=rate)
+        at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms}
     await rest(here, timeout_s=REST_TIMEOUT_S)
     verdicts = judge(await gather(here, accepted=list(client.tracks), events=client.events))
     for verdict in verdicts:
@@ -72,58 +126,178 @@ async def measure(client: BuildClient, here: Site, system: str, boots: int, host
             print(f"BROKEN: {verdict.sentence}: {verdict.examples}")
     return Result(
         system=system,
-        boots=boots,
-        hosts=hosts,
+        boots=what.boots,
+        hosts=what.hosts,
+        cells=len(here.cells),
+        schedulers=1,
         boots_per_s=round(report.boots_per_s, 1),
         latency_ms=report.latency_ms,
         stages_ms=report.stages_ms,
-        idle_p50_ms=round(statistics.median(idle), 2),
-        idle_p95_ms=round(sorted(idle)[int(0.95 * len(idle))], 2),
+        idle_p50_ms=round(statistics.median(latencies), 2),
+        idle_p95_ms=round(latencies[int(0.95 * len(latencies))], 2),
+        idle_stages_ms={
+            name: round(statistics.median(one.stages_ms[name]["p50"] for one in idle if one.stages_ms[name]), 2)
+            for name in idle[0].stages_ms
+        },
         invariants_hold=all(verdict.holds for verdict in verdicts),
         active=report.active,
+        at_rates=at_rates,
+        costs=costs,
     )
 
 
-async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random) -> LoadReport:
-    """So many builds at once."""
-    plan = LoadPlan(boots=boots, mix=MIX, project_id="bench", timeout_s=300)
+async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, *, rate: float = 0.0) -> LoadReport:
+    """So many builds at once, or at a rate."""
+    plan = LoadPlan(boots=boots, mix=MIX, project_id="bench", timeout_s=300, rate_per_s=rate)
     report = await run_load(client, plan, clock=here.clock, rng=rng)
     if report.active != boots:
         raise SystemExit(f"{boots - report.active} of {boots} builds failed: {report.failures[:3]}")
     return report
 
 
-async def with_client(here: Site, work: Callable[[BuildClient], Any]) -> Any:
-    """Run with a connected client."""
+class Instruments:
+    """Reads what every process has used, before and after; the difference is what the load cost."""
+
+    def __init__(self, servers: RealServers, crew: Crew) -> None:
+        self._crew = crew
+        self._url = servers.database_url
+        self._pids = {
+            "broker": servers.broker.pid,
+            "postgresql": servers.postgres.pid,
+            **{name: worker.process.pid for name, worker in crew.workers.items()},
+        }
+        self._cpu: dict[str, float] = {}
+        self._messages: dict[str, Counter[str]] = {}
+        self._transactions = 0.0
+        self._statements: Mapping[str, tuple[float, float]] | None = None
+
+    async def before(self) -> None:
+        """Note where everything stands."""
+        self._messages = await self._counters()
+        self._statements = await probe.statements(self._url)
+        self._transactions = await probe.transactions(self._url)
+        self._cpu = self._used()
+
+    async def after(self, boots: int) -> Costs:
+        """What came since."""
+        cpu = {name: used - self._cpu[name] for name, used in self._used().items()}
+        memory = {name: round(probe.memory_mb(pid), 1) for name, pid in self._pids.items()}
+        messages = {name: now - self._messages[name] for name, now in (await self._counters()).items()}
+        transactions = await probe.transactions(self._url) - self._transactions
+        spent = self._spent(await probe.statements(self._url), boots)
+        published = sum(one["berth_bus_published"] for one in messages.values())
+        return Costs(
+            cpu_s_per_1000_boots={name: round(1000 * used / boots, 3) for name, used in cpu.items()},
+            cpu_s_per_1000_boots_all=round(1000 * sum(cpu.values()) / boots, 3),
+            memory_mb=memory,
+            broker_messages_per_boot=round(published / boots, 2),
+            items_per_boot=round(sum(one["berth_bus_items"] for one in messages.values()) / boots, 2),
+            items_per_broker_message={
+                name: round(one["berth_bus_items"] / one["berth_bus_published"], 1)
+                for name, one in messages.items()
+                if one["berth_bus_published"]
+            },
+            transactions_per_boot=round(transactions / boots, 3),
+            statements_per_boot=None if spent is None else round(sum(calls for calls, _ in spent.values()), 3),
+            statements=spent,
+        )
+
+    def _used(self) -> dict[str, float]:
+        return {name: probe.cpu_s(pid) for name, pid in self._pids.items()} | {"client": time.process_time()}
+
+    async def _counters(self) -> dict[str, Counter[str]]:
+        pages = {name: await self._crew.metrics(name) for name in self._crew.workers}
+        found = {name: probe.counters(page, COUNTED) for name, page in pages.items()}
+        return found | {"client": probe.own_counters(COUNTED)}
+
+    def _spent(
+        self, now: Mapping[str, tuple[float, float]] | None, boots: int
+    ) -> dict[str, tuple[float, float]] | None:
+        if now is None or self._statements is None:
+            return None
+        bare_minus = (
+            (query, calls - self._statements.get(query, (0.0, 0.0))[0], ms - self._statements.get(query, (0.0, 0.0))[1])
+            for query, (calls, ms) in now.items()
+        )
+        spent = {
+            " ".join(query.split()): (round(c / boots, 4), round(ms / boots, 4)) for query, c, ms in bare_minus if c
+        }
+        return dict(sorted(spent.items(), key=lambda pair: -pair[1][1]))
+
+
+@contextlib.asynccontextmanager
+async def connected(here: Site) -> AsyncIterator[BuildClient]:
+    """A client that keeps what it hears."""
     client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=True)
     await client.open()
     try:
-        return await work(client)
+        yield client
     finally:
         await client.close()
 
 
-async def in_memory(boots: int, hosts: int) -> Result:
+async def in_memory(options: argparse.Namespace) -> Result:
     """Everything in this process."""
+    cells = len(Settings().cells)
     settings = Settings(
         up=UpSettings(schedulers=1, placements=1, computes_per_cell=1, nodes=0),
-        compute=ComputeConfig(hosts=hosts // 2, sizes=(BIG,)),
+        compute=ComputeConfig(hosts=options.hosts // cells, sizes=(BIG,)),
     )
     async with site(settings, directory=None) as here:
         street = Street(here)
         await street.start()
         try:
-            return await with_client(here, lambda client: measure(client, here, "memory", boots, hosts))
+            async with connected(here) as client:
+                return await measure(client, here, "memory", Measured(boots=options.boots, hosts=options.hosts))
         finally:
             await street.ensemble.stop()
 
 
-async def on_real_servers(boots: int, hosts: int) -> Result:
+async def on_real_servers(options: argparse.Namespace) -> Result:
     """Every worker its own process."""
-    plan = Plan(schedulers=1, placements=1, compute=ComputeConfig(hosts=hosts // 2, sizes=(BIG,)))
-    with real_servers(plan.cells, durable=plan.durable) as servers:
-        async with running_crew(servers, plan) as (_, here):
-            return await with_client(here, lambda client: measure(client, here, "real", boots, hosts))
+    cells = tuple(f"cell{number}" for number in range(1, options.cells + 1))
+    plan = Plan(
+        cells=cells,
+        schedulers=options.schedulers,
+        placements=options.placements,
+        compute=ComputeConfig(hosts=options.hosts // len(cells), sizes=(BIG,)),
+    )
+    with servers_for(cells, statements=options.statements) as servers:
+        if options.statements:
+            await probe.count_statements(servers.database_url)
+        bare_rate = await bare.boots_per_s(servers.urls["berth"], BARE_BOOTS) if options.bare else None
+        async with running_crew(servers, plan) as (crew, here), connected(here) as client:
+            reads = Instruments(servers, crew)
+            what = Measured(
+                boots=options.boots, hosts=options.hosts, rates=options.rates, before=reads.before, after=reads.after
+            )
+            if options.pause:
+                for name, worker in crew.workers.items():
+                    print(name, worker.process.pid, flush=True)
+            result = await measure(client, here, "real", what)
+    return replace(
+        result,
+        schedulers=options.schedulers,
+        bare_boots_per_s=None if bare_rate is None else round(bare_rate, 1),
+        ratio_to_bare_pipeline=None if bare_rate is None else round(result.boots_per_s / bare_rate, 2),
+    )
+
+
+@contextlib.contextmanager
+def servers_for(cells: tuple[str, ...], *, statements: bool) -> Iterator[RealServers]:
+    """Private servers with default durability; with pg_stat_statements when asked for (Debian's has it)."""
+    with contextlib.ExitStack() as stack:
+        broker = stack.enter_context(RabbitMQ())
+        if not statements:
+            yield RealServers(broker, stack.enter_context(Postgres(durable=True)), cells)
+            return
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-bench-")))
+        postgres = stack.enter_context(Postgres(directory, durable=True, binaries=max(DEBIAN.glob("*/bin"))))
+        postgres.shut_down()
+        with (directory / "data" / "postgresql.conf").open("a") as file:
+            file.write("shared_preload_libraries = 'pg_stat_statements'\npg_stat_statements.track_utility = on\n")
+        postgres.start()
+        yield RealServers(broker, postgres, cells)
 
 
 def main() -> int:
@@ -131,29 +305,57 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--boots", type=int, default=2000)
     parser.add_argument("--hosts", type=int, default=200)
+    parser.add_argument("--cells", type=int, default=2)
+    parser.add_argument("--schedulers", type=int, default=1)
+    parser.add_argument("--placements", type=int, default=1)
     parser.add_argument("--only", choices=("memory", "real"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True, help="measure the bare pipeline")
+    parser.add_argument("--rates", action="store_true", help="latency at 50 %% and 80 %% of the highest rate")
+    parser.add_argument("--statements", action="store_true", help="count SQL statements")
+    parser.add_argument(
+        "--pids", dest="pause", action="store_true", help="say the workers' process ids, for a profiler"
+    )
+    parser.add_argument("--json", type=Path, help="write the real system's figures (memory's under `memory`) here")
     options = parser.parse_args()
     configure_logging(process="bench", role="bench", level="error", style="pretty")
-    results = []
+    results: dict[str, Result] = {}
     for name, run in (("memory", in_memory), ("real", on_real_servers)):
         if options.only in {None, name}:
             started = time.monotonic()
-            result = uvloop.run(run(options.boots, options.hosts))
-            results.append(result)
-            print(f"{in_words(result)}; {time.monotonic() - started:.0f} s in all")
+            results[name] = result = uvloop.run(run(options))
+            say(result, time.monotonic() - started)
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2))
-    return 0 if all(result.invariants_hold for result in results) else 1
+        figures = msgspec.to_builtins(results.get("real") or results["memory"])
+        if len(results) > 1:
+            figures["memory"] = results["memory"]
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    return 0 if all(result.invariants_hold for result in results.values()) else 1
 
 
-def in_words(result: Result) -> str:
-    """One line for a person."""
-    return (
-        f"{result.system}: {result.boots_per_s:.0f} boots/s ({result.active} of {result.boots} active, "
-        f"{result.hosts} hosts), idle boot p50 {result.idle_p50_ms:.1f} ms, p95 {result.idle_p95_ms:.1f} ms, "
-        f"invariants {'hold' if result.invariants_hold else 'BROKEN'}"
+def say(result: Result, seconds: float) -> None:
+    """One system's figures for a person."""
+    ratio = f", {result.ratio_to_bare_pipeline} x the bare pipeline" if result.ratio_to_bare_pipeline else ""
+    print(
+        f"{result.system}: {result.boots_per_s:.0f} boots/s{ratio} ({result.active} of {result.boots} active, "
+        f"{result.hosts} hosts in {result.cells} cells), idle boot p50 {result.idle_p50_ms:.1f} ms, "
+        f"p95 {result.idle_p95_ms:.1f} ms, invariants {'hold' if result.invariants_hold else 'BROKEN'}; "
+        f"{seconds:.0f} s in all"
     )
+    print("  idle, ms until:", ", ".join(f"{name} {ms}" for name, ms in result.idle_stages_ms.items()))
+    for share, figures in result.at_rates.items():
+        print(f"  at {share} ({figures['rate_per_s']:.0f}/s): p50 {figures['p50']:.0f} ms, p99 {figures['p99']:.0f} ms")
+    costs = result.costs
+    if costs is None:
+        return
+    print(f"  CPU ms a boot: {costs.cpu_s_per_1000_boots_all:.3f} =", end=" ")
+    print(", ".join(f"{name} {used:.3f}" for name, used in costs.cpu_s_per_1000_boots.items()))
+    print(
+        f"  a boot: {costs.broker_messages_per_boot} broker messages of {costs.items_per_boot} items, "
+        f"{costs.transactions_per_boot} transactions, {costs.statements_per_boot} statements"
+    )
+    print("  items a broker message:", ", ".join(f"{n} {v}" for n, v in costs.items_per_broker_message.items()))
+    for statement, (calls, ms) in list((costs.statements or {}).items())[:14]:
+        print(f"    {1000 * ms:7.1f} us {calls:7.4f} calls  {statement[:110]}")
 
 
 if __name__ == "__main__":
