@@ -77,11 +77,11 @@ FROM unnest($1::bigint[], $2::bigint[]) AS n (id, generation) WHERE p.id = n.id
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names) -> list[ClaimReply]:
     """Decide and write one group inside the caller's transaction."""
     inserted, consumers = await lock_consumers(connection, _expected(items), names)
-    ids, providers = await lock_providers(connection, _wanted(items, consumers), names)
+    ids, providers = await lock_providers(connection, providers_of(items, consumers), names)
     decision = decide(items, consumers, providers, names.class_ids)
     await write(connection, decision, consumers, inserted, ids=ids, names=names)
     sequence = await feed.append(connection, changes_of(decision))
-    return [_reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
+    return [reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
 
 async def write(
@@ -156,7 +156,8 @@ def _columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
     )
 
 
-def _wanted(items: Sequence[ClaimItem], consumers: Mapping[str, Consumer]) -> set[str]:
+def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, Consumer]) -> set[str]:
+    """Every provider that the items name or these consumers hold."""
     wanted: set[str] = set()
     for item in items:
         if isinstance(item, Claim):
@@ -258,7 +259,8 @@ async def _write_usage(
     await connection.execute(UPDATE_GENERATIONS, *map(list, zip(*generations, strict=True)))
 
 
-def _reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:
+def reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:
+    """What one item's asker is told."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
         return ClaimResult(

@@ -7,19 +7,17 @@ both take by id; neither has to try again (trap 20).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
-from msgspec import Struct
 from msgspec.structs import astuple
 
-from bus.contracts.base import encode
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from placement_worker.domain.names import class_name, is_custom
-from placement_worker.domain.reports import Refusal, changes_of, flaw, plan
+from placement_worker.domain.reports import changes_of, flaw, plan
 from placement_worker.domain.values import Provider
 from placement_worker.store import feed
+from placement_worker.store.group import Group, Key, Source
 from placement_worker.store.names import Names
 from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
@@ -97,39 +95,6 @@ UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (r
 WHERE s.root = n.root AND s.source <> n.source AND s.settled
 """
 
-Key = tuple[str, str]  # (root, source)
-SourceRow = tuple[str, str, int, bytes, bool, str]
-
-
-class _Group:
-    """One group of updates on its way: what came, what their sources said before, and how each one ends."""
-
-    def __init__(self, updates: Sequence[InventoryUpdate], sources: Mapping[Key, _Source], names: Names) -> None:
-        self.updates = updates
-        self.digests = [hashlib.blake2b(encode(u.providers), digest_size=16).digest() for u in updates]
-        self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
-        self.sources = sources
-        self.names = names
-        self.results: dict[int, InventoryResult | Refused] = {}
-
-    def source(self, number: int) -> _Source:
-        return self.sources.get(self.keys[number], _NOBODY)
-
-    def row(self, number: int, settled: bool, providers: Iterable[str]) -> SourceRow:
-        root, source = self.keys[number]
-        version = self.updates[number].version
-        return (root, source, version, self.digests[number], settled, ",".join(providers))
-
-
-class _Source(Struct, frozen=True):
-    version: int
-    digest: bytes
-    settled: bool
-    providers: Sequence[str]
-
-
-_NOBODY = _Source(-1, b"", False, ())
-
 
 async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
     """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
@@ -148,77 +113,28 @@ async def report(
 ) -> list[InventoryResult | Refused]:
     """Decide and write a group of updates inside the caller's transaction."""
     await connection.execute(ONE_WRITER_OF_TREES)
-    group = _Group(updates, await _read_sources(connection, updates), names)
-    for number, update in enumerate(updates):
-        wrong = flaw(update, names.trait_ids)
-        if wrong is not None:
-            group.results[number] = Refused(wrong.code, wrong.reason)
-    _sort_out_stale(group)
-    sequence = await _apply(connection, group)
-    return [_numbered(group.results[number], sequence) for number in range(len(updates))]
+    group = Group(updates, await _read_sources(connection, updates))
+    group.refuse_flawed(names.trait_ids)
+    group.sort_out_stale()
+    sequence = await _apply(connection, group, names)
+    return group.answers(sequence)
 
 
-def _numbered(result: InventoryResult | Refused, sequence: int) -> InventoryResult | Refused:
-    if isinstance(result, InventoryResult) and result.outcome == "applied":
-        return InventoryResult(outcome="applied", sequence=sequence, set_aside=result.set_aside)
-    return result
-
-
-async def _read_sources(connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]) -> dict[Key, _Source]:
+async def _read_sources(connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]) -> dict[Key, Source]:
     rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
-    return {(row[0], row[1]): _Source(*row[2:]) for row in rows}
+    return {(row[0], row[1]): Source(*row[2:]) for row in rows}
 
 
-def _sort_out_stale(group: _Group) -> None:
-    """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
-    newest: dict[Key, int] = {}
-    for number, update in enumerate(group.updates):
-        if number in group.results:
-            continue
-        known, rival = group.source(number), newest.get(group.keys[number])
-        last, digest = known.version, known.digest
-        if rival is not None:
-            last, digest = group.updates[rival].version, group.digests[rival]
-        if update.version <= last:
-            again = update.version == last and group.digests[number] == digest
-            group.results[number] = InventoryResult(outcome="unchanged" if again else "stale")
-            continue
-        if rival is not None:
-            group.results[rival] = InventoryResult(outcome="stale")
-        newest[group.keys[number]] = number
-
-
-async def _apply(connection: asyncpg.Connection, group: _Group) -> int:
-    """Plan what is new, write what it comes to; a report said before only moves its source's version."""
-    written: list[SourceRow] = []
-    fresh: list[int] = []
-    for number in range(len(group.updates)):
-        if number in group.results:
-            continue
-        known = group.source(number)
-        if known.settled and known.digest == group.digests[number]:
-            group.results[number] = InventoryResult(outcome="unchanged")
-            written.append(group.row(number, True, known.providers))
-        else:
-            fresh.append(number)
+async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> int:
+    """Plan what is new and write what it comes to."""
+    fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
     ids, before = await _lock_trees(connection, updates)
     outcome = plan(updates, [group.source(number).providers for number in fresh], before)
-    changed: list[Key] = []
-    for number, result in zip(fresh, outcome.results, strict=True):
-        if isinstance(result, Refusal):
-            group.results[number] = Refused(result.code, result.reason)
-            continue
-        said = "applied" if result.changed else "unchanged"
-        group.results[number] = InventoryResult(outcome=said, set_aside=result.set_aside)
-        # From now on this source answers for what it reports, and for what it left set aside.
-        answers_for = [*result.reported, *(uuid for uuid in result.set_aside if "/" not in uuid)]
-        written.append(group.row(number, not result.set_aside, answers_for))
-        if result.changed:
-            changed.append(group.keys[number])
-    await write_providers(connection, ids, before, outcome.after, group.names)
-    await _execute_rows(connection, WRITE_SOURCES, written)
-    await _execute_rows(connection, UNSETTLE_OTHERS, changed)
+    group.settle(fresh, outcome.results)
+    await write_providers(connection, ids, before, outcome.after, names)
+    await _execute_rows(connection, WRITE_SOURCES, group.written)
+    await _execute_rows(connection, UNSETTLE_OTHERS, group.changed)
     return await feed.append(connection, changes_of(before, outcome.after))
 
 

@@ -1,0 +1,116 @@
+"""A group of inventory updates on its way, whatever store it goes to: what is stale, what is new, how each one ends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from bus.contracts.base import encode
+from bus.contracts.placement import InventoryResult, InventoryUpdate
+from placement_worker.domain.reports import Applied, Refusal, flaw
+from placement_worker.store.port import Refused
+
+Key = tuple[str, str]  # (root, source)
+SourceRow = tuple[str, str, int, bytes, bool, str]
+
+
+class Source(Struct, frozen=True):
+    """What one source said last of one root. settled: the book holds exactly that. providers: what it answers for."""
+
+    version: int
+    digest: bytes
+    settled: bool
+    providers: Sequence[str]
+
+
+NOBODY = Source(-1, b"", False, ())
+
+
+class Group:
+    """One group of updates: what came, what their sources said before, and how each one ends.
+
+    written: rows of sources to write; changed: (root, source) whose trees are others than before.
+    """
+
+    def __init__(self, updates: Sequence[InventoryUpdate], sources: Mapping[Key, Source]) -> None:
+        self.updates = updates
+        self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
+        self.results: dict[int, InventoryResult | Refused] = {}
+        self.written: list[SourceRow] = []
+        self.changed: list[Key] = []
+        self._digests = [hashlib.blake2b(encode(u.providers), digest_size=16).digest() for u in updates]
+        self._sources = sources
+
+    def refuse_flawed(self, known_traits: Collection[str]) -> None:
+        """Turn down what is wrong whatever the book holds."""
+        for number, update in enumerate(self.updates):
+            wrong = flaw(update, known_traits)
+            if wrong is not None:
+                self.results[number] = Refused(wrong.code, wrong.reason)
+
+    def sort_out_stale(self) -> None:
+        """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
+        newest: dict[Key, int] = {}
+        for number, update in enumerate(self.updates):
+            if number in self.results:
+                continue
+            known, rival = self.source(number), newest.get(self.keys[number])
+            last, digest = known.version, known.digest
+            if rival is not None:
+                last, digest = self.updates[rival].version, self._digests[rival]
+            if update.version <= last:
+                again = update.version == last and self._digests[number] == digest
+                self.results[number] = InventoryResult(outcome="unchanged" if again else "stale")
+                continue
+            if rival is not None:
+                self.results[rival] = InventoryResult(outcome="stale")
+            newest[self.keys[number]] = number
+
+    def fresh(self) -> list[int]:
+        """What is to be planned; a report said before only moves its source's version."""
+        fresh: list[int] = []
+        for number in range(len(self.updates)):
+            if number in self.results:
+                continue
+            known = self.source(number)
+            if known.settled and known.digest == self._digests[number]:
+                self.results[number] = InventoryResult(outcome="unchanged")
+                self._write(number, True, known.providers)
+            else:
+                fresh.append(number)
+        return fresh
+
+    def settle(self, fresh: Sequence[int], results: Sequence[Applied | Refusal]) -> None:
+        """How the planned ones ended."""
+        for number, result in zip(fresh, results, strict=True):
+            if isinstance(result, Refusal):
+                self.results[number] = Refused(result.code, result.reason)
+                continue
+            said = "applied" if result.changed else "unchanged"
+            self.results[number] = InventoryResult(outcome=said, set_aside=result.set_aside)
+            # From now on this source answers for what it reports, and for what it left set aside.
+            answers_for = [*result.reported, *(uuid for uuid in result.set_aside if "/" not in uuid)]
+            self._write(number, not result.set_aside, answers_for)
+            if result.changed:
+                self.changed.append(self.keys[number])
+
+    def source(self, number: int) -> Source:
+        """What the source of an update said before."""
+        return self._sources.get(self.keys[number], NOBODY)
+
+    def answers(self, sequence: int) -> list[InventoryResult | Refused]:
+        """Every result, in order; those that changed something carry the transaction's feed number."""
+        return [_numbered(self.results[number], sequence) for number in range(len(self.updates))]
+
+    def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
+        root, source = self.keys[number]
+        version = self.updates[number].version
+        self.written.append((root, source, version, self._digests[number], settled, ",".join(providers)))
+
+
+def _numbered(result: InventoryResult | Refused, sequence: int) -> InventoryResult | Refused:
+    if isinstance(result, InventoryResult) and result.outcome == "applied":
+        return InventoryResult(outcome="applied", sequence=sequence, set_aside=result.set_aside)
+    return result
