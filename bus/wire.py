@@ -132,11 +132,11 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
     if meta.cause:
         headers[CAUSE] = meta.cause
     if meta.sent_at:
-        headers[SENT_AT] = int(meta.sent_at * 1000)
+        headers[SENT_AT] = round(meta.sent_at * 1000)
     if meta.attempt:
         headers[ATTEMPT] = meta.attempt
     if meta.deadline is not None:
-        headers[DEADLINE] = int(meta.deadline * 1000)
+        headers[DEADLINE] = round(meta.deadline * 1000)
     if meta.traceparent:
         headers[TRACEPARENT] = meta.traceparent
     return headers

@@ -149,7 +149,7 @@ class SyncLoop:
                 tasks.create_task(term.reader.run_all())
                 tasks.create_task(term.listener.run())
                 tasks.create_task(self._check(term, kept))
-        except* Exception as faults:
+        except ExceptionGroup as faults:  # not `except*`: what is raised from there is wrapped in a group again
             raise _first(faults) from faults
 
     async def _check(self, term: _Term, kept: Term) -> None:

@@ -207,6 +207,7 @@ QUEUES: tuple[QueueRow, ...] = (
         kind=QueueKind.DURABLE,
         reader="berth",
         bindings=((EVENTS, "build.event.#"),),
+        retry_s=RETRY_S,
     ),
     QueueRow(
         name="client.hosts.{process}",
