@@ -29,7 +29,9 @@ from placement_worker.replica.columns import (
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from placement_worker.replica.granular import Search
     from placement_worker.replica.plan import Plan
+    from placement_worker.replica.sharing import Sharing
 
 FIRST_SIZE = 1024
 
@@ -59,6 +61,8 @@ class Book:
         self.shape_moves = Moves()  # roots whose tree changed in more than usage
         self.epoch = 0  # moves when the numbers of distinct values are dealt anew
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()  # what searches keep beside the columns
+        self.compiled: OrderedDict[bytes, Search] = OrderedDict()  # the same for granular searches
+        self.sharing: Sharing | None = None  # see `sharing.sharing_of`
         self.assumptions = Assumptions()
         self._clear()
 
@@ -180,6 +184,11 @@ class Book:
     def uuid_of(self, row: int) -> str:
         """The provider's uuid."""
         return self._uuids[row]
+
+    def uuids_of(self, rows: Rows) -> list[str]:
+        """The providers' uuids."""
+        uuids = self._uuids
+        return [uuids[row] for row in rows.tolist()]
 
     def name_of(self, row: int) -> str:
         """The provider's name."""

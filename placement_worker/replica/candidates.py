@@ -1,31 +1,41 @@
-"""Allocation candidates: what a request could be claimed as, over all trees (P-1.10 to P-1.39)."""
+"""Allocation candidates: what a request could be claimed as, over all trees (P-1.10 to P-1.39).
+
+The order is stated and stable: first one candidate of every root, by the root's row in the book, then a second of
+every root that has one, and so on, so that a limit never hides a root (trap 12). On one root those with most room
+come first, from few providers, and the slot with the widest choice changes first.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import numpy as np
 from msgspec import Struct
 
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import NOBODY, Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
+from placement_worker.replica.granular import Pattern, Search, search_for
+from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
+from placement_worker.replica.sharing import sharing_of
 
 __all__ = ["UNNUMBERED", "Candidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
-# Steps that lead nowhere, and candidates beyond each root's first, before a search stops and says so.
+# Dead ends looked into, and candidates beyond each root's first, before a search stops and says so.
 BUDGET = 100_000
 
+# Dead ends that every pattern may look into, however many patterns share the budget.
+LEAST_SHARE = 64
 
-class Slot(Struct, frozen=True):
-    """What one provider of a candidate gives: a numbered group's whole, or one class of the un-numbered group."""
-
-    suffix: str
-    resources: dict[str, int]
+# Roots looked at first; each further step looks at as many as all before it.
+FIRST_STEP = 2048
 
 
 class Candidate(Struct, frozen=True):
-    """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (P-1.34)."""
+    """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (P-1.34).
+
+    shapes: of the providers in the allocations, the shape generation that they were chosen for.
+    """
 
     allocations: dict[str, dict[str, int]]
     mappings: dict[str, list[str]]
@@ -35,12 +45,13 @@ class Candidate(Struct, frozen=True):
 class CandidateSet:
     """Candidates in columns: `rows[i, s]` is the row of the provider that gives `slots[s]` in candidate i.
 
-    exhausted: there are no others; False: the limit or the budget cut it, and nobody knows or says what else there is.
+    exhausted: there are no others. Otherwise the limit or the budget cut it, and there may be.
     """
 
-    def __init__(self, book: Book, slots: tuple[Slot, ...], rows: Rows, *, exhausted: bool) -> None:
-        self.book = book
-        self.slots = slots
+    def __init__(self, book: Book, search: Search, rows: Rows, *, exhausted: bool) -> None:
+        self._book = book
+        self._one_per_tree = search.request.one_per_tree
+        self.slots = search.slots
         self.rows = rows
         self.exhausted = exhausted
 
@@ -49,22 +60,42 @@ class CandidateSet:
 
     def __getitem__(self, index: int) -> Candidate:
         """One candidate, whole. To render many, go over `columns()` instead."""
-        raise NotImplementedError
+        allocations: dict[str, dict[str, int]] = {}
+        mappings: dict[str, list[str]] = {}
+        shapes: dict[str, int] = {}
+        for slot, row in zip(self.slots, self.rows[index].tolist(), strict=True):
+            uuid = self._book.uuid_of(row)
+            mapped = mappings.setdefault(slot.suffix, [])
+            if uuid not in mapped:
+                mapped.append(uuid)
+            for name, amount in slot.resources.items():
+                given = allocations.setdefault(uuid, {})
+                given[name] = given.get(name, 0) + amount
+                shapes[uuid] = self._book.shape_of(row)
+        return Candidate(allocations, mappings, shapes)
 
     def __iter__(self) -> Iterator[Candidate]:
         return (self[index] for index in range(len(self)))
 
     def columns(self) -> list[list[str]]:
-        """Per slot, the provider's uuid in every candidate."""
-        raise NotImplementedError
+        """Per slot, the uuid of the provider that gives it, candidate by candidate."""
+        return [self._book.uuids_of(column) for column in self.rows.T]
 
+    @property
     def one_provider(self) -> bool:
-        """Whether in every candidate one provider gives all (flat hosts): then any column tells the whole story."""
-        raise NotImplementedError
+        """Whether in every candidate one provider gives all, as on flat hosts: then each column tells everything."""
+        return bool((self.rows == self.rows[:, :1]).all())
 
     def touched(self) -> Rows:
-        """Rows for the provider summaries: all members of every tree that gives resources, ascending."""
-        raise NotImplementedError
+        """Rows for the provider summaries, ascending: every member of each tree that gives resources.
+
+        Only the giving providers themselves when the request knows nothing of trees (`one_per_tree`).
+        """
+        giving = [at for at, slot in enumerate(self.slots) if slot.resources]
+        given = np.unique(self.rows[:, giving])
+        if self._one_per_tree:
+            return given
+        return np.sort(self._book.members(np.unique(self._book.root[given]).astype(np.intp))[0])
 
 
 def candidates(
@@ -75,9 +106,124 @@ def candidates(
     rng: random.Random | None = None,
     budget: int = BUDGET,
 ) -> CandidateSet:
-    """Up to `limit` candidates, spread over roots: every root that can take it gives its first before any its second.
+    """Up to `limit` candidates, in the stated order; with `rng`, a random sample of them all, in random order.
 
-    The order is that of the rows of the roots in the book; on one root, those with most room first. With `rng`: a
-    random sample, in random order.
+    budget: dead ends looked into, and candidates beyond each root's first. Every root that can take the request
+    is found within it or `exhausted` is False, and so is "none" when dead ends hid the answer.
     """
-    raise NotImplementedError
+    search = search_for(book, request)
+    if not search.possible:
+        return CandidateSet(book, search, np.zeros((0, len(search.slots)), dtype=np.intp), exhausted=True)
+    hunt = _Hunt(book, search, budget)
+    rows = hunt.rows(None if rng is not None else limit)
+    exhausted = hunt.exhausted
+    if rng is not None:
+        kept = rng.sample(range(len(rows)), len(rows) if limit is None else min(limit, len(rows)))
+        exhausted = exhausted and len(kept) == len(rows)
+        rows = rows[kept]
+    return CandidateSet(book, search, rows, exhausted=exhausted)
+
+
+class _Hunt:
+    """One search over all roots, a step of roots at a time while the limit is not reached."""
+
+    def __init__(self, book: Book, search: Search, budget: int) -> None:
+        self._book = book
+        self._search = search
+        self._budget = budget
+        self._patterns: dict[bytes, Pattern] = {}
+        self._flat: list[Rows] = []
+        self._shared_only = False  # whether one candidate may be found on several roots
+        self.exhausted = True
+
+    def rows(self, limit: int | None) -> Rows:
+        """The candidates' providers."""
+        book = self._book
+        if limit is not None and limit <= 0:
+            self.exhausted = False
+            return self._empty()
+        roots = book.rows_of_roots()
+        sharing = sharing_of(book)
+        self._shared_only = bool(sharing.rows.size)
+        position, step = 0, FIRST_STEP
+        while position < len(roots):
+            self._look_at(self._search.anchors(roots[position : position + step]))
+            position += step
+            step = position
+            if limit is not None and position < len(roots):
+                found = self._gather(1)
+                if len(found) >= limit:
+                    self.exhausted = False
+                    return found[:limit]
+        return self._all(limit)
+
+    def _look_at(self, roots: Rows) -> None:
+        """Sort these roots into lone providers that give everything, and patterns of trees."""
+        nested = self._book.first_member[roots] != NOBODY
+        if self._shared_only:
+            nested[sharing_of(self._book).serving(roots)[1]] = True
+        if nested.any():
+            known = set(self._patterns)
+            self._search.patterns(roots[nested], self._patterns)
+            self._seek([self._patterns[key] for key in self._patterns if key not in known], 1)
+            roots = roots[~nested]
+        self._flat.append(self._search.flat(roots))
+
+    def _seek(self, patterns: list[Pattern], count: int) -> None:
+        """Walk each pattern up to so many ways; what one does not need of the budget is left to the others."""
+        for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
+            before = pattern.ways.dead_ends
+            pattern.ways.look(count, max(LEAST_SHARE, self._budget // left))
+            self._budget = max(0, self._budget - (pattern.ways.dead_ends - before))
+            self.exhausted = self.exhausted and not pattern.ways.cut
+
+    def _all(self, limit: int | None) -> Rows:
+        """Further ways of every pattern, twice as many each time, until the limit is reached or there are no more."""
+        count = 1
+        most = self._gather(1)
+        bound = len(most) + self._budget if limit is None else limit
+        while len(most) < bound and (open_ones := self._open(count)):
+            trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
+            # No more than the bound can use: a tree may have more ways than there is room to list.
+            count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))
+            self._seek(open_ones, count)
+            most = self._gather(count)
+        if len(most) > bound or self._open(count):
+            self.exhausted = False
+        return most[:bound]
+
+    def _open(self, count: int) -> list[Pattern]:
+        """Patterns with ways beyond `count`, or that may have some."""
+        patterns = self._patterns.values()
+        return [p for p in patterns if len(p.ways.found) > count or not (p.ways.done or p.ways.cut)]
+
+    def _gather(self, count: int) -> Rows:
+        """The first `count` candidates of every root, in the stated order, none twice."""
+        slots = len(self._search.slots)
+        flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._flat])
+        if not self._patterns:
+            return self._once(np.repeat(flat[:, None], slots, axis=1))
+        rows, anchors, turns = [np.repeat(flat[:, None], slots, axis=1)], [flat], [np.zeros(len(flat), dtype=np.intp)]
+        for pattern in self._patterns.values():
+            ways = np.array(pattern.ways.found[:count], dtype=np.intp).reshape(-1, slots)
+            if not len(ways):
+                continue
+            anchor, members = pattern.gather()
+            rows.append(members[:, ways].reshape(-1, slots))
+            anchors.append(np.repeat(anchor, len(ways)))
+            turns.append(np.tile(np.arange(len(ways)), len(anchor)))
+        order = np.lexsort((np.concatenate(anchors), np.concatenate(turns)))
+        return self._once(np.concatenate(rows)[order])
+
+    def _once(self, rows: Rows) -> Rows:
+        """Leave out repetitions: only what sharing providers give alone can be found on more roots than one."""
+        if not self._shared_only or not len(rows):
+            return rows
+        shared = np.flatnonzero(sharing_of(self._book).are_sharers(rows).all(axis=1))
+        if len(shared) < 2:
+            return rows
+        _, first = np.unique(rows[shared], axis=0, return_index=True)
+        return np.delete(rows, np.setdiff1d(shared, shared[first]), axis=0)
+
+    def _empty(self) -> Rows:
+        return np.zeros((0, len(self._search.slots)), dtype=np.intp)

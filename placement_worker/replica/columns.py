@@ -8,7 +8,7 @@ per distinct set of traits and answered for a million rows by one gather.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Rows = NDArray[np.intp]
 Amounts = NDArray[np.int64]
 Ids = NDArray[np.int32]
+Flags = NDArray[np.bool_]
 
 T = TypeVar("T", bound=Hashable)
 
@@ -50,6 +51,23 @@ class Distinct(Generic[T]):
         self.values = [self.values[old] for old in survivors]
         self._ids = {value: number for number, value in enumerate(self.values)}
         return moved
+
+
+class Looked:
+    """A function of a distinct value, evaluated once per value and gathered by number."""
+
+    def __init__(self, values: Distinct[T], answer: Callable[[T], int]) -> None:
+        self._values = values
+        self._answer = answer
+        self._answers: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def __call__(self, numbers: Ids) -> NDArray[np.int64]:
+        """The answers for rows that hold these numbers."""
+        known = self._answers.size
+        if known < len(self._values):
+            more = [self._answer(value) for value in self._values.values[known:]]
+            self._answers = np.concatenate([self._answers, np.array(more, dtype=np.int64)])
+        return self._answers[numbers]
 
 
 class Numbers(NamedTuple):

@@ -8,21 +8,18 @@ million hosts as at a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import NOBODY, Book
-from placement_worker.replica.columns import ClassColumns, Distinct, Ids, Numbers, Rows
+from placement_worker.replica.columns import ClassColumns, Flags, Looked, Numbers, Rows
 from placement_worker.replica.covers import Cover, can_cover
 from placement_worker.replica.query import Query
 
 Codes = NDArray[np.uint16]
-Flags = NDArray[np.bool_]
-T = TypeVar("T", bound=Hashable)
 
 NOT_A_ROOT = 0
 
@@ -35,23 +32,6 @@ class Step(Struct, frozen=True):
 
     step: str
     reason: str
-
-
-class Looked:
-    """A function of a distinct value, evaluated once per value and gathered by number."""
-
-    def __init__(self, values: Distinct[T], answer: Callable[[T], int]) -> None:
-        self._values = values
-        self._answer = answer
-        self._answers: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-    def __call__(self, numbers: Ids) -> NDArray[np.int64]:
-        """The answers for rows that hold these numbers."""
-        known = self._answers.size
-        if known < len(self._values):
-            more = [self._answer(value) for value in self._values.values[known:]]
-            self._answers = np.concatenate([self._answers, np.array(more, dtype=np.int64)])
-        return self._answers[numbers]
 
 
 class Asked:

@@ -43,3 +43,22 @@ class CandidatesRequest(Struct, frozen=True, kw_only=True):
     root_forbidden: tuple[str, ...] = ()
     same_subtree: tuple[tuple[str, ...], ...] = ()
     one_per_tree: bool = False
+
+
+class Slot(Struct, frozen=True):
+    """What one provider of a candidate gives: a numbered group's whole, or one class of the un-numbered group."""
+
+    suffix: str
+    resources: dict[str, int]
+
+
+def slots_of(request: CandidatesRequest) -> tuple[tuple[Slot, ...], tuple[Group, ...]]:
+    """The request's slots, and beside each its group: groups in order, the un-numbered group's classes by name."""
+    slots: list[Slot] = []
+    groups: list[Group] = []
+    for group in request.groups:
+        asked = {name: amount for name, amount in sorted(group.resources.items()) if amount > 0}
+        each = [{name: amount} for name, amount in asked.items()] if group.suffix == UNNUMBERED else [asked]
+        slots += [Slot(group.suffix, resources) for resources in each]
+        groups += [group] * len(each)
+    return tuple(slots), tuple(groups)

@@ -1,0 +1,88 @@
+"""Who shares with which trees (P-45): a provider with the sharing trait serves every tree that any member of is in an
+aggregate of it.
+
+Shapes alone decide it, so it is worked out once and kept until a shape moves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placement_worker.replica.book import Book
+from placement_worker.replica.columns import Flags, Rows
+
+SHARING_TRAIT = "MISC_SHARES_VIA_AGGREGATE"
+
+
+class Sharing:
+    """Pairs of a sharing provider and the root of a tree that it serves, by root; its own tree is left out."""
+
+    def __init__(self, book: Book) -> None:
+        self.true_at = book.shape_moves.end
+        self.rows = _sharers(book)
+        self._is_sharer = np.zeros(book.top, dtype=np.bool_)
+        self._is_sharer[self.rows] = True
+        self._roots, self._sharers = _served(book, self.rows)
+
+    def serving(self, roots: Rows) -> tuple[Rows, Rows]:
+        """The sharing providers from elsewhere that serve these trees, and beside each the position of its root."""
+        first = np.searchsorted(self._roots, roots, side="left")
+        many = np.searchsorted(self._roots, roots, side="right") - first
+        owners = np.repeat(np.arange(len(roots)), many)
+        ends = np.cumsum(many)
+        within = np.arange(len(owners)) - np.repeat(ends - many, many)
+        return self._sharers[np.repeat(first, many) + within], owners
+
+    def served_by(self, rows: Rows) -> Rows:
+        """Roots of the trees elsewhere that any of these rows serves, ascending."""
+        return np.unique(self._roots[np.isin(self._sharers, rows)])
+
+    def are_sharers(self, rows: Rows) -> Flags:
+        """Which rows are sharing providers."""
+        return self._is_sharer[rows]
+
+
+def sharing_of(book: Book) -> Sharing:
+    """Who shares what, as shapes are now."""
+    if book.sharing is None or book.sharing.true_at != book.shape_moves.end:
+        book.sharing = Sharing(book)
+    return book.sharing
+
+
+def _sharers(book: Book) -> Rows:
+    """Rows of sharing providers; one without an aggregate serves only its own tree."""
+    shares = np.array([SHARING_TRAIT in traits for traits in book.trait_sets.values], dtype=np.bool_)
+    if not shares.any():
+        return np.zeros(0, dtype=np.intp)
+    return np.flatnonzero(shares[book.traits[: book.top]] & book.live[: book.top])
+
+
+def _served(book: Book, sharers: Rows) -> tuple[Rows, Rows]:
+    """(root, sharer) pairs, by root and then by sharer."""
+    nothing = np.zeros(0, dtype=np.intp)
+    if not sharers.size:
+        return nothing, nothing
+    # Rows by their set of aggregates, so that each aggregate finds its members without a scan.
+    members = np.flatnonzero(book.live[: book.top] & (book.aggregates[: book.top] > 0))
+    members = members[np.argsort(book.aggregates[members], kind="stable")]
+    numbers = book.aggregates[members]
+    sets_with: dict[str, list[int]] = {}
+    for number, names in enumerate(book.aggregate_sets.values):
+        for name in names:
+            sets_with.setdefault(name, []).append(number)
+    roots_by_set: dict[int, Rows] = {}
+    roots, served_by = [nothing], [nothing]
+    for sharer in sharers.tolist():
+        own = int(book.aggregates[sharer])
+        if own not in roots_by_set:
+            together = sorted({n for name in book.aggregate_sets.values[own] for n in sets_with[name]})
+            low, high = np.searchsorted(numbers, together, "left"), np.searchsorted(numbers, together, "right")
+            found = [members[start:stop] for start, stop in zip(low.tolist(), high.tolist(), strict=True)]
+            roots_by_set[own] = np.unique(book.root[np.concatenate([nothing, *found])]).astype(np.intp)
+        mine = roots_by_set[own]
+        mine = mine[book.is_root[mine] & (mine != book.root[sharer])]
+        roots.append(mine)
+        served_by.append(np.full(len(mine), sharer, dtype=np.intp))
+    root, sharer_rows = np.concatenate(roots), np.concatenate(served_by)
+    order = np.lexsort((sharer_rows, root))
+    return root[order], sharer_rows[order]

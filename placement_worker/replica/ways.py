@@ -1,0 +1,286 @@
+"""All ways in which one tree satisfies a request, lazily: never a dead end, never more than the budget of them.
+
+Before a member is taken, a look ahead says whether the rest can still be satisfied. It asks once per kind of member,
+not once per member: like members in like condition are one kind, and what was found out about a situation holds for
+every situation that differs only in which of the like members were taken. Eight like devices for eight groups cost
+as much as eight steps, not as 8^8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from msgspec import Struct
+
+Way = tuple[int, ...]  # per slot, the member that gives it
+
+# Bits of a set of ancestors before anything was chosen: all of them.
+ANYWHERE = -1
+
+
+class Site(Struct, frozen=True):
+    """One tree (with what is shared with it) as a walk sees it. Members are numbered from 0, best first.
+
+    eligible: per slot the members that can give it alone. needs and limits: amounts of the classes that several slots
+    ask for, per slot and per member. kinds: members of one kind are alike in all that is said here. apart: slots that
+    must be on different members (isolate). covers: per member the required traits it has, as bits, which count when
+    it gives one of the `covering` slots; together they must be `everything`. above: per member the bits of itself and
+    its ancestors; subtrees: sets of slots. trees: where given, at most one member of each tree gives `giving` slots.
+    """
+
+    eligible: list[list[int]]
+    kinds: list[int]
+    apart: frozenset[int] = frozenset()
+    needs: list[tuple[int, ...]] = []
+    limits: list[tuple[int, ...]] = []
+    covering: frozenset[int] = frozenset()
+    covers: list[int] = []
+    everything: int = 0
+    above: list[int] = []
+    subtrees: tuple[tuple[int, ...], ...] = ()
+    trees: list[int] | None = None
+    giving: frozenset[int] = frozenset()
+
+
+class _State(NamedTuple):
+    """What the choices so far mean for the rest."""
+
+    left: dict[int, tuple[int, ...]]  # of members that were taken: what they have left of the contended classes
+    taken: int  # members that no further `apart` slot may have
+    common: tuple[int, ...]  # per subtree: ancestors (or self) of all chosen so far
+    tops: tuple[int, ...]  # per subtree: those of them that are chosen
+    cover: int
+    givers: dict[int, int]  # per tree, the member that gives
+
+
+class OutOfBudget(Exception):
+    """So many steps led nowhere that the search stops without knowing."""
+
+
+class Ways:
+    """The ways found so far, and the rest on demand. `done`: there are no others; `cut`: the budget ended it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.found: list[Way] = []
+        self.done = False
+        self.cut = False
+        self.dead_ends = 0
+        self._allowed = 0
+        self._known: dict[tuple[object, ...], bool] = {}
+        self._order = _order(site)
+        self._tracked = [_is_tracked(site, slot) for slot in self._order]
+        self._open = [_open_subtrees(site, self._order, place) for place in range(len(self._order) + 1)]
+        self._reach = _reach(site, self._order)
+        self._loose = not (any(self._tracked) or site.subtrees or site.everything or site.trees is not None)
+        self._source = self._spread()
+
+    def look(self, count: int, budget: int) -> int:
+        """Find up to `count` in all, at no more than `budget` further dead ends; how many are found."""
+        self._allowed = self.dead_ends + budget
+        try:
+            while len(self.found) < count and not (self.done or self.cut):
+                way = next(self._source, None)
+                if way is None:
+                    self.done = True
+                else:
+                    self.found.append(way)
+        except OutOfBudget:
+            self.cut = True
+        return min(count, len(self.found))
+
+    def _spread(self) -> Iterator[Way]:
+        """In turn by the member that gives the slot with the widest choice: the second way is a real alternative."""
+        walks = [self._walk(member) for member in self.site.eligible[self._order[0]]]
+        while walks:  # ends: every round takes a way or drops a walk
+            still = []
+            for walk in walks:
+                way = next(walk, None)
+                if way is not None:
+                    yield way
+                    still.append(walk)
+            walks = still
+
+    def _walk(self, first: int) -> Iterator[Way]:
+        """All ways in which `first` gives the first slot in order; members already in use come first."""
+        start = _State({}, 0, (ANYWHERE,) * len(self.site.subtrees), (0,) * len(self.site.subtrees), 0, {})
+        state = self._take(start, 0, first)
+        if state is None or not self._can_end(1, state):
+            return
+        chosen = [first]
+        if len(self._order) == 1:
+            yield self._in_slot_order(chosen)
+            return
+        stack = [self._choices(1, state, chosen)]
+        while stack:  # ends: each choice is offered once
+            step = next(stack[-1], None)
+            if step is None:
+                stack.pop()
+                chosen.pop()
+                continue
+            chosen.append(step[0])
+            if len(chosen) == len(self._order):
+                yield self._in_slot_order(chosen)
+                chosen.pop()
+            else:
+                stack.append(self._choices(len(chosen), step[1], chosen))
+
+    def _choices(self, place: int, state: _State, chosen: list[int]) -> Iterator[tuple[int, _State]]:
+        """The members that this slot can have so that all the others can be satisfied too."""
+        members = self.site.eligible[self._order[place]]
+        used = set(chosen)
+        ranked = [member for member in members if member in used]
+        ranked += [member for member in members if member not in used] if ranked else members
+        promise: dict[object, bool] = {}
+        for member in ranked:
+            after = self._take(state, place, member)
+            if after is None:
+                continue
+            if not self._loose and place + 1 < len(self._order):
+                condition = self._condition(state, after, place, member)
+                able = promise.get(condition)
+                if able is None:
+                    able = promise[condition] = self._can_end(place + 1, after)
+                if not able:
+                    continue
+            yield member, after
+
+    def _in_slot_order(self, chosen: list[int]) -> Way:
+        way = [0] * len(chosen)
+        for slot, member in zip(self._order, chosen, strict=True):
+            way[slot] = member
+        return tuple(way)
+
+    # --- rules
+
+    def _take(self, state: _State, place: int, member: int) -> _State | None:
+        """The state after the slot at this place takes the member; None when a rule forbids it."""
+        site, slot = self.site, self._order[place]
+        if self._loose:
+            return state
+        left, taken, common, tops, cover, givers = state
+        if self._tracked[place]:
+            bit = 1 << member
+            if slot in site.apart:
+                if taken & bit:
+                    return None
+                taken |= bit
+            remaining = left.get(member)
+            if site.needs:
+                limits = site.limits[member] if remaining is None else remaining
+                remaining = tuple(limit - need for limit, need in zip(limits, site.needs[slot], strict=True))
+                # Only what this slot asks for counts: a member may have none of a class that it does not give.
+                if any(rest < 0 < need for rest, need in zip(remaining, site.needs[slot], strict=True)):
+                    return None
+            left = {**left, member: remaining or ()}
+        if site.subtrees:
+            within = self._within(state, place, member)
+            if within is None:
+                return None
+            common, tops = within
+        if slot in site.covering:
+            cover |= site.covers[member]
+        if cover | self._reach[place + 1] != site.everything:
+            return None
+        if site.trees is not None and slot in site.giving:
+            if givers.get(site.trees[member], member) != member:
+                return None
+            givers = {**givers, site.trees[member]: member}
+        return _State(left, taken, common, tops, cover, givers)
+
+    def _within(self, state: _State, place: int, member: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Each subtree after this choice: one of the chosen, or of those still to choose, must be above the rest."""
+        site, slot = self.site, self._order[place]
+        common, tops = list(state.common), list(state.tops)
+        for number, slots in enumerate(site.subtrees):
+            if slot not in slots:
+                continue
+            common[number] &= site.above[member]
+            tops[number] = (tops[number] | 1 << member) & common[number]
+            if not tops[number] and not common[number] & self._open[place + 1][number]:
+                return None
+        return tuple(common), tuple(tops)
+
+    # --- looking ahead
+
+    def _can_end(self, place: int, state: _State) -> bool:
+        """Whether the slots from this place on can be satisfied; asked once per kind of situation."""
+        if self._loose or place == len(self._order):
+            return True
+        situation = self._situation(place, state)
+        known = self._known.get(situation)
+        if known is not None:
+            return known
+        known = False
+        seen: set[object] = set()
+        for member in self.site.eligible[self._order[place]]:
+            after = self._take(state, place, member)
+            if after is None:
+                continue
+            condition = self._condition(state, after, place, member)
+            if condition in seen:
+                continue
+            seen.add(condition)
+            if self._can_end(place + 1, after):
+                known = True
+                break
+        self._known[situation] = known
+        if not known:
+            self.dead_ends += 1
+            if self.dead_ends > self._allowed:
+                raise OutOfBudget
+        return known
+
+    def _condition(self, state: _State, after: _State, place: int, member: int) -> object:
+        """Equal for members whose choice leaves the rest in like situations."""
+        bits = (state.taken >> member & 1, *(common >> member & 1 for common in state.common))
+        giving = member in state.givers.values()
+        return self.site.kinds[member], state.left.get(member), bits, after.common, after.tops, giving
+
+    def _situation(self, place: int, state: _State) -> tuple[object, ...]:
+        """Equal for situations that differ only in which of the like members were taken."""
+        taken = sorted(
+            (self.site.kinds[member], left, state.taken >> member & 1, tuple(c >> member & 1 for c in state.common))
+            for member, left in state.left.items()
+        )
+        still = self._open[place]
+        common = tuple(c if still[number] else 0 for number, c in enumerate(state.common))
+        tops = tuple(t if still[number] else 0 for number, t in enumerate(state.tops))
+        return place, tuple(taken), common, tops, state.cover, tuple(sorted(state.givers.items()))
+
+
+def _order(site: Site) -> list[int]:
+    """The slot with the widest choice first, then those with the least choice, where dead ends show early."""
+    slots = range(len(site.eligible))
+    pivot = max(slots, key=lambda slot: (len(site.eligible[slot]), -slot))
+    return [pivot, *sorted((s for s in slots if s != pivot), key=lambda slot: (len(site.eligible[slot]), slot))]
+
+
+def _is_tracked(site: Site, slot: int) -> bool:
+    """Whether what a member gave to this slot matters to other slots."""
+    return slot in site.apart or bool(site.needs and any(site.needs[slot]))
+
+
+def _open_subtrees(site: Site, order: list[int], place: int) -> list[int]:
+    """Per subtree, the members that slots from this place on could still bring into it, as bits."""
+    members = []
+    for slots in site.subtrees:
+        bits = 0
+        for slot in order[place:]:
+            if slot in slots:
+                for member in site.eligible[slot]:
+                    bits |= 1 << member
+        members.append(bits)
+    return members
+
+
+def _reach(site: Site, order: list[int]) -> list[int]:
+    """Per place, the required traits that slots from there on could still meet, as bits."""
+    reach = [0] * (len(order) + 1)
+    for place in range(len(order) - 1, -1, -1):
+        reach[place] = reach[place + 1]
+        if order[place] in site.covering:
+            for member in site.eligible[order[place]]:
+                reach[place] |= site.covers[member]
+    return reach

@@ -1,0 +1,295 @@
+"""The candidate search against Placement's rules tried out one by one, and the promises of its own."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from bus.contracts.placement import ProviderState
+from placement_worker.replica.book import Book
+from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
+from placement_worker.replica.covers import QueryTooWide
+from placement_worker.replica.granular import MAX_SLOTS
+from placement_worker.replica.sharing import SHARING_TRAIT
+from tests.unit.replica.books import changed, provider, removed, used, uuid
+from tests.unit.replica.candidates_oracle import all_candidates, found
+from tests.unit.replica.worlds import loaded, random_request, random_world
+
+
+def plain(**resources: int) -> CandidatesRequest:
+    return CandidatesRequest(groups=(Group(resources=resources),))
+
+
+def numbered(*resources: dict[str, int], **more: object) -> CandidatesRequest:
+    groups = tuple(Group(suffix=f"_{number}", resources=asked) for number, asked in enumerate(resources))
+    return CandidatesRequest(groups=groups, **{"group_policy": "none", **more})  # type: ignore[arg-type]
+
+
+def devices(count: int, *, each: int = 8, host: int = 0) -> list[ProviderState]:
+    """A host with so many like devices."""
+    root = provider(host, inventories={"VCPU": 8})
+    return [root, *(provider(host + n, root=host, parent=host, inventories={"VF": each}) for n in range(1, count + 1))]
+
+
+# --- complete, and nothing else
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
+    rng = random.Random(seed)
+    states = random_world(rng)
+    book = loaded(states)
+    for _ in range(3):
+        request = random_request(rng, states)
+        answer = candidates(book, request)
+        all_of_them = [found(candidate) for candidate in answer]
+        assert set(all_of_them) == all_candidates(states, request)
+        assert len(set(all_of_them)) == len(all_of_them)
+        assert answer.exhausted
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_stays_right_while_the_book_moves(seed: int) -> None:
+    """Usage, traits, aggregates, providers that come and go: what is kept between searches must move along."""
+    rng = random.Random(seed)
+    states = {state.uuid: state for state in random_world(rng)}
+    book = loaded(list(states.values()))
+    requests = [random_request(rng, list(states.values())) for _ in range(3)]
+    requests = [request for request in requests if not any(group.in_tree for group in request.groups)]
+    for _ in range(6):
+        one = rng.choice(sorted(states))
+        if rng.random() < 0.2 and not any(state.parent_uuid == one for state in states.values()) and len(states) > 1:
+            book.apply([removed(book.sequence + 1, int(one[-12:]), states[one].generation + 1)])
+            del states[one]
+        else:
+            other = rng.choice(random_world(rng))
+            states[one] = structs.replace(
+                states[one],
+                generation=states[one].generation + 1,
+                traits=other.traits,
+                aggregates=other.aggregates,
+                inventories=other.inventories,
+                used=other.used,
+            )
+            book.apply([changed(book.sequence + 1, states[one])])
+        for request in requests:
+            answer = {found(candidate) for candidate in candidates(book, request)}
+            assert answer == all_candidates(states.values(), request)
+
+
+# --- limits, order, chance
+
+
+def test_a_limit_hides_no_root() -> None:
+    states = [state for host in range(0, 200, 10) for state in devices(4, host=host)]
+    request = numbered({"VF": 1}, {"VF": 1}, group_policy="isolate")
+    book = loaded(states)
+    for limit in (1, 20, 30, 100, 1000):
+        answer = candidates(book, request, limit=limit)
+        roots = Counter(book.root_of(int(row)) for row in answer.rows[:, 0])
+        assert len(answer) == min(limit, 20 * 12)
+        assert len(roots) == min(limit, 20)
+        assert max(roots.values()) - min(roots.values()) <= 1
+        assert answer.exhausted is (limit >= 240)
+
+
+def test_the_order_is_stable_and_a_longer_answer_begins_with_the_shorter() -> None:
+    states = [state for host in range(0, 50, 10) for state in devices(3, host=host)]
+    book = loaded(states)
+    request = numbered({"VF": 1}, {"VF": 2})
+    everything = candidates(book, request).rows.tolist()
+    for limit in range(len(everything) + 2):
+        assert candidates(book, request, limit=limit).rows.tolist() == everything[:limit]
+
+
+def test_those_with_most_room_come_first() -> None:
+    states = devices(3)
+    states[2] = structs.replace(states[2], used={"VF": 1})
+    states[1] = structs.replace(states[1], used={"VF": 2})
+    answer = candidates(loaded(states), numbered({"VF": 1}))
+    assert answer.columns() == [[uuid(3), uuid(2), uuid(1)]]
+
+
+def test_a_sample_is_drawn_from_all_candidates() -> None:
+    book = loaded([provider(number, inventories={"VCPU": 8}) for number in range(100)])
+    seen: Counter[int] = Counter()
+    for seed in range(200):
+        answer = candidates(book, plain(VCPU=1), limit=10, rng=random.Random(seed))
+        assert len(set(answer.rows[:, 0].tolist())) == 10
+        assert not answer.exhausted
+        seen.update(answer.rows[:, 0].tolist())
+    assert len(seen) == 100
+    again = candidates(book, plain(VCPU=1), limit=10, rng=random.Random(199))
+    assert again.rows.tolist() == answer.rows.tolist()
+    assert candidates(book, plain(VCPU=1), rng=random.Random(1)).exhausted
+
+
+# --- no explosion
+
+
+@pytest.mark.parametrize(("have", "ask", "some"), [(8, 8, True), (7, 8, False), (40, 40, True), (39, 40, False)])
+def test_like_devices_and_like_groups_do_not_explode(have: int, ask: int, some: bool) -> None:
+    request = numbered(*[{"VF": 1}] * ask, group_policy="isolate")
+    answer = candidates(loaded(devices(have)), request, limit=1000, budget=200)
+    assert len(answer) == (1000 if some else 0)
+    assert answer.exhausted is not some
+
+
+@pytest.mark.parametrize(("each", "some"), [(3, True), (2, False)])
+def test_what_devices_have_left_is_counted_without_trying_all(each: int, some: bool) -> None:
+    """24 units asked by 12 groups of 2, on 12 devices of 3 (each takes one) or of 2, of which one is used."""
+    states = devices(12, each=each)
+    states[5] = structs.replace(states[5], used={"VF": each - 1})
+    asked = [{"VF": 2}] * (11 if some else 12)
+    answer = candidates(loaded(states), numbered(*asked), limit=10, budget=500)
+    assert bool(len(answer)) is some
+    assert answer.exhausted is not some
+
+
+def test_a_budget_that_ends_the_search_is_admitted_and_hides_no_other_root() -> None:
+    names = [f"CUSTOM_{number}" for number in range(12)]
+    hard = [
+        provider(0),
+        *(provider(n + 1, root=0, parent=0, inventories={"VF": 1}, traits=(name,)) for n, name in enumerate(names)),
+    ]
+    easy = [
+        structs.replace(state, traits=tuple(names)) if state.inventories.get("VF") else state
+        for state in devices(13, host=100)
+    ]
+    # Thirteen groups, each for all but one of the traits: on twelve devices they fit nowhere, in very many ways.
+    groups = tuple(
+        Group(suffix=f"_{n}", resources={"VF": 1}, required=(tuple(name for name in names if name != f"CUSTOM_{n}"),))
+        for n in range(13)
+    )
+    request = CandidatesRequest(groups=groups, group_policy="isolate")
+    cut = candidates(loaded(hard), request, budget=100)
+    assert (len(cut), cut.exhausted) == (0, False)
+    whole = candidates(loaded(hard), request)
+    assert (len(whole), whole.exhausted) == (0, True)
+    book = loaded([*hard, *easy])
+    both = candidates(book, request, limit=5, budget=100)
+    assert len(both) == 5
+    assert {book.root_of(int(row)) for row in both.rows[:, 0]} == {book.row_of(uuid(100))}
+    assert not both.exhausted
+
+
+def test_a_request_of_absurd_width_is_refused() -> None:
+    with pytest.raises(QueryTooWide):
+        candidates(loaded(devices(1)), numbered(*[{"VF": 1}] * (MAX_SLOTS + 1)))
+
+
+def test_more_candidates_than_the_budget_are_cut_after_each_root_has_one() -> None:
+    states = [state for host in range(0, 100, 10) for state in devices(8, host=host)]
+    request = numbered(*[{"VF": 1}] * 5)
+    answer = candidates(loaded(states), request, budget=100)
+    assert len(answer) == 110
+    assert not answer.exhausted
+
+
+# --- the rules, one by one, where they are easily got wrong
+
+
+def test_a_sharing_provider_that_gives_everything_is_one_candidate() -> None:
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2, 3)]
+    book = loaded([pool, *hosts])
+    answer = candidates(book, plain(DISK_GB=1))
+    assert answer.columns() == [[uuid(0)]]
+    assert len(candidates(book, plain(DISK_GB=1, VCPU=1))) == 3
+    assert candidates(book, plain(DISK_GB=1, VCPU=1)).touched().tolist() == [0, 1, 2, 3]
+
+
+def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    host = provider(1, inventories={"VCPU": 8})
+    child = provider(2, root=1, parent=1, aggregates=("a",))
+    answer = candidates(loaded([pool, host, child]), plain(DISK_GB=1, VCPU=1))
+    assert [candidate.allocations for candidate in answer] == [{uuid(0): {"DISK_GB": 1}, uuid(1): {"VCPU": 1}}]
+
+
+def test_a_sharing_provider_alone_is_anchored_at_every_tree_it_serves() -> None:
+    """The un-numbered group from the pool, the numbered one from either host (Placement loses one of them)."""
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT,), aggregates=("a",))
+    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in (1, 2)]
+    request = CandidatesRequest(
+        groups=(Group(resources={"DISK_GB": 1}), Group(suffix="1", resources={"VCPU": 1})),
+    )
+    assert len(candidates(loaded([pool, *hosts]), request)) == 2
+
+
+def test_mappings_and_merged_amounts() -> None:
+    book = loaded(devices(1))
+    request = CandidatesRequest(
+        groups=(
+            Group(resources={"VF": 1, "VCPU": 1}),
+            Group(suffix="_A", resources={"VF": 2}),
+            Group(suffix="_B", required=()),
+        ),
+        same_subtree=(("_A", "_B"),),
+        group_policy="isolate",
+    )
+    (one,) = candidates(book, request)
+    assert one.allocations == {uuid(0): {"VCPU": 1}, uuid(1): {"VF": 3}}
+    assert one.mappings == {
+        "": [uuid(0), uuid(1)],
+        "_A": [uuid(1)],
+        "_B": [uuid(0)],
+    }
+    assert one.shapes == {uuid(0): 1, uuid(1): 1}
+
+
+def test_merged_amounts_keep_to_max_unit_but_not_to_step_or_min() -> None:
+    host = structs.replace(provider(0), inventories={"VF": (10.0, 2, 5, 2, 10, 0, 1.0)})
+    assert len(candidates(loaded([host]), numbered({"VF": 2}, {"VF": 2}))) == 1
+    assert len(candidates(loaded([host]), numbered({"VF": 2}, {"VF": 4}))) == 0
+    assert len(candidates(loaded([host]), numbered({"VF": 1}, {"VF": 1}))) == 0
+
+
+def test_in_tree_with_a_child_means_its_whole_tree() -> None:
+    states = [*devices(2), *devices(2, host=10)]
+    request = CandidatesRequest(groups=(Group(resources={"VCPU": 1}, in_tree=uuid(12)),))
+    assert candidates(loaded(states), request).columns() == [[uuid(10)]]
+    nowhere = CandidatesRequest(groups=(Group(resources={"VCPU": 1}, in_tree=uuid(99)),))
+    assert len(candidates(loaded(states), nowhere)) == 0
+
+
+def test_an_aggregate_on_the_root_counts_for_the_unnumbered_group_only() -> None:
+    states = devices(1)
+    states[0] = structs.replace(states[0], aggregates=("a",))
+    book = loaded(states)
+    member = {"resources": {"VF": 1}, "member_of": (("a",),)}
+    assert len(candidates(book, CandidatesRequest(groups=(Group(**member),)))) == 1  # type: ignore[arg-type]
+    assert len(candidates(book, CandidatesRequest(groups=(Group(suffix="1", **member),)))) == 0  # type: ignore[arg-type]
+
+
+def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
+    book = loaded(devices(1))
+    request = plain(VCPU=1, VF=1)
+    assert len(candidates(book, request)) == 1
+    assert len(candidates(book, structs.replace(request, one_per_tree=True))) == 0
+    lone = structs.replace(plain(VF=1), one_per_tree=True)
+    assert candidates(book, lone).touched().tolist() == [1]
+
+
+def test_claims_in_flight_count() -> None:
+    book = loaded(devices(1, each=2))
+    assert len(candidates(book, numbered({"VF": 2}))) == 1
+    book.assume("k", {uuid(1): {"VF": 1}})
+    assert len(candidates(book, numbered({"VF": 2}))) == 0
+    book.apply([used(book.sequence + 1, 0, 2, {"VCPU": 1})])
+    book.settle("k", None)
+    assert len(candidates(book, numbered({"VF": 2}))) == 1
+
+
+def test_nothing_asked_and_an_empty_book_find_nothing() -> None:
+    assert len(candidates(Book(), plain(VCPU=1))) == 0
+    assert candidates(Book(), plain(VCPU=1)).exhausted
+    assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=(Group(),)))) == 0
+    assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=()))) == 0
