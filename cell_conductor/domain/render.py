@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
+
 from .events import EVENTS
 from .instance import State
 from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, KEEP, TABLE, Rule
@@ -58,7 +60,7 @@ def _cell(rule: Rule | None) -> str:
 def _rules() -> list[str]:
     found = {rule.name: rule for row in TABLE.values() for rule in row.values() if rule is not None}
     lines = ["## What each rule does", ""]
-    return lines + [f"- `{name}`: {(found[name].apply.__doc__ or '').strip()}" for name in sorted(found)]
+    return lines + [f"- `{name}`: {cleandoc(found[name].apply.__doc__ or '')}" for name in sorted(found)]
 
 
 def _asks() -> list[str]:
