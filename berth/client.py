@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -13,18 +14,33 @@ from bus.contracts.build import (
     BuildEvent,
     BuildPage,
     BuildQuery,
+    BuildRecord,
     BuildRequest,
     BuildState,
     DeleteRequest,
     HostsPage,
     HostsQuery,
 )
+from bus.faults import Fault, Transient
 from bus.outcome import Done, Outcome, Received
+from bus.port import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 200
+# With patience, an outage of the broker is asked about so often.
+PUBLISH_AGAIN_S = 0.25
+# Waiting this long without hearing anything, a client asks; so many at a time, so many at most.
+SILENCE_S = 3.0
+ASK_SLICE = 200
+MAX_ASKED = 2_000
+ASK_TIMEOUT_S = 10.0
+MIN_ASK_S = 0.5
 # Events kept for the invariants; a longer run judges the newest.
 MAX_EVENTS = 1_000_000
+
+
+ENDS_A_BUILD = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
 
 
 class Track(Struct):
@@ -33,6 +49,7 @@ class Track(Struct):
     instance_uuid: str
     flavor: str
     intended_at: float
+    deleting: bool = False
     published_at: float | None = None
     ended_at: float | None = None
     state: str = "asked"
@@ -66,7 +83,7 @@ class BuildClient:
         self._clock = clock
         self._process = process
         self._keep = keep_events
-        self._queue = "client.record.{process}" if durable else "client.builds.{process}"
+        self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
@@ -90,33 +107,39 @@ class BuildClient:
 
     def track(self, request: BuildRequest, *, intended_at: float | None = None) -> Track:
         """Start to follow a request that is about to be published."""
-        now = self._clock.monotonic()
-        track = Track(
-            instance_uuid=request.instance_uuid, flavor=request.flavor, intended_at=intended_at or now, stages={}
-        )
-        self.tracks[request.instance_uuid] = track
-        self._open.add(request.instance_uuid)
-        return track
+        return self._follow(request.instance_uuid, request.flavor, intended_at)
 
-    async def boot(self, requests: Sequence[BuildRequest]) -> list[Track]:
+    async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them.
 
-        Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down).
+        patience_s: how long to publish again while the broker is away or refuses; a request that arrives twice is
+        one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down).
         """
         tracks = [self.track(request) for request in requests]
+        give_up_at = self._clock.monotonic() + patience_s
         for start in range(0, len(requests), PUBLISH_SLICE):
-            part = requests[start : start + PUBLISH_SLICE]
-            await self.bus.publish_all([(request, request.instance_uuid) for request in part])
+            await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
             now = self._clock.monotonic()
             for track in tracks[start : start + PUBLISH_SLICE]:
                 track.published_at = now
         return tracks
 
-    async def delete(self, instances: Iterable[tuple[str, str]]) -> None:
-        """Ask for the deletion of (instance uuid, project) pairs."""
+    async def delete(self, builds: Sequence[BuildRecord]) -> list[Track]:
+        """Ask for the deletion of builds and follow them until they are gone; raises what `boot` raises."""
+        tracks: list[Track] = []
+        for build in builds:
+            track = self._follow(build.instance_uuid, build.flavor, None)
+            tracks.append(track)
+            track.deleting = True
+            if build.state is BuildState.DELETED:  # nothing more will be said of it
+                self._end(track, build.state, None)
         await self.bus.publish_all(
-            [(DeleteRequest(instance_uuid=uuid, project_id=project), uuid) for uuid, project in instances]
+            [
+                (DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id), build.instance_uuid)
+                for build in builds
+            ]
         )
+        return tracks
 
     @property
     def unfinished(self) -> int:
@@ -124,8 +147,19 @@ class BuildClient:
         return len(self._open)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until every followed build has ended; False when the time ran out first."""
-        return await self.until(lambda: not self._open, timeout_s)
+        """Wait until everything followed has ended; False when the time ran out first.
+
+        In a long silence it asks: an event may have been missed while the connection was away.
+        """
+        deadline = self._clock.monotonic() + timeout_s
+        while self._open:
+            left = deadline - self._clock.monotonic()
+            if left <= 0:
+                return False
+            if not await self._heard_within(min(left, SILENCE_S)):
+                with contextlib.suppress(Transient, BusError):  # asked again after the next silence
+                    await self.resync(timeout_s=min(ASK_TIMEOUT_S, max(left, MIN_ASK_S)))
+        return True
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `condition` holds, looked at after each batch of events."""
@@ -134,20 +168,21 @@ class BuildClient:
             left = deadline - self._clock.monotonic()
             if left <= 0:
                 return False
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                return condition()
+            await self._heard_within(left)
         return True
 
-    async def resync(self, *, timeout_s: float = 10.0) -> None:
-        """Ask for the state of every unfinished build (its event may have been missed)."""
-        for uuid in sorted(self._open):
-            page = await self.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=timeout_s)
-            for record in page.builds:
-                if record.state in {BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED}:
-                    self._end(self.tracks[uuid], record.state, None)
+    async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S) -> None:
+        """Ask where everything unfinished stands (its event may have been missed). Raises RequestTimeout."""
+        asked = sorted(self._open)[:MAX_ASKED]
+        for start in range(0, len(asked), ASK_SLICE):
+            part = asked[start : start + ASK_SLICE]
+            queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
+            pages = await self.bus.request_all(queries, BuildPage, timeout_s=timeout_s, causes=part)
+            for page in pages:
+                if isinstance(page, Fault):
+                    raise page
+                for record in page.builds:
+                    self._learn(self.tracks[record.instance_uuid], record)
         self._changed.set()
 
     async def query(self, query: BuildQuery, *, timeout_s: float) -> BuildPage:
@@ -159,30 +194,65 @@ class BuildClient:
         return await self.bus.request(HostsQuery(limit=limit), HostsPage, timeout_s=timeout_s)
 
     async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        for received in batch:
-            if isinstance(received.message, BuildEvent):
-                self._note(received.message)
-        self._changed.set()
+        own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]
+        if any(own):
+            self._changed.set()
         return [Done() for _ in batch]
 
-    def _note(self, event: BuildEvent) -> None:
+    def _note(self, event: BuildEvent) -> bool:
+        """Take one event in; whether it is about one of this client's own."""
         if self._keep and len(self.events) < MAX_EVENTS:
             self.events.append(event)
         track = self.tracks.get(event.instance_uuid)
         if track is None:
             self.foreign_events += 1
-            return
+            return False
         if event.sequence <= track.sequence:  # said twice (its publisher crashed before it knew), or late
             track.repeats += 1
-            return
+            return True
         track.sequence = event.sequence
         track.stages.setdefault(event.state.value, self._clock.monotonic())
-        if event.terminal:
+        if event.terminal and (not track.deleting or event.state in ENDS_A_DELETE):
             self._end(track, event.state, event)
         elif track.ended_at is None:
             track.state = event.state.value
         for listener in self._listeners:
             listener(event)
+        return True
+
+    def _follow(self, uuid: str, flavor: str, intended_at: float | None) -> Track:
+        now = self._clock.monotonic()
+        track = Track(
+            instance_uuid=uuid, flavor=flavor, intended_at=now if intended_at is None else intended_at, stages={}
+        )
+        self.tracks[uuid] = track
+        self._open.add(uuid)
+        return track
+
+    async def _publish(self, requests: Sequence[BuildRequest], give_up_at: float) -> None:
+        while True:
+            try:
+                await self.bus.publish_all([(request, request.instance_uuid) for request in requests])
+                return
+            except (BusUnavailable, PublishRefused):
+                if self._clock.monotonic() >= give_up_at:
+                    raise
+            await self._clock.sleep(PUBLISH_AGAIN_S)
+
+    async def _heard_within(self, timeout_s: float) -> bool:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _learn(self, track: Track, record: BuildRecord) -> None:
+        """What a scheduler has on record about one build, instead of the event that was missed."""
+        ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
+        if ended and track.ended_at is None:
+            self._end(track, record.state, None)
 
     def _end(self, track: Track, state: BuildState, event: BuildEvent | None) -> None:
         track.terminals += 1

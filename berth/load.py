@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,16 @@ from msgspec import Struct
 from berth.client import BuildClient, Track
 from bus.clock import Clock, new_uuid
 from bus.contracts.build import BuildEvent, BuildRequest, FunnelStep
+from bus.faults import Transient
+from bus.port import BusError
 
 # Failures listed one by one in a report; all are counted.
 MAX_FAILURES_SHOWN = 50
 # With a rate, requests that fell due while the publisher was busy leave together, at most so many.
 MAX_BURST = 500
 PROGRESS_EVERY_S = 0.25
+# However late publishing ended, the builds' ends are waited for so long at least.
+MIN_WAIT_S = 0.001
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
@@ -100,10 +105,11 @@ async def run_load(
         elif plan.concurrency > 0:
             await _closed_loop(client, plan, requests)
         else:
-            await client.boot(requests)
+            await client.boot(requests, patience_s=plan.timeout_s)
         left = plan.timeout_s - (clock.monotonic() - started)
-        if not await client.wait(max(left, 0.001)):
-            await client.resync()
+        if not await client.wait(max(left, MIN_WAIT_S)):
+            with contextlib.suppress(Transient, BusError):  # nobody to ask: they count as unfinished
+                await client.resync()
     finally:
         ticker.cancel()
     progress(len(requests) - client.unfinished, len(requests))
@@ -126,7 +132,7 @@ async def _open_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[Bui
         due = min(len(requests), int((now - start) * plan.rate_per_s) + 1)
         part = requests[sent : min(due, sent + MAX_BURST)]
         if part:
-            await client.boot(part)
+            await client.boot(part, patience_s=plan.timeout_s)
             for number, request in enumerate(part, sent):
                 client.tracks[request.instance_uuid].intended_at = start + number / plan.rate_per_s
             sent += len(part)
@@ -141,7 +147,7 @@ async def _closed_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[B
         room = plan.concurrency - client.unfinished
         if room > 0:
             part = requests[sent : sent + room]
-            await client.boot(part)
+            await client.boot(part, patience_s=plan.timeout_s)
             sent += len(part)
         elif not await client.until(lambda: client.unfinished < plan.concurrency, plan.timeout_s):
             return

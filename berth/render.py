@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from berth.invariants import Verdict
 from berth.load import Failure, LoadReport
+from bus.contracts.build import FunnelStep
 
 FAILURES_SHOWN = 12
+
+
+def printable(text: str) -> str:
+    """Text from outside as a terminal may have it: no control characters, which could say anything to it."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def render_rows(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Aligned columns, each as wide as it needs: nothing is ever cut, so that a UUID can be copied or piped."""
+    table = [[_cell(cell) for cell in row] for row in rows]
+    titles = [Text(header, "bold") for header in headers]
+    widths = [max(cell_len(row[at].plain) for row in [titles, *table]) for at in range(len(headers))]
+    for row in [titles, *table]:
+        line = Text("  ").join(_padded(cell, width) for cell, width in zip(row, widths, strict=True))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _cell(cell: str | Text) -> Text:
+    return cell if isinstance(cell, Text) else Text(printable(cell))
+
+
+def _padded(cell: Text, width: int) -> Text:
+    return Text.assemble(cell, " " * (width - cell_len(cell.plain)))
 
 
 def render_load(report: LoadReport, console: Console) -> None:
@@ -21,13 +47,18 @@ def render_load(report: LoadReport, console: Console) -> None:
         f"[bold]{report.boots_per_s:.0f} boots a second[/bold]"
         + (f", {report.failed} failed" if report.failed else "")
         + (f", {report.refused} refused" if report.refused else "")
-        + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else "")
+        + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else ""),
+        soft_wrap=True,
     )
     console.print(f"alternates used: {report.alternates_used}, active after attempt: {_counts(report.attempts)}")
-    table = Table("milliseconds until the client heard", *_PERCENTILES)
-    for stage, figures in report.stages_ms.items():
-        table.add_row(stage, *(f"{figures[name]:.0f}" if name in figures else "" for name in _PERCENTILES))
-    console.print(table)
+    render_rows(
+        console,
+        ["milliseconds until the client heard", *(f"{name:>6}" for name in _PERCENTILES)],
+        [
+            [stage, *(f"{figures[name]:6.0f}" if name in figures else "" for name in _PERCENTILES)]
+            for stage, figures in report.stages_ms.items()
+        ],
+    )
     render_failures(report.failures, console)
 
 
@@ -38,26 +69,36 @@ def render_failures(failures: Sequence[Failure], console: Console) -> None:
     """Failures, like ones together: each reason once with its funnel, and how many share it."""
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in failures:
-        groups.setdefault((failure.flavor, failure.code, failure.reason), []).append(failure)
-    for (flavor, code, reason), alike in list(groups.items())[:FAILURES_SHOWN]:
+        # A funnel's sentence is the same for all alike; where hosts were tried, each build tells of its own.
+        reason = failure.reason if failure.funnel else ""
+        groups.setdefault((failure.flavor, failure.code, reason), []).append(failure)
+    for (flavor, code, _), alike in list(groups.items())[:FAILURES_SHOWN]:
         first = alike[0]
-        console.print(
-            f"[red]{len(alike)} x[/red] {escape(flavor)} {escape(code)}: {escape(reason)}"
-            f" [dim]({first.instance_uuid}{', ...' if len(alike) > 1 else ''})[/dim]",
-            soft_wrap=True,
+        example = "" if first.funnel or len(alike) == 1 else "for example "
+        line = Text.assemble(
+            (f"{len(alike)} x ", "red"),
+            printable(f"{flavor} {code}: {example}{first.reason}"),
+            (f" ({first.instance_uuid}{', ...' if len(alike) > 1 else ''})", "dim"),
         )
-        for step in first.funnel:
-            fell = ", ".join(f"{n} {why}" for why, n in sorted(step.fell.items(), key=lambda item: -item[1]))
-            console.print(f"      {step.step:36} {step.left:5} left{'   fell: ' + escape(fell) if fell else ''}")
+        console.print(line, soft_wrap=True)
+        render_funnel(first.funnel, console, indent=6)
     if len(groups) > FAILURES_SHOWN:
         console.print(f"... and {len(groups) - FAILURES_SHOWN} other kinds of failure")
+
+
+def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int = 2) -> None:
+    """How many hosts each step of a search left, and why the rest fell, most first."""
+    for step in funnel:
+        fell = ", ".join(f"{count} {why}" for why, count in sorted(step.fell.items(), key=lambda item: -item[1]))
+        line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   fell: ' + fell if fell else ''}"
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def render_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
     """The invariants, one line each, breaches below."""
     for verdict in verdicts:
         mark = "[green]holds [/green]" if verdict.holds else "[red]BROKEN[/red]"
-        console.print(f"{mark} {escape(verdict.sentence)} [dim]({verdict.checked} looked at)[/dim]")
+        console.print(f"{mark} {escape(verdict.sentence)} [dim]({verdict.checked} looked at)[/dim]", soft_wrap=True)
         for example in verdict.examples:
             console.print(f"       [red]{escape(example)}[/red]", soft_wrap=True)
         if verdict.breaches > len(verdict.examples):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds
 
 
@@ -26,7 +27,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where the bare-metal nodes are. share of shares: which of them are this service's, by a hash of the uuid."""
 
     url: str = "http://127.0.0.1:6385"
-    token: str = ""
+    token: Secret = ""
     microversion: str = "1.81"
     poll_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
@@ -47,7 +48,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     driver: Literal["hypervisor", "ironic"] = "hypervisor"
-    hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 10
+    hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
     sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
     gpu_share: Rate = 0.1
     gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2

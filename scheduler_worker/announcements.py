@@ -43,7 +43,7 @@ class AnnouncementHandler:
                     self._ignored(event, "late" if found.standing.cell == self._cell else "foreign")
                     continue
                 kept[event.instance_uuid] = type(found)(standing=standing, delete_requested=found.delete_requested)
-                stories.setdefault(event.instance_uuid, []).append(told(event, now))
+                stories.setdefault(event.instance_uuid, []).extend(told(announced, len(found.standing.history), now))
                 metrics.ANNOUNCED.labels("announced").inc()
                 unit.say(Addressed(API, announced, event.instance_uuid))
             await unit.change(

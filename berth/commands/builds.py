@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import random
-import re
 from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from berth.client import BuildClient, Track
 from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,
-    EXIT_USAGE,
     AsJson,
     Stop,
     Timeout,
     client,
     out,
+    parse_uuid,
     print_json,
     run,
     settings_of,
 )
+from berth.render import printable, render_funnel, render_rows
 from bus.clock import new_uuid
-from bus.contracts.base import Uuid
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
 
 QUERY_TIMEOUT_S = 10.0
 MAX_COUNT = 100_000
-GOOD_ENDS = {BuildState.ACTIVE, BuildState.DELETED}
+
+Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
 
 
 def boot(
@@ -42,7 +42,10 @@ def boot(
     project: Annotated[str, typer.Option(help="Whose they are.")] = "default",
     image: Annotated[str, typer.Option(help="The image's name.")] = "",
     host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None,
-    uuid: Annotated[str | None, typer.Option(help="The instance's UUID, for a request that is repeated.")] = None,
+    uuid: Annotated[
+        str | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="The instance's UUID, for a request that is repeated."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False,
     timeout: Timeout = 300.0,
     as_json: AsJson = False,
@@ -50,26 +53,23 @@ def boot(
     """Ask for machines. With --wait, exit status 1 when one of them failed."""
     if uuid is not None and count > 1:
         raise typer.BadParameter("--uuid names one instance; leave --count away")
-    try:
-        requests = [
-            BuildRequest(
-                instance_uuid=uuid or new_uuid(random.SystemRandom()),
-                flavor=flavor,
-                project_id=project,
-                name=(f"{name}-{number}" if name and count > 1 else name),
-                image=image,
-                host=host,
-            )
-            for number in range(1, count + 1)
-        ]
-        requests = [msgspec.convert(msgspec.to_builtins(request), BuildRequest) for request in requests]
-    except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error)) from error
+    requests = [
+        BuildRequest(
+            instance_uuid=uuid or new_uuid(random.SystemRandom()),
+            flavor=flavor,
+            project_id=project,
+            name=(f"{name}-{number}" if name and count > 1 else name),
+            image=image,
+            host=host,
+        )
+        for number in range(1, count + 1)
+    ]
+    _check(requests[-1])
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
             tracks = await berth.boot(requests)
-            ended = not wait or await _wait(berth, timeout)
+            ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
             raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
@@ -80,43 +80,40 @@ def boot(
 
 def delete(
     context: typer.Context,
-    uuids: Annotated[list[str], typer.Argument(help="The instances.")],
+    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID...")],
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they are gone.")] = False,
     timeout: Timeout = 120.0,
     as_json: AsJson = False,
 ) -> None:
     """Delete machines, or stop their builds wherever they stand."""
-    for text in uuids:
-        _uuid(text)
+    asked = list(dict.fromkeys(uuids))
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
-            records = [await _record(berth, uuid) for uuid in uuids]
-            for record in records:
-                berth.track(_as_request(record))
-            await berth.delete([(record.instance_uuid, record.project_id) for record in records])
-            tracks = [berth.tracks[uuid] for uuid in uuids]
-            ended = not wait or await berth.until(lambda: all(t.state == "deleted" for t in tracks), timeout)
+            records = [await _record(berth, uuid) for uuid in asked]
+            tracks = await berth.delete(records)
+            ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
-            raise Stop(EXIT_TIME, "timeout", "not all were gone in time")
-        return 0
+            raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
+        return EXIT_NO if wait and any(t.state != "deleted" for t in tracks) else 0
 
     run(body)
 
 
 def show(
     context: typer.Context,
-    uuid: Annotated[str, typer.Argument(help="The instance.")],
+    uuid: Instance,
     history: Annotated[bool, typer.Option("--history", help="The whole story, a line each.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one build: where it stands, and why it failed if it did."""
-    _uuid(uuid)
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
             record = await _record(berth, uuid)
+        # What a cell tells arrives later than it happened.
+        record = msgspec.structs.replace(record, story=tuple(sorted(record.story, key=lambda line: line.at)))
         if as_json:
             print_json(record)
             return
@@ -141,13 +138,12 @@ def list_builds(
         if as_json:
             print_json(page.builds)
             return
-        table = Table("instance", "name", "flavor", "state", "cell", "host", "since")
-        for build in page.builds:
-            table.add_row(
-                build.instance_uuid, build.name, build.flavor, _colour(build.state), build.cell or "",
-                build.host or "", _when(build.updated_at),
-            )  # fmt: skip
-        out.print(table)
+        rows: list[list[str | Text]] = [
+            [one.instance_uuid, one.name, one.flavor, _colour(one.state), one.cell or "", one.host or "",
+             _when(one.updated_at, day=True)]
+            for one in page.builds
+        ]  # fmt: skip
+        render_rows(out, ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"], rows)
 
     run(body)
 
@@ -165,29 +161,16 @@ def hosts(
         if as_json:
             print_json(page.hosts)
             return
-        table = Table("host", "cell", "service", "", "used / capacity", "failed builds")
-        for host in page.hosts:
-            up = _UP[host.up, host.enabled]
-            used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
-            table.add_row(host.name, host.cell or "", host.service or "", up, used, str(host.failed_builds or ""))
-        out.print(table)
+        rows = [_host_row(host) for host in page.hosts]
+        render_rows(out, ["host", "cell", "service", "", "failed builds", "used / capacity"], rows)
 
     run(body)
 
 
-_UP = {
-    (True, True): "[green]up[/green]",
-    (True, False): "[red]disabled[/red]",
-    (False, True): "[red]down[/red]",
-    (False, False): "[red]down[/red]",
-}
-
-
-async def _wait(berth: BuildClient, timeout_s: float) -> bool:
-    if await berth.wait(timeout_s):
-        return True
-    await berth.resync()
-    return berth.unfinished == 0
+def _host_row(host: HostRecord) -> list[str | Text]:
+    up = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else "down", "red")
+    used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
+    return [host.name, host.cell or "", host.service or "", up, str(host.failed_builds or ""), used]
 
 
 async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
@@ -197,15 +180,24 @@ async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
     return page.builds[0]
 
 
-def _uuid(text: str) -> str:
+# What a user may get wrong, in the words of the command line; the contract's own words are patterns.
+_RULES = {
+    "project_id": ("--project", "letters, digits, _ and -, at most 64"),
+    "flavor": ("--flavor", "1 to 255 characters"),
+    "name": ("--name", "at most 255 characters"),
+    "image": ("--image", "at most 255 characters"),
+    "host": ("--host", "at most 255 characters"),
+}
+
+
+def _check(request: BuildRequest) -> None:
+    """Refuse here what the scheduler would refuse as malformed. Raises typer.BadParameter."""
     try:
-        return msgspec.convert(text, Uuid)
-    except msgspec.ValidationError:
-        raise Stop(EXIT_USAGE, "request.invalid", f"not a UUID in lower case with dashes: {text}") from None
-
-
-def _as_request(record: BuildRecord) -> BuildRequest:
-    return BuildRequest(instance_uuid=record.instance_uuid, project_id=record.project_id, flavor=record.flavor)
+        msgspec.convert(msgspec.to_builtins(request), BuildRequest)
+    except msgspec.ValidationError as error:
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        option, rule = _RULES.get(name, ("", str(error)))
+        raise typer.BadParameter(rule, param_hint=option or None) from error
 
 
 def _show_tracks(tracks: list[Track], as_json: bool) -> None:
@@ -217,7 +209,12 @@ def _show_tracks(tracks: list[Track], as_json: bool) -> None:
         where = f" on {event.host} in {event.cell}" if event is not None and event.host else ""
         why = f": {event.reason}" if event is not None and event.reason and track.state != "active" else ""
         took = f" in {1000 * track.latency_s:.0f} ms" if track.latency_s is not None else ""
-        out.print(f"{track.instance_uuid} {_colour(track.state)}{where}{took}{why}", soft_wrap=True)
+        line = Text.assemble(track.instance_uuid, " ", _colour(track.state), printable(f"{where}{took}{why}"))
+        out.print(line, soft_wrap=True)
+    # Builds asked for together fail together: each explanation once.
+    for reason, funnel in {t.last.reason: t.last.funnel for t in tracks if t.last and t.last.funnel}.items():
+        out.print(Text(printable(reason), "bold"), soft_wrap=True)
+        render_funnel(funnel, out)
 
 
 def _plain(track: Track) -> dict[str, object]:
@@ -229,34 +226,37 @@ def _plain(track: Track) -> dict[str, object]:
         "cell": event.cell if event else None,
         "code": event.code if event else "",
         "reason": event.reason if event else "",
-        "latency_ms": None if track.latency_s is None else 1000 * track.latency_s,
+        "latency_ms": None if track.latency_s is None else round(1000 * track.latency_s, 3),
     }
 
 
 def _show_record(record: BuildRecord, *, history: bool) -> None:
-    out.print(f"{record.instance_uuid} {record.name} {_colour(record.state)}")
+    out.print(Text.assemble(record.instance_uuid, f" {printable(record.name)} ", _colour(record.state)), soft_wrap=True)
     facts = {"flavor": record.flavor, "project": record.project_id, "cell": record.cell, "host": record.host}
-    facts |= {"code": record.code, "reason": record.reason, "asked": _when(record.created_at)}
+    facts |= {"code": record.code, "reason": record.reason, "asked": _when(record.created_at, day=True)}
     for name, value in facts.items():
         if value:
-            out.print(f"  {name:8} {value}", soft_wrap=True)
-    for step in record.funnel:
-        fell = ", ".join(f"{count} {reason}" for reason, count in sorted(step.fell.items(), key=lambda item: -item[1]))
-        out.print(f"  {step.step:40} {step.left:6} left{'   fell: ' + fell if fell else ''}", soft_wrap=True)
+            out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
+    render_funnel(record.funnel, out)
     for attempt in record.history:
-        out.print(
-            f"  attempt {attempt.attempt} on {attempt.host}: {attempt.outcome} {attempt.code} {attempt.reason}",
-            soft_wrap=True,
-        )
+        outcome = " ".join(part for part in (attempt.outcome, attempt.code, attempt.reason) if part)
+        out.print(Text(printable(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")), soft_wrap=True)
     if history:
-        for line in record.story:
-            out.print(f"  {_when(line.at)} {line.who:12} {line.what:12} {line.detail}", soft_wrap=True)
+        out.print()
+        rows = [[_when(line.at), line.who, line.what, line.detail] for line in record.story]
+        render_rows(out, ["at (UTC)", "who", "what", ""], rows)
 
 
-def _colour(state: str) -> str:
-    colour = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}.get(state, "yellow")
-    return f"[{colour}]{re.sub(r'[^a-z_]', '', state)}[/{colour}]"
+_COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}
 
 
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if at else ""
+def _colour(state: str) -> Text:
+    return Text(printable(state), _COLOURS.get(state, "yellow"))
+
+
+def _when(at: float, *, day: bool = False) -> str:
+    """A time of day with milliseconds, or a day and a time without."""
+    if not at:
+        return ""
+    moment = datetime.fromtimestamp(at, UTC)
+    return moment.strftime("%Y-%m-%d %H:%M:%S") if day else moment.strftime("%H:%M:%S.%f")[:-3]

@@ -6,21 +6,29 @@ import asyncio
 import contextlib
 import os
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
+import asyncpg
 import msgspec
 import typer
 import uvloop
 from rich.console import Console
+from rich.text import Text
 
 from berth.client import BuildClient
-from berth.settings import Settings, read_settings
+from berth.embedded.process import ServerFailed, ServerMissing
+from berth.render import printable
+from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
-from bus.faults import Fault, RequestTimeout, Transient
+from bus.faults import DatabaseUnavailable, Fault, RequestTimeout, Transient
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
-from bus.service.settings import SettingsError
+from bus.service.database import DatabaseForbidden
+from bus.service.environment import NotConfigured
+from bus.service.settings import SettingsError, hide_password
 from bus.service.telemetry import configure_logging
 
 EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
@@ -47,9 +55,37 @@ class Stop(Exception):
 
 
 def settings_of(context: typer.Context) -> Settings:
-    """The settings in force, from --config or where `read_settings` looks."""
+    """The settings in force, from --config or where `read_settings` looks. Raises SettingsError."""
     path: Path | None = context.obj
-    return read_settings(path)
+    settings = read_settings(path)
+    _check_bus("bus.url", settings.bus.url)
+    for name, cell in settings.cells.items():
+        _check_bus(f"cells.{name}.url", cell.url or settings.bus.url)
+    return settings
+
+
+def _check_bus(name: str, url: str) -> None:
+    """Waiting for a broker at an address that can be none would never end."""
+    if url == MEMORY:
+        return
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"amqp", "amqps"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        shown = hide_password(url)
+        raise SettingsError(
+            "bus.url", f"{name} is `memory://` or `amqp://user:password@host:port/vhost`, not {shown!r}"
+        )
+
+
+def parse_uuid(text: str) -> str:
+    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
+    try:
+        return str(uuid.UUID(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a UUID") from None
 
 
 def print_json(data: object) -> None:
@@ -70,9 +106,36 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
         found = explain(fault)
         if found is None:
             raise
-        err.print(f"[red]berth:[/red] {found}", soft_wrap=True)
+        tell(found)
         status = found.status
     raise SystemExit(status)
+
+
+def tell(stop: Stop) -> None:
+    """The sentence of a Stop on standard error, with its stable code."""
+    sentence = Text.assemble(("berth: ", "red"), printable(str(stop)), (f" ({stop.code})", "dim"))
+    err.print(sentence, soft_wrap=True)
+
+
+# What a fault means for a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
+_MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
+    (SettingsError, EXIT_USAGE, "{}"),
+    (Unroutable, EXIT_AWAY, "the bus has no queue for this yet: has a scheduler ever been started?"),
+    (PublishRefused, EXIT_AWAY, "the queue is full: publish more slowly"),
+    (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
+    (BusUnavailable, EXIT_AWAY, "the bus is out of reach: {}"),
+    (RequestTimeout, EXIT_TIME, "nobody answered in time: is a scheduler running?"),
+    (DatabaseForbidden, EXIT_USAGE, "{}"),
+    (NotConfigured, EXIT_USAGE, "{}"),
+    (DatabaseUnavailable, EXIT_AWAY, "the database is out of reach: {}"),
+    (asyncpg.UndefinedTableError, EXIT_AWAY, "no worker has prepared this database yet: {}"),
+    (Transient, EXIT_AWAY, "{}"),
+    (ServerMissing, EXIT_USAGE, "{}"),
+    (ServerFailed, EXIT_AWAY, "{}"),
+    (BusError, EXIT_NO, "{}"),
+    (Fault, EXIT_NO, "{}"),
+    (TimeoutError, EXIT_TIME, "time ran out"),
+)
 
 
 def explain(fault: BaseException) -> Stop | None:
@@ -81,24 +144,10 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
-    if isinstance(fault, SettingsError):
-        return Stop(EXIT_USAGE, fault.code, str(fault))
-    if isinstance(fault, Unroutable):
-        return Stop(EXIT_AWAY, fault.code, "the bus has no queue for this yet: has a scheduler ever been started?")
-    if isinstance(fault, PublishRefused):
-        return Stop(EXIT_AWAY, fault.code, "the queue is full: publish more slowly")
-    if isinstance(fault, BusForbidden):
-        return Stop(EXIT_USAGE, fault.code, f"the broker refuses these credentials: {fault}")
-    if isinstance(fault, BusUnavailable):
-        return Stop(EXIT_AWAY, fault.code, f"the bus is out of reach: {fault}")
-    if isinstance(fault, RequestTimeout):
-        return Stop(EXIT_TIME, fault.code, "nobody answered in time: is a scheduler running?")
-    if isinstance(fault, Transient):
-        return Stop(EXIT_AWAY, fault.code, str(fault))
-    if isinstance(fault, BusError | Fault):
-        return Stop(EXIT_NO, fault.code, f"{fault.code}: {fault}")
-    if isinstance(fault, TimeoutError):
-        return Stop(EXIT_TIME, "timeout", "time ran out")
+    for kind, status, sentence in _MEANINGS:
+        if isinstance(fault, kind):
+            code = str(getattr(fault, "code", kind.__name__))
+            return Stop(status, code, sentence.replace("{}", str(fault)))
     return None
 
 

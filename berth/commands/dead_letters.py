@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
+from berth.render import printable, render_rows
 from berth.site import Site
 from bus import dead_letters as letters
 from bus.bus import API
@@ -47,10 +48,8 @@ def list_letters(
         if as_json:
             print_json([_plain(letter) for letter in found])
             return
-        table = Table("id", "code", "reason", "type", "routing key", "died at")
-        for letter in found:
-            table.add_row(letter.id, letter.code, letter.reason, letter.type, letter.routing_key, _when(letter.died_at))
-        out.print(table)
+        rows = [[le.id, le.code, _when(le.died_at), le.type, le.routing_key, le.reason] for le in found]
+        render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
 
     run(body)
 
@@ -71,7 +70,7 @@ def show(context: typer.Context, queue: Queue, letter_id: str, bus: BusName = AP
             print_json(plain)
             return
         for name, value in plain.items():
-            out.print(f"{name:12} {value}", soft_wrap=True, markup=False)
+            out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
 
     run(body)
 
@@ -163,10 +162,10 @@ def _show_counts(counts: list[tuple[str, str, int]], as_json: bool) -> None:
     if as_json:
         print_json([{"bus": bus, "queue": queue, "dead": count} for bus, queue, count in counts])
         return
-    table = Table("bus", "queue", "dead letters")
-    for bus, queue, count in counts:
-        table.add_row(bus, queue, f"[red]{count}[/red]" if count else "0")
-    out.print(table)
+    rows: list[list[str | Text]] = [
+        [bus, queue, Text(str(count), "red" if count else "")] for bus, queue, count in counts
+    ]
+    render_rows(out, ["bus", "queue", "dead letters"], rows)
 
 
 def _plain(letter: DeadLetter) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from berth.commands.common import (
+    EXIT_AWAY,
     EXIT_NO,
     EXIT_TIME,
+    EXIT_USAGE,
     AsJson,
     Stop,
     Timeout,
@@ -29,6 +33,8 @@ from berth.invariants import judge
 from berth.load import LoadPlan, run_load
 from berth.render import render_load, render_verdicts
 
+# Past the wait for rest: reading the databases and hearing every compute service.
+CHECK_TIMEOUT_S = 60.0
 DEFAULT_MIX = "m1.tiny=40,m1.small=40,m1.medium=15,m1.large=5"
 
 
@@ -62,7 +68,7 @@ def load(
                     progress=lambda done, asked: bar.update(task, completed=done, total=asked),
                 )  # fmt: skip
         if report is not None:
-            report.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+            _write(report, msgspec.json.format(msgspec.json.encode(result), indent=2))
         if as_json:
             print_json(result)
         else:
@@ -83,17 +89,30 @@ def check(
 
     async def body() -> int:
         site = database_of(settings_of(context))
-        at_rest = await rest(site, timeout_s=wait)
-        verdicts = judge(await gather(site))
+        try:
+            async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
+                at_rest = await rest(site, timeout_s=wait)
+                verdicts = judge(await gather(site))
+        except TimeoutError as fault:
+            raise Stop(EXIT_AWAY, "check.unanswered", "bus or database did not answer in time") from fault
         if as_json:
             print_json({"at_rest": at_rest, "invariants": verdicts})
         else:
             if not at_rest:
-                err.print("[yellow]the system is not at rest; what is under way counts as a breach[/yellow]")
+                err.print(
+                    "[yellow]the system is not at rest; what is under way counts as a breach[/yellow]", soft_wrap=True
+                )
             render_verdicts(verdicts, out)
         return 0 if all(verdict.holds for verdict in verdicts) else EXIT_NO
 
     run(body)
+
+
+def _write(path: Path, body: bytes) -> None:
+    try:
+        path.write_bytes(body)
+    except OSError as fault:
+        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
 
 
 def parse_mix(text: str) -> dict[str, float]:
@@ -105,6 +124,7 @@ def parse_mix(text: str) -> dict[str, float]:
             mix[name] = float(weight or 1)
         except ValueError:
             raise typer.BadParameter(f"not a weight: {weight!r} in {text!r}") from None
-    if not all(mix) or any(weight < 0 for weight in mix.values()) or sum(mix.values()) <= 0:
+    sound = all(math.isfinite(weight) and weight >= 0 for weight in mix.values())
+    if not all(mix) or not sound or not 0 < sum(mix.values()) < math.inf:
         raise typer.BadParameter(f"a mix is flavor=weight,..., with weights above 0: {text!r}")
     return mix

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.syntax import Syntax
 
 import cell_conductor.app
 import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, database_of, err, out, print_json, run, settings_of
+from berth.commands.as_toml import as_toml
+from berth.commands.common import (
+    EXIT_AWAY,
+    EXIT_NO,
+    EXIT_USAGE,
+    AsJson,
+    Stop,
+    database_of,
+    err,
+    explain,
+    out,
+    print_json,
+    run,
+    settings_of,
+    tell,
+)
 from berth.metal import simulated_ironic
 from berth.settings import MEMORY, Settings
-from berth.site import Site, process_name
+from berth.site import Site, process_name, read_runtime
 from berth.up import Street, serve, site
 from bus.contracts.base import Word
 from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import Service
-from bus.service.settings import redact
+from bus.service.settings import SettingsError, redact
 from bus.service.telemetry import configure_logging
 
 
@@ -48,7 +63,13 @@ def up(context: typer.Context, as_json: AsJson = False) -> None:
 
     async def body() -> int:
         settings = settings_of(context)
-        configure_logging(process="up", role="up", level=settings.telemetry.log_level, style="auto")
+        running = read_runtime(settings.state)
+        if running is not None:
+            raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
+        settings = _with_lasting_machines(settings)
+        configure_logging(
+            process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format
+        )
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -81,34 +102,27 @@ def run_role(
     http: Annotated[str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any).")] = None,
 ) -> None:
     """Run one worker as this process, until SIGTERM or SIGINT; start as many as you like."""
-    where = _http(http)
-    status = EXIT_NO
-
-    async def prepared() -> tuple[Build, Site, str]:
+    try:
         settings = settings_of(context)
         here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
-        if settings.bus.url == MEMORY:
-            err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]")
-        return _build(role, here, cell, service), here, process_name(role.value, cell or "")
-
-    def body() -> int:
-        try:
-            build, here, process = asyncio.run(prepared())
-        except Exception as fault:  # told as every command tells it
-            return _told(fault)
-        telemetry = here.settings.telemetry
-        listen = where or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)
-        return run_process(
-            build,
-            lambda: here.environment(process),
-            role=role.value,
-            process=process,
-            http=listen,
-            log_level=telemetry.log_level,
-            log_style=telemetry.log_format,
-        )
-
-    status = body()
+        build = _build(role, here, cell, service)
+        listen = _listen(_http(http), settings)
+        _join(settings)
+    except (Stop, SettingsError) as fault:
+        stop = explain(fault)
+        assert stop is not None
+        tell(stop)
+        raise SystemExit(stop.status) from None
+    process = process_name(role.value, cell or "")
+    status = run_process(
+        build,
+        lambda: here.environment(process),
+        role=role.value,
+        process=process,
+        http=listen,
+        log_level=settings.telemetry.log_level,
+        log_style=settings.telemetry.log_format,
+    )
     raise SystemExit(status)
 
 
@@ -120,8 +134,7 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
         if as_json:
             print_json(plain)
             return
-        text = msgspec.toml.encode(_without_none(plain)).decode()
-        out.print(Syntax(text, "toml", background_color="default", word_wrap=True) if out.is_terminal else text)
+        out.print(as_toml(plain), end="", markup=False, soft_wrap=True)
 
     run(body)
 
@@ -147,14 +160,39 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None) -> Bui
     return lambda env: compute_sim.app.build(env, settings.compute, cell, name)
 
 
-def _told(fault: Exception) -> int:
-    async def body() -> int:
-        raise fault
+def _with_lasting_machines(settings: Settings) -> Settings:
+    """The book outlives `berth up`, so the simulated machines must, too: else each would be lost at the next start."""
+    if settings.compute.state_dir is not None:
+        return settings
+    compute = msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))
+    return msgspec.structs.replace(settings, compute=compute)
 
+
+def _join(settings: Settings) -> None:
+    """On the memory bus a worker is a guest of a running `berth up`. Raises Stop when none runs."""
+    if settings.bus.url != MEMORY:
+        return
+    if read_runtime(settings.state) is None:
+        raise Stop(EXIT_AWAY, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
+    err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
+
+
+def _listen(asked: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
+    """Where to answer /healthz, if anywhere. Raises Stop when that address cannot be had: better now than later."""
+    telemetry = settings.telemetry
+    where = asked or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)
+    if where is None:
+        return None
     try:
-        run(body)
-    except SystemExit as ended:
-        return int(str(ended.code))
+        socket.create_server(where, family=_family(where[0])).close()
+    except OSError as fault:
+        reason = fault.strerror or str(fault)
+        raise Stop(EXIT_USAGE, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
+    return where
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _http(text: str | None) -> tuple[str, int] | None:
@@ -163,7 +201,7 @@ def _http(text: str | None) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65_535:
         raise typer.BadParameter(f"--http takes HOST:PORT, not {text!r}")
-    return host or "127.0.0.1", int(port)
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def _say_up(here: Site, street: Street, as_json: bool) -> None:
@@ -172,13 +210,6 @@ def _say_up(here: Site, street: Street, as_json: bool) -> None:
         return
     out.print(
         f"[green]berth is up[/green]: cells {', '.join(here.cells)}; compute services {', '.join(street.computes)}.\n"
-        "In another terminal: berth boot --flavor m1.small --count 50 --wait. Ctrl-C stops it."
+        "In another terminal: berth boot --flavor m1.small --count 50 --wait. Ctrl-C stops it.",
+        soft_wrap=True,
     )
-
-
-def _without_none(data: object) -> object:
-    if isinstance(data, dict):
-        return {name: _without_none(value) for name, value in data.items() if value is not None}
-    if isinstance(data, list | tuple):
-        return [_without_none(value) for value in data]
-    return data

@@ -47,11 +47,21 @@ def record(standing: Standing, event: BuildEvent, cell: str) -> tuple[Standing, 
     return folded, replace(event, terminal=terminal, cell=cell, project_id=standing.project_id)
 
 
-def told(event: BuildEvent, now: float) -> StoryLine:
-    """One announcement as a line of the build's story."""
-    where = f"{event.host} (attempt {event.attempt})" if event.host else ""
-    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
-    last = event.history[-1] if event.history else None
-    before = f"{last.host} attempt {last.attempt}: {last.outcome} {last.code}".rstrip() if last and not why else ""
-    detail = "; ".join(part for part in (where, why, before) if part)
-    return StoryLine(at=event.at or now, who="conductor", what=event.state.value, detail=detail)
+def told(event: BuildEvent, known: int, now: float) -> tuple[StoryLine, ...]:
+    """One announcement as lines of the build's story: the attempts it reports for the first time, then itself.
+
+    known: how many attempts are on record already. Each line has its own time, so that sorted they read in order.
+    """
+    who = f"conductor {event.cell}" if event.cell else "conductor"
+    tries = tuple(
+        StoryLine(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
+        for tried in event.history[known:]
+        if tried.outcome != "active"  # the announcement itself says so
+    )
+    return (*tries, StoryLine(at=event.at or now, who=who, what=event.state.value, detail=_detail(event.host, event)))
+
+
+def _detail(host: str | None, said: BuildEvent | AttemptRecord) -> str:
+    where = f"{host} (attempt {said.attempt})" if host else ""
+    why = f"{said.code}: {said.reason}" if said.code and said.reason else said.code or said.reason
+    return "; ".join(part for part in (where, why) if part)

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.wire import Malformed
 from scheduler_worker.decisions import refused_event
-from scheduler_worker.domain.records import Standing, record
+from scheduler_worker.domain.records import Standing, record, told
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AT = Standing(instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2, terminal=False, cell="c1")
@@ -87,3 +87,33 @@ def test_an_unreadable_request_is_answered_when_it_says_whose_it_is() -> None:
     assert refused_event(malformed(b'{"instance_uuid":"x","project_id":"demo"}')) == ()
     assert refused_event(malformed(b'{"instance_uuid":"%s","project_id":"de.mo#"}' % UUID.encode())) == ()
     assert refused_event(malformed(b"\xff{")) == ()
+
+
+def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
+    """A conductor sends the whole history with each end; what is on record already is not told again."""
+    tries = (
+        AttemptRecord(attempt=1, host="h1", outcome="failed", code="spawn.failed", reason="no disk", at=2.0),
+        AttemptRecord(attempt=2, host="h2", outcome="not_claimed", code="full", at=2.5),
+        AttemptRecord(attempt=2, host="h3", outcome="active", at=4.0),
+    )
+    up = BuildEvent(
+        instance_uuid=UUID, project_id="demo", state=BuildState.ACTIVE, sequence=13, cell="c1", host="h3", attempt=2,
+        history=tries, at=4.0,
+    )  # fmt: skip
+    assert [(line.at, line.what, line.detail) for line in told(up, 0, 9.0)] == [
+        (2.0, "failed", "h1 (attempt 1); spawn.failed: no disk"),
+        (2.5, "not_claimed", "h2 (attempt 2); full"),
+        (4.0, "active", "h3 (attempt 2)"),
+    ]
+    down = BuildEvent(
+        instance_uuid=UUID, project_id="demo", state=BuildState.FAILED, sequence=13, host="h1", attempt=1,
+        code="max_retries_exceeded", history=tries[:1], at=3.0,
+    )  # fmt: skip
+    assert [line.detail for line in told(down, 0, 9.0)] == [
+        "h1 (attempt 1); spawn.failed: no disk",
+        "h1 (attempt 1); max_retries_exceeded",
+    ]
+    gone = BuildEvent(
+        instance_uuid=UUID, project_id="demo", state=BuildState.DELETED, sequence=15, cell="c1", history=tries, at=8.0
+    )
+    assert [line.what for line in told(gone, 3, 9.0)] == ["deleted"]
