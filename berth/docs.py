@@ -9,6 +9,7 @@ import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where
+from bus.wire import BATCH
 
 EXAMPLE = """\
 import asyncio, json, os, uuid
@@ -46,7 +47,7 @@ may have no listener) and `{DEAD}` for what was given up. Bodies are JSON object
 | AMQP property or header | meaning |
 | --- | --- |
 | `content-type` | `application/json`: one message. `application/vnd.berth.batch+json`: many, `[{{"meta", "body"}}]`, |
-| | as berth's own parts speak under load. Events of the API bus always come one to a message. |
+| | as berth's own parts speak under load. Events of the API bus come one to a message under their own keys. |
 | `type` | the versioned tag, e.g. `build.request.v1`. May be left out where the routing key tells. |
 | `message-id` | unique per message; a redelivery repeats it |
 | `reply-to`, `correlation-id` | where and under which id an answer is wanted; leave out to get none |
@@ -90,6 +91,8 @@ def _message(row: MessageRow) -> Iterator[str]:
     yield f"{_doc(row.message)}\n"
     bus = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}[row.where]
     yield f"- {bus}, exchange `{row.exchange}`, routing key `{row.key}`"
+    if row.together:
+        yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`"
     yield f"- said by {', '.join(row.said_by)}; decided on by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
     if row.reply is not None:

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from msgspec import structs
+
 from bus.clock import Clock, new_uuid
 from bus.consumer import Consumer
 from bus.contracts.base import Message, Meta
@@ -16,11 +18,13 @@ from bus.outcome import Handler
 from bus.port import Transport
 from bus.requester import Requester
 from bus.topology import fill_in
-from bus.wire import Malformed, pack
+from bus.wire import Malformed, Packed, pack
 
 __all__ = ["API", "Bus", "BusLimits"]
 
 R = TypeVar("R", bound=Message)
+
+TOGETHER = Mode(True)  # the batches of what is also said one by one
 
 API = "api"  # the name of the bus that clients speak to; every other bus is a cell's
 
@@ -139,13 +143,20 @@ class Bus:
             reply_to=reply_to,
             correlation_id=correlation_id,
         )
-        self.publisher.post(row.exchange, routing_key(message), mode, pack(message, meta), waiter)
+        packed = pack(message, meta)
+        self.publisher.post(row.exchange, routing_key(message), mode, packed, waiter)
+        if mode.asks_first:
+            # An id of its own: the broker's answers on this connection are told apart by it.
+            again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
+            self.publisher.post(row.exchange, row.together, TOGETHER, again, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
         if found is None:
             row = BY_TYPE[kind]
             # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
-            batches = not (row.public and row.exchange == EVENTS and self.name == API)
-            found = self._modes[kind] = (row, Mode(batches, row.persistent, row.mandatory))
+            # Where there are none, as good as nothing is spent on them.
+            alone = row.public and row.exchange == EVENTS and self.name == API
+            asks_first = alone and bool(row.together)
+            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first))
         return found

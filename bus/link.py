@@ -14,7 +14,7 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.port import BusError, BusUnavailable, Outgoing, Transport
+from bus.port import BusError, BusUnavailable, Outgoing, Transport, Unroutable
 from bus.wire import Packed, batch, single
 
 log = structlog.get_logger("bus.link")
@@ -38,11 +38,16 @@ class BusLimits(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Struct, frozen=True):
-    """How the messages of a link travel. `batches` False: each one alone, as anybody can read it."""
+    """How the messages of a link travel. `batches` False: each one alone, as anybody can read it.
+
+    asks_first: when several have gathered the first one leaves `mandatory`. If it comes back nobody listens to this
+    routing key, so the broker would drop the others too, and they are settled without being sent.
+    """
 
     batches: bool
     persistent: bool = True
     mandatory: bool = False
+    asks_first: bool = False
 
 
 class Waiter:
@@ -79,7 +84,7 @@ class _Entry(Struct):
 
 
 class _Link:
-    __slots__ = ("entries", "exchange", "flying", "key", "mode")
+    __slots__ = ("asked", "entries", "exchange", "flying", "heard", "key", "mode")
 
     def __init__(self, exchange: str, key: str, mode: Mode) -> None:
         self.exchange = exchange
@@ -87,6 +92,8 @@ class _Link:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         self.flying = 0
+        self.asked = 0  # entries that wait for the answer to the first one of them
+        self.heard = 0  # entries that somebody listens to, so they may leave
 
     def take(self, limits: BusLimits) -> list[_Entry]:
         """What goes into the next broker message."""
@@ -101,13 +108,26 @@ class _Link:
             taken.append(self.entries.popleft())
         return taken
 
-    def message(self, entries: Sequence[_Entry]) -> Outgoing:
+    @property
+    def must_ask(self) -> bool:
+        """Whether the next entry leaves to find out about those behind it."""
+        return self.mode.asks_first and not self.heard and len(self.entries) > 1
+
+    def answer(self, error: BaseException | None) -> list[_Entry]:
+        """The entry that asked is settled. Returns those that nobody would hear."""
+        asked, self.asked = self.asked, 0
+        if isinstance(error, Unroutable):
+            return [self.entries.popleft() for _ in range(asked)]
+        self.heard = asked
+        return []
+
+    def message(self, entries: Sequence[_Entry], *, asks: bool) -> Outgoing:
         """The broker message that carries them."""
         waits = [entry.expiration_s for entry in entries]
         expiration_s = None if None in waits else max(wait for wait in waits if wait is not None)
         options = {
             "persistent": self.mode.persistent,
-            "mandatory": self.mode.mandatory,
+            "mandatory": self.mode.mandatory or asks,
             "expiration_s": expiration_s,
         }
         if len(entries) == 1:
@@ -180,21 +200,25 @@ class Publisher:
 
     def _pump_link(self, link: _Link) -> None:
         most = self._limits.link_flights if link.mode.batches else self._limits.flights
-        while link.entries and link.flying < most:
+        while link.entries and link.flying < most and not link.asked:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
                 return
             link.flying += 1
-            task = asyncio.get_running_loop().create_task(self._fly(link, link.take(self._limits)))
+            asks = link.must_ask
+            entries = link.take(self._limits)
+            link.asked = len(link.entries) if asks else 0
+            link.heard = max(0, link.heard - 1)
+            task = asyncio.get_running_loop().create_task(self._fly(link, entries, asks=asks))
             self._flights.add(task)
             task.add_done_callback(self._flights.discard)
         if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
-    async def _fly(self, link: _Link, entries: list[_Entry]) -> None:
+    async def _fly(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:
         error: BaseException | None = None
         try:
-            await self._transport.publish(link.message(entries))
+            await self._transport.publish(link.message(entries, asks=asks))
         except BusError as fault:
             error = fault
         except asyncio.CancelledError:
@@ -202,8 +226,11 @@ class Publisher:
         except Exception as fault:  # a defect of ours must reach the publisher, not vanish with this task
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
-        self._count(len(entries), error)
         link.flying -= 1
+        if asks:
+            entries += link.answer(error)
+            error = None if isinstance(error, Unroutable) else error
+        self._count(len(entries), error)
         self._settle(entries, error)
         task = asyncio.current_task()
         if task is not None:

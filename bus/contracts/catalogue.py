@@ -59,7 +59,11 @@ class QueueRow(Struct, frozen=True, kw_only=True):
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):
-    """One message: who may say it, where it goes, what answers it, and what makes it idempotent."""
+    """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
+
+    together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
+    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
+    """
 
     message: type[Message]
     owner: str  # the package that decides about this message
@@ -71,6 +75,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     reply: type[Message] | None = None
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
+    together: str = ""
 
     @property
     def tag(self) -> str:
@@ -84,6 +89,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
 
 
 RETRY_S = (0.2, 1.0, 5.0, 20.0)
+BUILD_EVENTS = "build.events"  # what `build.event.<state>.<project>` says one by one, in batches
 
 QUEUES: tuple[QueueRow, ...] = (
     QueueRow(
@@ -202,11 +208,19 @@ QUEUES: tuple[QueueRow, ...] = (
         max_length=1_000_000,
     ),
     QueueRow(
+        name="client.feed.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        reader="berth",
+        bindings=((EVENTS, BUILD_EVENTS),),
+        max_length=1_000_000,
+    ),
+    QueueRow(
         name="client.record.{process}",
         where=Where.API,
         kind=QueueKind.DURABLE,
         reader="berth",
-        bindings=((EVENTS, "build.event.#"),),
+        bindings=((EVENTS, BUILD_EVENTS),),
         retry_s=RETRY_S,
     ),
     QueueRow(
@@ -251,6 +265,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=EVENTS,
         key="build.event.{state}.{project_id}",
         public=True,
+        together=BUILD_EVENTS,
         idempotency="instance_uuid and sequence; a lower sequence is old",
     ),
     MessageRow(
@@ -467,7 +482,10 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
     return tuple(
         message
         for message in MESSAGES
-        if any(exchange == message.exchange and _admits(pattern, message.key) for exchange, pattern in row.bindings)
+        if any(
+            exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.together)
+            for exchange, pattern in row.bindings
+        )
     )
 
 

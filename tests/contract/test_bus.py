@@ -182,6 +182,53 @@ async def test_public_events_of_the_api_bus_are_one_json_object_each(house: Hous
         assert delivery.headers["berth-cause"] == "why"
 
 
+async def test_public_events_also_travel_in_batches_and_singly_only_where_somebody_listens(house: House) -> None:
+    bus = await house.bus()
+    sent: list[Outgoing] = []
+    publish = bus.transport.publish
+
+    async def counted(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    bus.transport.publish = counted  # type: ignore[method-assign]
+    handler = Answering()
+    await house.consume(bus, "client.feed.{process}", handler)
+    everybodys = Collector()
+    singles = await bus.declare("client.builds.{process}", process="foreign")
+    await bus.transport.consume(singles, everybodys, prefetch=1000)
+    event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
+    await bus.publish_all([(event, "why")] * 100)
+    await bus.publish_all([(event, "why")] * 100)
+    assert len(await handler.wait(200)) == 200
+    assert len(await everybodys.wait(200)) == 200
+    assert len([one for one in sent if one.routing_key == "build.event.active.p"]) == 200
+    assert len([one for one in sent if one.routing_key == "build.events"]) < 20
+
+
+async def test_events_that_nobody_hears_are_asked_about_once(house: House) -> None:
+    bus = await house.bus()
+    sent: list[Outgoing] = []
+    publish = bus.transport.publish
+
+    async def counted(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    bus.transport.publish = counted  # type: ignore[method-assign]
+    event = BuildEvent(instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.ACTIVE, sequence=3)
+    await bus.publish_all([(event, "why")] * 100)
+    assert [(one.routing_key, one.mandatory) for one in sent if one.routing_key != "build.events"] == [
+        ("build.event.active.p", True)
+    ]
+    # Somebody begins to listen: from then on everything arrives.
+    singles = await bus.declare("client.builds.{process}")
+    got = Collector()
+    await bus.transport.consume(singles, got, prefetch=1000)
+    await asyncio.gather(*(bus.publish(event) for _ in range(50)))
+    await got.wait(50)
+
+
 async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house: House) -> None:
     bus = await house.bus()
     handler = Answering(accepted)
