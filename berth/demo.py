@@ -44,12 +44,13 @@ HYPERVISORS_PER_SERVICE = 50
 NODES = 40
 REST_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 120.0
+OUTCOMES = ("claimed", "raced", "full", "consumer_changed", "gone")
 DEAD_FOR_S = 1.0  # how long the compute service that dies stays dead
 FAILING_HOST = "cell2-c1-00007"
 # More bare metal is asked for than there is, so that some requests fail and are explained.
 MIX = {
     "m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0,
-    "bm.gold": 2.2, "bm.silver": 1.8,
+    "bm.gold": 4.5, "bm.silver": 1.8,
 }  # fmt: skip
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
@@ -99,7 +100,7 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         watch = FeedWatch(here.bus("feed-watch"))
         await asyncio.gather(client.open(), watch.open())
         try:
-            console.print(f"everything is up after {time.monotonic() - began:.1f} s: {_inventory(street, ironic)}")
+            console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(street, ironic)}")
             replayed = await _replay(here, ironic, recordings, console)
             report, dead = await _load(client, street, plan, seed, console)
             await rest(here, timeout_s=REST_TIMEOUT_S)
@@ -125,7 +126,7 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
     expected = expected_nodes(recordings, names)
     deviations: Sequence[Deviation] = await compare(here, expected)
     mark = "[green]as Nova has them[/green]" if not deviations else f"[red]{len(deviations)} differ[/red]"
-    console.print(f"{len(names)} recorded runs of a real Ironic replayed, {steps} steps: {len(expected)} nodes, {mark}")
+    console.print(f"{len(names)} recorded runs of a real Ironic told again ({steps} steps): {len(expected)} nodes {mark}")
     for deviation in deviations[:5]:
         console.print(f"  [red]{deviation}[/red]")
     return {
@@ -185,7 +186,7 @@ def _sum_up(report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, rep
         latency_ms=report.latency_ms,
         alternates_used=report.alternates_used,
         load=report,
-        claims=_counter("berth_scheduler_claims", "outcome"),
+        claims={outcome: 0 for outcome in OUTCOMES} | _counter("berth_scheduler_claims", "outcome"),
         claim_retries=_counter("berth_scheduler_claim_retries", "why"),
         faults={
             "spawn_fail_rate": 0.05,
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as data, too")
     parser.add_argument("--seed", type=int, default=1, help="faults and flavors are drawn from it")
-    parser.add_argument("--log", default="error", choices=("debug", "info", "warning", "error"), help="log level")
+    parser.add_argument("--log", default="critical", choices=("debug", "info", "warning", "error", "critical"), help="log level")
     parser.add_argument(
         "--recordings", type=Path, default=Path(__file__).parents[1] / "tests" / "data" / "ironic", help="recorded runs"
     )
