@@ -6,6 +6,7 @@ Only bytes cross it, so nobody shares an object by accident. It passes the same 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +185,7 @@ class _Queue:
     def wake(self) -> None:
         if not self.woken and (self.ready or self.returned) and self.consumers:
             self.woken = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._pump, context=self.broker.context)
 
     def _pump(self) -> None:
         self.woken = False
@@ -223,6 +224,8 @@ class MemoryBroker:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        # Its own turns are nobody else's: a worker that is killed in a simulation takes no delivery of others with it.
+        self.context = contextvars.copy_context()
         self.up = True
         self.transports: list[MemoryTransport] = []
         self._exchanges: dict[str, list[tuple[tuple[str, ...], str]]] = {}
@@ -335,7 +338,7 @@ class MemoryBroker:
             if due >= self._alarm_sleeps_until:
                 return
             task.cancel()
-        self._alarm_task = asyncio.get_running_loop().create_task(self._ring())
+        self._alarm_task = asyncio.get_running_loop().create_task(self._ring(), context=self.context)
 
     def quiet(self) -> None:
         """Stop the alarm when the last connection is gone, so that no task outlives its users."""
@@ -459,7 +462,7 @@ class MemoryTransport:
 
     def reconnect_soon(self) -> None:
         """Come back on the next turn of the loop."""
-        asyncio.get_running_loop().call_soon(self._reconnect)
+        asyncio.get_running_loop().call_soon(self._reconnect, context=self.broker.context)
 
     def _reconnect(self) -> None:
         if not self._opened or not self.broker.up or self.connected:
