@@ -33,7 +33,6 @@ from berth.render import render_load, render_verdicts
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import Street, site
-from bus.bus import API
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
@@ -83,7 +82,9 @@ def settings(seed: int) -> Settings:
         database=DatabaseSettings(),
         up=UpSettings(schedulers=2, placements=2, computes_per_cell=2, nodes=NODES),
         ironic_sync=IronicSyncConfig(resync_s=2.0),
-        compute=ComputeConfig(hosts=HYPERVISORS_PER_SERVICE, sizes=(HOST,), seed=seed, faults=faults, numa_share=0.05),
+        compute=ComputeConfig(
+            report_s=3.0, hosts=HYPERVISORS_PER_SERVICE, sizes=(HOST,), seed=seed, faults=faults, numa_share=0.05
+        ),
     )
 
 
@@ -126,7 +127,9 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
     expected = expected_nodes(recordings, names)
     deviations: Sequence[Deviation] = await compare(here, expected)
     mark = "[green]as Nova has them[/green]" if not deviations else f"[red]{len(deviations)} differ[/red]"
-    console.print(f"{len(names)} recorded runs of a real Ironic told again ({steps} steps): {len(expected)} nodes {mark}")
+    console.print(
+        f"{len(names)} recorded runs of a real Ironic told again ({steps} steps): {len(expected)} nodes {mark}"
+    )
     for deviation in deviations[:5]:
         console.print(f"  [red]{deviation}[/red]")
     return {
@@ -168,12 +171,8 @@ async def _load(
 
 async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Verdict, ...]:
     accepted = list(client.tracks)
-    upward = [
-        f"{process} has a connection to the API bus"
-        for process, bus in here.connections
-        if bus == API and process.startswith(("conductor", *here.cells))
-    ]
-    facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, upward=upward)
+    connections = [(name, bus, name.startswith(("conductor", *here.cells))) for name, bus in here.connections]
+    facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, connections=connections)
     return judge(facts)
 
 
@@ -186,7 +185,7 @@ def _sum_up(report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, rep
         latency_ms=report.latency_ms,
         alternates_used=report.alternates_used,
         load=report,
-        claims={outcome: 0 for outcome in OUTCOMES} | _counter("berth_scheduler_claims", "outcome"),
+        claims=dict.fromkeys(OUTCOMES, 0) | _counter("berth_scheduler_claims", "outcome"),
         claim_retries=_counter("berth_scheduler_claim_retries", "why"),
         faults={
             "spawn_fail_rate": 0.05,
@@ -240,7 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as data, too")
     parser.add_argument("--seed", type=int, default=1, help="faults and flavors are drawn from it")
-    parser.add_argument("--log", default="critical", choices=("debug", "info", "warning", "error", "critical"), help="log level")
+    parser.add_argument(
+        "--log", default="critical", choices=("debug", "info", "warning", "error", "critical"), help="log level"
+    )
     parser.add_argument(
         "--recordings", type=Path, default=Path(__file__).parents[1] / "tests" / "data" / "ironic", help="recorded runs"
     )

@@ -54,7 +54,7 @@ async def gather(
     accepted: Sequence[str] = (),
     events: Sequence[BuildEvent] | None = None,
     changes: Sequence[Change] | None = None,
-    upward: Sequence[str] | None = None,
+    connections: Sequence[tuple[str, str, bool]] | None = None,
 ) -> Facts:
     """Read everything. What the caller heard itself (events, changes) is passed through."""
     environment = site.environment("check")
@@ -74,7 +74,7 @@ async def gather(
             accepted=accepted,
             events=events,
             changes=changes,
-            upward=upward,
+            connections=connections,
         )
     finally:
         for database in (book, scheduler, *cells.values()):

@@ -56,8 +56,9 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
     cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
-    nobody listened. changes: the change feed as a listener saw it, or None. feed: (lowest, highest, rows) kept.
-    roots: {provider: root}. audit: mismatches that the book's own audit found, one line each.
+    nobody listened. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
+    process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit: mismatches
+    that the book's own audit found, one line each.
     """
 
     inventories: Sequence[InventoryFact]
@@ -72,7 +73,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     accepted: Sequence[str] = ()
     events: Sequence[BuildEvent] | None = None
     changes: Sequence[Change] | None = None
-    upward: Sequence[str] | None = None
+    connections: Sequence[tuple[str, str, bool]] | None = None
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -123,13 +124,13 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
         verdicts.append(
             _verdict("generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes))
         )
-    if facts.upward is not None:
+    if facts.connections is not None:
         verdicts.append(
             _verdict(
                 "no_upcall",
                 "no message from a cell to anything above it except announcements",
-                len(facts.upward),
-                iter(facts.upward),
+                len(facts.connections),
+                _upward(facts.connections),
             )
         )
     return tuple(verdicts)
@@ -233,6 +234,12 @@ def _caused(facts: Facts) -> Iterator[str]:
             yield f"{instance.instance_uuid}: an instance that nobody asked for"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
+
+
+def _upward(connections: Sequence[tuple[str, str, bool]]) -> Iterator[str]:
+    for process, bus, in_cell in connections:
+        if in_cell and bus == "api":
+            yield f"{process} has a connection to the API bus"
 
 
 def _generations(changes: Sequence[Change]) -> Iterator[str]:
