@@ -70,15 +70,17 @@ def build(
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
     result.task("fate", parts.doom.wait)
+    # Both queues before the first announcement: whoever hears it may send builds at once, and whoever begins to listen
+    # just after it asks for another one.
+    asked_by = f"{env.process}-{service}"  # several services may share a process, and each has to be asked
+    result.declares(lambda: parts.bus.declare("compute.{service}", service=service))
+    result.declares(lambda: parts.bus.declare("compute.asked.{process}", process=asked_by))
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = parts.bus.consumer(
         "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.consumer(commands)
-    # Several services may share a process, and each has to be asked.
-    asked = parts.bus.consumer(
-        "compute.asked.{process}", parts.handlers.report_hosts, concurrency=1, process=f"{env.process}-{service}"
-    )
+    asked = parts.bus.consumer("compute.asked.{process}", parts.handlers.report_hosts, concurrency=1, process=asked_by)
     result.consumer(asked)
     result.check("bus", lambda: parts.bus.transport.connected)
     return result
