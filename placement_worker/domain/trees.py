@@ -43,11 +43,12 @@ class DeleteProvider(Struct, frozen=True):
 
 
 class SetStocks(Struct, frozen=True):
-    """These inventories and no others. generation None: whatever it is."""
+    """These inventories and no others. generation None: whatever it is. flaw: what is wrong with one, or nothing."""
 
     uuid: str
     stocks: Mapping[str, Stock]
     generation: int | None = None
+    flaw: str = ""
 
 
 class PutStock(Struct, frozen=True):
@@ -57,6 +58,7 @@ class PutStock(Struct, frozen=True):
     resource_class: str
     stock: Stock
     generation: int
+    flaw: str = ""
 
 
 class AddStock(Struct, frozen=True):
@@ -65,6 +67,7 @@ class AddStock(Struct, frozen=True):
     uuid: str
     resource_class: str
     stock: Stock
+    flaw: str = ""
 
 
 class DropStock(Struct, frozen=True):
@@ -75,11 +78,12 @@ class DropStock(Struct, frozen=True):
 
 
 class SetTraits(Struct, frozen=True):
-    """These traits and no others."""
+    """These traits and no others. unknown: those of them that do not exist."""
 
     uuid: str
     traits: Sequence[str]
     generation: int | None = None
+    unknown: Sequence[str] = ()
 
 
 class SetAggregates(Struct, frozen=True):
@@ -212,6 +216,8 @@ class Grove:
         """Replace all inventories."""
         if write.generation is not None and write.generation != before.generation:
             return generation_conflict()
+        if write.flaw:
+            return Refusal(Why.BAD_STOCK, write.flaw)
         for name in write.stocks:
             if name not in self._known_classes:
                 return no_such_class(name)
@@ -221,6 +227,8 @@ class Grove:
         """Change one inventory."""
         if write.generation != before.generation:
             return generation_conflict()
+        if write.flaw:
+            return Refusal(Why.BAD_STOCK, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
         if write.resource_class not in before.stocks:
@@ -229,6 +237,8 @@ class Grove:
 
     def add_stock(self, before: Provider, write: AddStock) -> TreeOutcome:
         """Add one inventory."""
+        if write.flaw:
+            return Refusal(Why.BAD_STOCK, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
         if write.resource_class in before.stocks:
@@ -247,6 +257,8 @@ class Grove:
         """Replace all traits."""
         if write.generation is not None and write.generation != before.generation:
             return Refusal(Why.GENERATION, _CHANGED)
+        if write.unknown:
+            return Refusal(Why.NO_SUCH, f"No such trait {', '.join(write.unknown)}")
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before

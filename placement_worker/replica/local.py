@@ -1,0 +1,88 @@
+"""A replica in the process that owns the book: brought up to date before each read, straight from the store.
+
+A read that begins after a write was committed sees it: every read waits for a look at the feed's head that began after
+the read did. Reads that come together share one look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from bus.contracts.placement import ChangesPage, ProviderState, SnapshotPage
+from placement_worker.replica.book import Book
+
+PAGE = 5000
+
+
+class Source(Protocol):
+    """The book's own store."""
+
+    async def head(self) -> int:
+        """The newest committed change's number."""
+
+    async def changes(self, after: int, limit: int) -> ChangesPage:
+        """Committed changes after a number, in order."""
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """A page of whole providers by uuid, true at one feed number."""
+
+
+class LocalReplica:
+    """A book that is never behind what was committed before it was asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self.book = Book()
+        self._source = source
+        self._loaded = False
+        self._running: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+
+    async def fresh(self) -> Book:
+        """The book with everything that was committed before this call. Raises Transient."""
+        if self._next is not None:
+            look = self._next  # it has not looked yet
+        elif self._running is None or self._running.done():
+            look = self._running = asyncio.create_task(self._catch_up(), name="replica catch-up")
+        else:
+            # One under way may have looked before this caller's write was there.
+            look = self._next = asyncio.create_task(self._after(self._running), name="replica catch-up")
+        await asyncio.shield(look)
+        return self.book
+
+    async def _after(self, running: asyncio.Task[None]) -> None:
+        await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        if not self._loaded:
+            await self._load()
+            return
+        if await self._source.head() == self.book.sequence:
+            return
+        while True:  # ends: each page brings the book closer to a head that was read with it
+            page = await self._source.changes(self.book.sequence, PAGE)
+            if page.too_old or self.book.apply(page.changes) is not None:
+                await self._load()
+                return
+            if self.book.sequence >= page.head:
+                return
+
+    async def _load(self) -> None:
+        """Take the whole book, then what changed while it was read."""
+        states: dict[str, ProviderState] = {}
+        sequence: int | None = None
+        after: str | None = None
+        while True:  # ends: pages go on by uuid
+            page = await self._source.snapshot(after, PAGE)
+            sequence = page.sequence if sequence is None else sequence
+            states.update((state.uuid, state) for state in page.providers)
+            if not page.more:
+                break
+            after = page.providers[-1].uuid
+        self.book.load(list(states.values()), sequence)
+        self._loaded = True
+        page_of_changes = await self._source.changes(self.book.sequence, PAGE)
+        while page_of_changes.changes and self.book.apply(page_of_changes.changes) is None:
+            page_of_changes = await self._source.changes(self.book.sequence, PAGE)

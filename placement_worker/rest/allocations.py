@@ -1,0 +1,141 @@
+"""/allocations, and /resource_providers/{uuid}/allocations: who holds what; and /reshaper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placement_worker.domain.allocations import Remove, Replace
+from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.reshape import Reshape
+from placement_worker.rest import bodies
+from placement_worker.rest.api import Api, no_provider
+from placement_worker.rest.bodies import at, consumer_write
+from placement_worker.rest.faults import PROVIDER_NOT_FOUND, Fault, refused
+from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.query import canonical, is_canonical, is_uuid
+from placement_worker.rest.usages import UNKNOWN
+from placement_worker.store.rest_reads import allocations_of_consumer, allocations_of_provider
+
+SINCE_OWNERS = 12
+SINCE_CONSUMER_GENERATIONS = 28
+SINCE_CONSUMER_TYPES = 38
+
+
+async def show(api: Api, request: Request) -> Response:
+    """GET of one consumer; nothing held is an empty answer, not an error."""
+    consumer = request.parts[1]
+    rows = []
+    if is_canonical(consumer):
+        async with api.read() as connection:
+            rows = await allocations_of_consumer(connection, consumer)
+    held: dict[str, Any] = {}
+    for row in rows:
+        of_provider = held.setdefault(row.provider, {"resources": {}, "generation": row.provider_generation})
+        of_provider["resources"][row.resource_class] = row.amount
+    data: dict[str, Any] = {"allocations": held}
+    if rows and request.version >= SINCE_OWNERS:
+        data["project_id"], data["user_id"] = rows[0].project_id, rows[0].user_id
+        if request.version >= SINCE_CONSUMER_GENERATIONS:
+            data["consumer_generation"] = rows[0].consumer_generation
+        if request.version >= SINCE_CONSUMER_TYPES:
+            data["consumer_type"] = rows[0].consumer_type or UNKNOWN
+    return json_response(data).modified(request, rows[0].updated_at if rows else api.clock.time())
+
+
+async def of_provider(api: Api, request: Request) -> Response:
+    """GET of one provider."""
+    uuid = request.parts[1]
+    found = None
+    if is_canonical(uuid):
+        async with api.read() as connection:
+            found = await allocations_of_provider(connection, uuid)
+    if found is None:
+        raise Fault(404, f"Resource provider '{uuid}' not found: {no_provider(uuid).words}")
+    generation, rows = found
+    held: dict[str, Any] = {}
+    for row in rows:
+        of_consumer = held.setdefault(row.consumer, {"resources": {}})
+        of_consumer["resources"][row.resource_class] = row.amount
+        if request.version >= SINCE_CONSUMER_GENERATIONS:
+            of_consumer["consumer_generation"] = row.consumer_generation
+    data = {"allocations": held, "resource_provider_generation": generation}
+    modified = max((row.updated_at for row in rows), default=api.clock.time())
+    return json_response(data).modified(request, modified)
+
+
+async def put(api: Api, request: Request) -> Response:
+    """PUT what one consumer is to hold."""
+    consumer = request.parts[1]
+    if not is_uuid(consumer):
+        raise Fault(400, f"Malformed consumer_uuid: {consumer}")
+    consumer = canonical(consumer)
+    body = at(bodies.PUT_ALLOCATIONS, request.version).parse(request.body)
+    write = consumer_write(consumer, body, (api.config.incomplete_project_id, api.config.incomplete_user_id))
+    outcome = await api.write_allocations(Replace((write,)))
+    if outcome is not None:
+        raise _refused(outcome, f"Unable to allocate inventory for consumer {consumer}: {{}}")
+    return Response(204)
+
+
+async def post(api: Api, request: Request) -> Response:
+    """POST what several consumers are to hold, all or none."""
+    body = at(bodies.POST_ALLOCATIONS, request.version).parse(request.body)
+    outcome = await api.write_allocations(Replace(_writes(api, body)))
+    if outcome is not None:
+        raise _refused(outcome, "Unable to allocate inventory {}")
+    return Response(204)
+
+
+async def delete(api: Api, request: Request) -> Response:
+    """DELETE whatever one consumer holds."""
+    consumer = request.parts[1]
+    if not is_canonical(consumer):
+        raise Fault(404, f"No allocations for consumer '{consumer}'")
+    outcome = await api.write_allocations(Remove(consumer))
+    if outcome is not None:
+        raise refused(outcome)
+    return Response(204)
+
+
+async def reshape(api: Api, request: Request) -> Response:
+    """POST /reshaper: inventories and the allocations that follow them, all or none."""
+    body = at(bodies.RESHAPE, request.version).parse(request.body)
+    inventories = {}
+    for uuid, asked in body.inventories.items():
+        if not is_canonical(uuid):
+            words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
+            raise Fault(400, words, PROVIDER_NOT_FOUND)
+        stocks = {name: inventory.stock() for name, inventory in asked.inventories.items()}
+        inventories[uuid] = (asked.resource_provider_generation, stocks)
+    outcome = await api.reshape(Reshape(inventories, _writes(api, dict(body.allocations))))
+    if outcome is not None:
+        if outcome.why is Why.NO_PROVIDER and outcome.about in inventories:
+            raise refused(outcome, status=400, code=PROVIDER_NOT_FOUND)
+        if outcome.why is Why.IN_USE:
+            raise refused(outcome, words="update conflict: {}")
+        raise _refused(outcome, "malformed reshaper data: {}")
+    return Response(204)
+
+
+def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
+    nobody = (api.config.incomplete_project_id, api.config.incomplete_user_id)
+    writes = {}
+    for consumer, asked in body.items():
+        if not is_uuid(consumer):
+            raise Fault(400, f"Malformed consumer_uuid: {consumer}")
+        uuid = canonical(consumer)
+        if uuid in writes:
+            raise Fault(400, f"Consumer {uuid} is named twice")
+        writes[uuid] = consumer_write(uuid, asked, nobody)
+    return tuple(writes.values())
+
+
+def _refused(refusal: Refusal, unknown: str) -> Fault:
+    """unknown: the words for a class that does not exist."""
+    if refusal.why is Why.NO_SUCH:
+        return refused(refusal, words=unknown)
+    if refusal.why is Why.NO_PROVIDER:
+        return refused(refusal, status=400)
+    if refusal.why is Why.DOES_NOT_FIT:
+        return refused(refusal, words="Unable to allocate inventory: {}")
+    return refused(refusal)

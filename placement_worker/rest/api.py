@@ -1,0 +1,112 @@
+"""What handlers share: the book, the groups that writes join, the replica, and how refusals are answered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import asyncpg
+
+from bus.clock import Clock
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
+from placement_worker.domain.refusal import Refusal
+from placement_worker.domain.reshape import Reshape
+from placement_worker.domain.trees import TreeOutcome, TreeWrite
+from placement_worker.domain.values import Provider
+from placement_worker.replica.local import LocalReplica
+from placement_worker.rest.config import RestConfig
+from placement_worker.rest.faults import Fault, refused
+from placement_worker.rest.groups import Groups
+from placement_worker.rest.query import is_canonical
+from placement_worker.store.rest import RestStore
+from placement_worker.store.rest_reads import Listing, ProviderRow, providers
+
+# Claims of several groups meet only at the rows they share; writers of trees are one at a time anyway.
+ALLOCATION_GROUPS = 2
+TREE_GROUPS = 1
+
+
+class Api:
+    """The REST API's parts, as handlers use them."""
+
+    def __init__(
+        self,
+        store: RestStore,
+        replica: LocalReplica,
+        config: RestConfig,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        committed: Callable[[], None],
+    ) -> None:
+        self.store = store
+        self.replica = replica
+        self.config = config
+        self.clock = clock
+        self.rng = rng
+        self.committed = committed
+        self._trees: Groups[TreeWrite, TreeOutcome] = Groups(
+            "trees",
+            store.write_trees,
+            group_max=config.group_max,
+            waiting_max=config.waiting_max,
+            under_way=TREE_GROUPS,
+            committed=committed,
+        )
+        self._allocations: Groups[AllocationWrite, AllocationOutcome] = Groups(
+            "allocations",
+            store.write_allocations,
+            group_max=config.group_max,
+            waiting_max=config.waiting_max,
+            under_way=ALLOCATION_GROUPS,
+            committed=committed,
+        )
+
+    async def drain(self) -> None:
+        """Until nothing is under way."""
+        await self._trees.drain()
+        await self._allocations.drain()
+
+    async def write_tree(self, write: TreeWrite) -> Provider | Refusal:
+        """Write one provider, together with what others write at the same time."""
+        if not is_canonical(write.uuid):
+            raise no_provider(write.uuid)
+        return await self._trees.submit(write)
+
+    async def write_allocations(self, write: AllocationWrite) -> Refusal | None:
+        """Write allocations, together with what others write at the same time."""
+        return await self._allocations.submit(write)
+
+    async def reshape(self, item: Reshape) -> Refusal | None:
+        """Reshape, alone."""
+        outcome = await self.store.reshape(item)
+        self.committed()
+        return outcome
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[asyncpg.Connection]:
+        """A connection to read from."""
+        async with self.store.read() as connection:
+            yield connection
+
+    async def provider(self, uuid: str) -> ProviderRow:
+        """A provider. Raises Fault 404."""
+        if is_canonical(uuid):
+            async with self.read() as connection:
+                rows = await providers(connection, Listing(uuid=uuid))
+            if rows:
+                return rows[0]
+        raise no_provider(uuid)
+
+
+def no_provider(uuid: str) -> Fault:
+    """Nobody has this uuid."""
+    return Fault(404, f"No resource provider with uuid {uuid} found")
+
+
+def written(outcome: Provider | Refusal) -> Provider:
+    """The provider that was written. Raises the Fault of a refusal in its usual words."""
+    if isinstance(outcome, Refusal):
+        raise refused(outcome)
+    return outcome

@@ -1,0 +1,216 @@
+"""The ASGI application: what happens to every request, whatever it asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+import asyncpg
+import structlog
+
+from bus.clock import new_uuid
+from bus.faults import Transient
+from placement_worker.rest import metrics
+from placement_worker.rest.api import Api
+from placement_worker.rest.auth import Auth
+from placement_worker.rest.cors import Cors
+from placement_worker.rest.faults import STATUS, About, Fault, best, render
+from placement_worker.rest.http import JSON, Request, Response
+from placement_worker.rest.policy import USAGES, Policy
+from placement_worker.rest.routes import Route, Router, parts_of
+from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
+
+log = structlog.get_logger("placement.rest")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_GLOBAL_ID = 100
+RETRY_AFTER_S = "1"
+
+
+class Gone(Exception):
+    """The client went away before its request was whole."""
+
+
+class Application:
+    """Placement's REST API as an ASGI application."""
+
+    def __init__(self, api: Api, auth: Auth, policy: Policy, cors: Cors) -> None:
+        self._api = api
+        self._auth = auth
+        self._policy = policy
+        self._cors = cors
+        self._router = Router()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        assert scope["type"] == "http", scope["type"]
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        exchange = _Exchange(scope, headers, f"req-{new_uuid(self._api.rng)}")
+        began = self._api.clock.monotonic()
+        with structlog.contextvars.bound_contextvars(**exchange.about_ids()):
+            try:
+                response = await self._answer(exchange, headers, receive)
+            except Gone:
+                return
+            except Fault as fault:
+                response = exchange.error(fault)
+            except Exception as error:  # nobody's request may take the process down
+                response = exchange.error(_unexpected(error))
+        if self._cors.on:
+            response = self._crossed(exchange, headers, response)
+        metrics.REQUESTS.labels(exchange.request.method, exchange.route, response.status).inc()
+        metrics.SECONDS.labels(exchange.request.method, exchange.route).observe(self._api.clock.monotonic() - began)
+        await _send(send, exchange, response)
+
+    async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:
+        request = exchange.request
+        if request.parts:
+            caller = await self._auth.identify(headers)
+            if caller is None:
+                raise Fault(401)
+            request.caller = caller
+        request.version = version_of(headers.get(HEADER, b"").decode("latin-1"))
+        exchange.version_known = True
+        length = _length(headers)
+        if length and not request.content_type:
+            raise Fault(400, "content-type header required when content-length > 0")
+        route = self._router.find(request.method, request.parts, request.version)
+        exchange.route = route.path
+        _check_types(route, request)
+        self._check_policy(route, request)
+        if len(request.query_string) > self._api.config.max_query_bytes:
+            raise Fault(400, f"Invalid query string parameters: more than {self._api.config.max_query_bytes} bytes")
+        request.body = await self._body(receive, length)
+        return await route.handler(self._api, request)
+
+    def _check_policy(self, route: Route, request: Request) -> None:
+        if route.rule is None:
+            return
+        caller = request.caller
+        project = request.query.get("project_id") if route.rule == USAGES else caller.project_id
+        if not self._policy.allows(route.rule, caller, project):
+            raise Fault(403, f"Policy does not allow {route.rule} to be performed.")
+
+    async def _body(self, receive: Receive, length: int) -> bytes:
+        """The whole body, within its bounds of bytes and of time."""
+        limit = self._api.config.max_body_bytes
+        if length > limit:
+            raise Fault(413, f"At most {limit} bytes")
+        message = await self._next(receive) if length < 0 else await receive()
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+        parts, size = [body], len(body)
+        while message.get("more_body"):  # ends: bounded in bytes, and each wait in time
+            message = await self._next(receive)
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise Fault(413, f"At most {limit} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _next(self, receive: Receive) -> MutableMapping[str, Any]:
+        try:
+            async with asyncio.timeout(self._api.config.body_timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise Fault(408) from None
+        if message["type"] == "http.disconnect":
+            raise Gone
+        return message
+
+    def _crossed(self, exchange: _Exchange, headers: Mapping[bytes, bytes], response: Response) -> Response:
+        if exchange.request.method != "OPTIONS":
+            response.headers += self._cors.headers(headers)
+            return response
+        if not 200 <= response.status < 300:
+            response = Response(200)
+        response.headers += self._cors.preflight(headers)
+        return response
+
+
+class _Exchange:
+    """A request on its way, and what an error about it needs."""
+
+    def __init__(self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> None:
+        accept = headers.get(b"accept", b"").decode("latin-1")
+        content_type = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip()
+        self.request = Request(
+            scope["method"],
+            parts_of(scope["path"]),
+            scope["query_string"],
+            JSON if accept in {"", "*/*"} else accept,
+            content_type,
+        )
+        self.request.id = request_id
+        self.version_known = False
+        self.route = "none"
+        self._global_id = headers.get(b"x-openstack-request-id", b"")[:MAX_GLOBAL_ID].decode("latin-1")
+
+    def about_ids(self) -> dict[str, str]:
+        """What every log line of this request says."""
+        ids = {"request_id": self.request.id}
+        if self._global_id:
+            ids["global_request_id"] = self._global_id
+        return ids
+
+    def error(self, fault: Fault) -> Response:
+        """The answer that a fault is."""
+        request = self.request
+        version = request.version if self.version_known else None
+        about = About(request.method, request.accept, request.content_type, request.id, version)
+        content_type, body = render(fault, about, RANGE)
+        response = Response(fault.status, body, content_type)
+        response.headers += [(name.encode(), value.encode()) for name, value in fault.headers.items()]
+        return response
+
+
+def _length(headers: Mapping[bytes, bytes]) -> int:
+    """The body's length as the client says it; 0 for none, -1 for one that only its end tells."""
+    said = headers.get(b"content-length")
+    if said is None:
+        return -1 if b"transfer-encoding" in headers else 0
+    if not said.strip().isdigit():
+        raise Fault(400, "content-length header must be an integer")
+    return int(said)
+
+
+def _check_types(route: Route, request: Request) -> None:
+    if route.gives and request.accept != JSON and best(request.accept, (JSON,)) is None:
+        raise Fault(406, f"Only {JSON} is provided")
+    if route.takes and request.content_type != JSON:
+        kind = request.content_type or "None"
+        raise Fault(415, f"The media type {kind} is not supported, use {JSON}")
+
+
+def _unexpected(error: Exception) -> Fault:
+    """What the client is told of something that is not its fault, or that no check of ours foresaw."""
+    if isinstance(error, Transient):
+        log.warning("rest.unavailable", code=error.code, reason=str(error))
+        return Fault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
+    if isinstance(error, asyncpg.DataError):
+        log.info("rest.bad_data", reason=str(error))
+        return Fault(400, "A value cannot be stored.")
+    log.error("rest.failed", error=type(error).__name__, reason=str(error), exc_info=error)
+    return Fault(500)
+
+
+async def _send(send: Send, exchange: _Exchange, response: Response) -> None:
+    headers = response.headers
+    if response.body:
+        headers.append((b"content-type", response.content_type.encode()))
+    if response.status != 204:
+        headers.append((b"content-length", str(len(response.body)).encode()))
+    headers.append((b"x-openstack-request-id", exchange.request.id.encode()))
+    if exchange.version_known:
+        headers.append((HEADER, f"{SERVICE} 1.{exchange.request.version}".encode()))
+        headers.append((b"vary", HEADER))
+    assert response.status in STATUS or response.status < 400, response.status
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    body = response.body if exchange.request.method != "HEAD" else b""
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,119 @@
+"""Who is calling: a port, and two ways to know. `None` means nobody we know, and so 401."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from bus.service.settings import SettingsError, read_toml
+from placement_worker.rest.config import RestConfig
+
+Headers = Mapping[bytes, bytes]
+TOKEN = b"x-auth-token"
+
+
+class Caller(Struct, frozen=True, kw_only=True):
+    """A caller as policy sees it. system_scope: "all" for a token of the whole system, which has no project."""
+
+    user_id: str
+    project_id: str | None = None
+    roles: tuple[str, ...] = ()
+    system_scope: str | None = None
+
+
+class Auth(Protocol):
+    """Knows callers by their headers."""
+
+    async def identify(self, headers: Headers) -> Caller | None:
+        """The caller, or None when the token is missing or not good."""
+
+
+class NoAuth2:
+    """Placement's test mode: the token is `user[:project]`, and everything else is as the caller says."""
+
+    async def identify(self, headers: Headers) -> Caller | None:
+        """Believe the caller."""
+        token = headers.get(TOKEN)
+        if token is None:
+            return None
+        user, _, project = token.decode("latin-1").partition(":")
+        said = headers.get(b"x-roles")
+        if said is not None:
+            roles = tuple(role.strip() for role in said.decode("latin-1").split(",") if role.strip())
+        else:
+            roles = ("admin",) if user == "admin" else ()
+        scope = headers.get(b"openstack-system-scope")
+        project_id: str | None = None if scope else project or user
+        if b"x-project-id" in headers:
+            project_id = headers[b"x-project-id"].decode("latin-1")
+        return Caller(
+            user_id=user, project_id=project_id, roles=roles, system_scope=scope.decode("latin-1") if scope else None
+        )
+
+
+class TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One token of the file: whose it is, by the SHA-256 of the token in hex, so that the file holds no secret."""
+
+    sha256: str
+    user_id: str
+    project_id: str | None = None
+    roles: tuple[str, ...] = ()
+
+
+class TokenFile:
+    """A fixed list of tokens, for small sites."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            rows = msgspec.convert(read_toml(path).get("tokens", []), list[TokenRow])
+        except msgspec.ValidationError as error:
+            raise SettingsError("rest.token_file", f"{path}: {error}") from error
+        if not rows:
+            raise SettingsError("rest.token_file", f"{path} has no [[tokens]]")
+        self._callers = [
+            (row.sha256.lower(), Caller(user_id=row.user_id, project_id=row.project_id, roles=row.roles))
+            for row in rows
+        ]
+
+    async def identify(self, headers: Headers) -> Caller | None:
+        """Look the token up, in a time that does not tell how much of it was right."""
+        token = headers.get(TOKEN)
+        if token is None:
+            return None
+        digest = hashlib.sha256(token).hexdigest()
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def auth_of(config: RestConfig, host: str) -> Auth:
+    """The way that the configuration asks for. Raises SettingsError when it must not be used like this."""
+    if config.auth == "tokens":
+        if not config.token_file:
+            raise SettingsError("rest.token_file", "auth = tokens needs token_file")
+        return TokenFile(Path(config.token_file))
+    if not (_is_loopback(host) or config.noauth2_anywhere):
+        raise SettingsError(
+            "rest.noauth2",
+            f"noauth2 lets everybody in and so listens on loopback only, not on {host}; "
+            "set noauth2_anywhere = true if that is really meant",
+        )
+    return NoAuth2()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,368 @@
+"""Bodies as handlers get them: decoded into types at once; a JSON schema only words what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.exceptions import best_match
+from msgspec import UNSET, Struct, UnsetType
+from msgspec import Meta as Bound
+
+from bus.contracts.base import MAX_AMOUNT
+from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
+from placement_worker.domain.values import Stock, capacity
+from placement_worker.rest import schemas
+from placement_worker.rest.faults import Fault
+from placement_worker.rest.query import canonical, is_canonical, is_uuid
+from placement_worker.rest.schemas import Schema
+
+T = TypeVar("T")
+
+# A capacity is kept below what a double holds exactly, whatever total and ratio come to.
+MAX_CAPACITY = 2**53
+
+# Deeper than any body of ours, and far from the interpreter's own limit.
+MAX_DEPTH = 20
+
+ClassKey = Annotated[str, Bound(pattern=schemas.NAME)]
+UuidKey = Annotated[str, Bound(pattern=schemas.UUID_KEY)]
+Owner = Annotated[str, Bound(min_length=1, max_length=255)]
+Positive = Annotated[int, Bound(ge=1)]
+Whole = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
+Counting = Annotated[int, Bound(ge=1, le=MAX_AMOUNT)]
+CanonicalUuid = Annotated[str, Bound(pattern="^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")]
+ProviderName = Annotated[str, Bound(max_length=200)]
+Resources = Annotated[dict[ClassKey, Positive], Bound(min_length=1)]
+
+
+class _Strict(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of bodies: no field that is not named."""
+
+
+class PostProvider(_Strict, frozen=True):
+    """POST /resource_providers below 1.14."""
+
+    name: ProviderName
+    uuid: CanonicalUuid | UnsetType = UNSET
+
+
+class PostProvider14(PostProvider, frozen=True):
+    """POST /resource_providers from 1.14."""
+
+    parent_provider_uuid: CanonicalUuid | UnsetType | None = UNSET
+
+
+class PutProvider(_Strict, frozen=True):
+    """PUT /resource_providers/{uuid} below 1.14."""
+
+    name: ProviderName
+
+
+class PutProvider14(PutProvider, frozen=True):
+    """PUT /resource_providers/{uuid} from 1.14."""
+
+    parent_provider_uuid: CanonicalUuid | UnsetType | None = UNSET
+
+
+class InventoryBody(_Strict, frozen=True, kw_only=True):
+    """One inventory."""
+
+    total: Counting
+    reserved: Whole = 0
+    min_unit: Counting = 1
+    max_unit: Counting = MAX_AMOUNT
+    step_size: Counting = 1
+    allocation_ratio: Annotated[float, Bound(le=schemas.MAX_RATIO)] = 1.0
+    resource_provider_generation: int | None = None
+
+    @property
+    def product(self) -> int:
+        """What capacity comes to before it is kept within bounds."""
+        return int((self.total - self.reserved) * self.allocation_ratio)
+
+    def stock(self) -> Stock:
+        """As the book keeps it."""
+        room = min(capacity(self.total, self.reserved, self.allocation_ratio), MAX_CAPACITY)
+        return Stock(
+            self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
+        )
+
+
+class PutInventory(InventoryBody, frozen=True, kw_only=True):
+    """PUT of one inventory."""
+
+    resource_provider_generation: int
+
+
+class PostInventory(InventoryBody, frozen=True, kw_only=True):
+    """POST of one inventory."""
+
+    resource_class: ClassKey
+
+
+class PutInventories(_Strict, frozen=True):
+    """PUT of all inventories."""
+
+    resource_provider_generation: int
+    inventories: dict[str, InventoryBody]
+
+
+class Aggregates(_Strict, frozen=True):
+    """PUT of aggregates from 1.19."""
+
+    aggregates: list[CanonicalUuid]
+    resource_provider_generation: int
+
+
+class ProviderTraits(_Strict, frozen=True):
+    """PUT of a provider's traits."""
+
+    traits: list[Owner]
+    resource_provider_generation: int
+
+
+class ClassBody(_Strict, frozen=True):
+    """POST and PUT (below 1.7) of a resource class."""
+
+    name: Annotated[str, Bound(pattern=schemas.CUSTOM_NAME, max_length=255)]
+
+
+class _ProviderRef(_Strict, frozen=True):
+    uuid: CanonicalUuid
+
+
+class _ListedAllocation(_Strict, frozen=True):
+    resource_provider: _ProviderRef
+    resources: Resources
+
+
+class _OfProvider(_Strict, frozen=True):
+    resources: Resources
+    generation: int = 0
+
+
+class Allocations0(_Strict, frozen=True):
+    """PUT /allocations/{consumer} below 1.8."""
+
+    allocations: Annotated[list[_ListedAllocation], Bound(min_length=1)]
+
+
+class Allocations8(_Strict, frozen=True):
+    """From 1.8."""
+
+    allocations: Annotated[list[_ListedAllocation], Bound(min_length=1)]
+    project_id: Owner
+    user_id: Owner
+
+
+class Allocations12(_Strict, frozen=True):
+    """PUT from 1.12."""
+
+    allocations: Annotated[dict[UuidKey, _OfProvider], Bound(min_length=1)]
+    project_id: Owner
+    user_id: Owner
+
+
+class Allocations13(_Strict, frozen=True):
+    """POST from 1.13: may be empty."""
+
+    allocations: dict[UuidKey, _OfProvider]
+    project_id: Owner
+    user_id: Owner
+
+
+class Allocations28(Allocations13, frozen=True):
+    """From 1.28."""
+
+    consumer_generation: int | None
+
+
+Mappings = Annotated[
+    dict[
+        Annotated[str, Bound(pattern=f"^{schemas.WORD_SUFFIX}$")], Annotated[list[CanonicalUuid], Bound(min_length=1)]
+    ],
+    Bound(min_length=1),
+]
+
+
+class Allocations34(Allocations28, frozen=True):
+    """From 1.34. mappings: taken so that a candidate can be sent back as it came, and not looked at."""
+
+    mappings: Mappings | UnsetType = UNSET
+
+
+class Allocations38(_Strict, frozen=True):
+    """From 1.38."""
+
+    allocations: dict[UuidKey, _OfProvider]
+    project_id: Owner
+    user_id: Owner
+    consumer_generation: int | None
+    consumer_type: Annotated[str, Bound(pattern=schemas.NAME, max_length=255)]
+    mappings: Mappings | UnsetType = UNSET
+
+
+AllocationBody = Allocations0 | Allocations8 | Allocations12 | Allocations13 | Allocations38
+
+
+class ReshapeBody(_Strict, frozen=True):
+    """POST /reshaper 1.30 to 1.33."""
+
+    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
+    allocations: dict[UuidKey, Allocations28]
+
+
+class ReshapeBody34(_Strict, frozen=True):
+    """From 1.34."""
+
+    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
+    allocations: dict[UuidKey, Allocations34]
+
+
+class ReshapeBody38(_Strict, frozen=True):
+    """From 1.38."""
+
+    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
+    allocations: dict[UuidKey, Allocations38]
+
+
+# --- decoding
+
+_LENIENT = FormatChecker()
+_LENIENT.checks("uuid")(lambda value: not isinstance(value, str) or is_uuid(value))
+
+
+class Body(Generic[T]):
+    """One kind of body: the type it becomes, and the schema that words what is wrong.
+
+    holds: what the type cannot say and the schema can.
+    """
+
+    def __init__(self, kind: Any, schema: Schema, *, holds: Callable[[T], bool] | None = None) -> None:
+        self._kind = kind
+        self._holds = holds
+        self._decode = msgspec.json.Decoder(kind).decode
+        self._validator = Draft202012Validator(schema, format_checker=_LENIENT)
+
+    def parse(self, body: bytes) -> T:
+        """Raises Fault 400, worded as python-jsonschema words it."""
+        try:
+            parsed: T = self._decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return self._explain(body)
+        return parsed if self._holds is None or self._holds(parsed) else self._explain(body)
+
+    def _explain(self, body: bytes) -> T:
+        """Say what is wrong, or take what only the fast way could not (1.0 for 1, a UUID without dashes)."""
+        try:
+            data = json.loads(body, parse_constant=_no_constant)
+            _check_depth(data)
+        except (ValueError, RecursionError) as error:
+            raise Fault(400, f"Malformed JSON: {error}") from error
+        wrong = best_match(self._validator.iter_errors(data))
+        if wrong is not None:
+            raise Fault(400, f"JSON does not validate: {wrong}")
+        try:
+            parsed: T = msgspec.convert(_canonical(data), self._kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise Fault(400, f"JSON does not validate: {error}") from error
+        return parsed
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(data: object, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(data, dict | list):
+        for value in data.values() if isinstance(data, dict) else data:
+            _check_depth(value, depth + 1)
+
+
+def _canonical(data: Any, key: str = "") -> Any:
+    """UUIDs as we spell them, where the schema lets other spellings in; nobody else's identifiers."""
+    if isinstance(data, dict):
+        return {name: _canonical(value, name) for name, value in data.items()}
+    if isinstance(data, list):
+        return data if key == "traits" else [_canonical(value, "uuid") for value in data]
+    meant = key in {"uuid", "parent_provider_uuid"} and isinstance(data, str)
+    return canonical(data) if meant and is_uuid(data) else data
+
+
+def text_of(value: str) -> str:
+    """A name fit for the database. Raises Fault 400."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise Fault(400, f"JSON does not validate: {error}") from error
+    if "\x00" in value:
+        raise Fault(400, "JSON does not validate: NUL characters are not allowed")
+    return value
+
+
+POST_PROVIDER: Body[PostProvider] = Body(PostProvider, schemas.POST_PROVIDER)
+POST_PROVIDER_14: Body[PostProvider] = Body(PostProvider14, schemas.POST_PROVIDER_14)
+PUT_PROVIDER: Body[PutProvider] = Body(PutProvider, schemas.PUT_PROVIDER)
+PUT_PROVIDER_14: Body[PutProvider] = Body(PutProvider14, schemas.PUT_PROVIDER_14)
+PUT_INVENTORY: Body[PutInventory] = Body(PutInventory, schemas.PUT_INVENTORY)
+POST_INVENTORY: Body[PostInventory] = Body(PostInventory, schemas.POST_INVENTORY)
+PUT_INVENTORIES: Body[PutInventories] = Body(PutInventories, schemas.PUT_INVENTORIES)
+AGGREGATES: Body[list[str]] = Body(
+    list[CanonicalUuid], schemas.AGGREGATES, holds=lambda listed: len(set(listed)) == len(listed)
+)
+AGGREGATES_19: Body[Aggregates] = Body(
+    Aggregates, schemas.AGGREGATES_19, holds=lambda body: len(set(body.aggregates)) == len(body.aggregates)
+)
+PROVIDER_TRAITS: Body[ProviderTraits] = Body(ProviderTraits, schemas.PROVIDER_TRAITS)
+RESOURCE_CLASS: Body[ClassBody] = Body(ClassBody, schemas.RESOURCE_CLASS)
+
+PUT_ALLOCATIONS: tuple[tuple[int, Body[AllocationBody]], ...] = (
+    (38, Body(Allocations38, schemas.ALLOCATIONS_38)),
+    (34, Body(Allocations34, schemas.ALLOCATIONS_34)),
+    (28, Body(Allocations28, schemas.ALLOCATIONS_28)),
+    (12, Body(Allocations12, schemas.ALLOCATIONS_12)),
+    (8, Body(Allocations8, schemas.ALLOCATIONS_8)),
+    (0, Body(Allocations0, schemas.ALLOCATIONS_0)),
+)
+POST_ALLOCATIONS: tuple[tuple[int, Body[dict[str, AllocationBody]]], ...] = (
+    (38, Body(Annotated[dict[UuidKey, Allocations38], Bound(min_length=1)], schemas.many(schemas.ALLOCATIONS_38))),
+    (34, Body(Annotated[dict[UuidKey, Allocations34], Bound(min_length=1)], schemas.many(schemas.ALLOCATIONS_34))),
+    (28, Body(Annotated[dict[UuidKey, Allocations28], Bound(min_length=1)], schemas.many(schemas.ALLOCATIONS_28))),
+    (13, Body(Annotated[dict[UuidKey, Allocations13], Bound(min_length=1)], schemas.many(schemas.ALLOCATIONS_13))),
+)
+RESHAPE: tuple[tuple[int, Body[ReshapeBody]], ...] = (
+    (38, Body(ReshapeBody38, schemas.reshape(schemas.ALLOCATIONS_38))),
+    (34, Body(ReshapeBody34, schemas.reshape(schemas.ALLOCATIONS_34))),
+    (30, Body(ReshapeBody, schemas.reshape(schemas.ALLOCATIONS_28))),
+)
+
+
+def at(table: tuple[tuple[int, T], ...], version: int) -> T:
+    """The row for a microversion: the newest that is not newer than it."""
+    return next(row for since, row in table if version >= since)
+
+
+def consumer_write(consumer: str, body: AllocationBody, nobody: tuple[str, str]) -> ConsumerWrite:
+    """What a body asks for one consumer. nobody: (project, user) of one that says neither."""
+    if isinstance(body, Allocations0):
+        project, user = nobody
+    else:
+        project, user = text_of(body.project_id), text_of(body.user_id)
+    if isinstance(body, Allocations0 | Allocations8):
+        holding = {item.resource_provider.uuid: item.resources for item in body.allocations}
+    else:
+        holding = {provider: item.resources for provider, item in body.allocations.items()}
+        for provider in holding:
+            if not is_canonical(provider):
+                raise Fault(400, f"Allocation for resource provider '{provider}' that does not exist.")
+    expects: Expected = ANY
+    if isinstance(body, Allocations28 | Allocations38):
+        expects = body.consumer_generation
+    consumer_type = body.consumer_type if isinstance(body, Allocations38) else None
+    return ConsumerWrite(consumer, holding, project, user, consumer_type, expects)

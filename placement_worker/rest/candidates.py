@@ -1,0 +1,165 @@
+"""/allocation_candidates: the search, rendered straight from columns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from placement_worker.domain.names import is_custom
+from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.candidates import CandidateSet, candidates
+from placement_worker.replica.columns import ClassColumns, Rows
+from placement_worker.rest.api import Api
+from placement_worker.rest.candidates_query import Asked, asked_of
+from placement_worker.rest.faults import Fault
+from placement_worker.rest.http import Request, Response
+
+SINCE_DICTS = 12
+SINCE_TRAITS = 17
+SINCE_ALL_CLASSES = 27
+SINCE_NESTED = 29
+SINCE_MAPPINGS = 34
+
+
+async def search(api: Api, request: Request) -> Response:
+    """GET."""
+    asked = asked_of(request.query, request.version)
+    await _check_names(api, asked)
+    config = api.config
+    limit = asked.limit if asked.limit is not None else config.default_limit if config.default_limit > 0 else None
+    rng = random.Random(api.rng.getrandbits(64)) if config.randomize else None
+    book = await api.replica.fresh()
+    # No await from here to the end: the book stays as it is.
+    found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget)
+    body = (
+        b'{"allocation_requests":['
+        + _requests(found, request.version)
+        + b'],"provider_summaries":{'
+        + _summaries(book, found, asked, request.version)
+        + b"}}"
+    )
+    return Response(200, body).modified(request, api.clock.time())
+
+
+async def _check_names(api: Api, asked: Asked) -> None:
+    _, unknown = await api.store.class_ids(asked.classes())
+    if unknown:
+        words = f"No such resource class {sorted(unknown)[0]}."
+        raise Fault(400, f"Invalid resource class in resources parameter: {words}")
+    _, unknown = await api.store.trait_ids(asked.traits())
+    if unknown:
+        raise Fault(400, f"No such trait(s): {', '.join(sorted(unknown))}.")
+
+
+# --- allocation requests
+
+
+def _requests(found: CandidateSet, version: int) -> bytes:
+    """Each candidate as text. Candidates with the same pattern of shared providers differ in their uuids alone."""
+    if not len(found):
+        return b""
+    columns = found.columns()
+    templates: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}
+    parts: list[str] = []
+    if found.one_provider:
+        template, order = _template(found, (0,) * len(columns), version)
+        once = tuple(0 for _ in order)
+        parts = [template % tuple(uuid for _ in once) for uuid in columns[0]]
+        return ",".join(parts).encode()
+    for uuids in zip(*columns, strict=True):
+        first: dict[str, int] = {}
+        pattern = tuple(first.setdefault(uuid, number) for number, uuid in enumerate(uuids))
+        known = templates.get(pattern)
+        if known is None:
+            known = templates[pattern] = _template(found, pattern, version)
+        template, order = known
+        parts.append(template % tuple(uuids[number] for number in order))
+    return ",".join(parts).encode()
+
+
+def _template(found: CandidateSet, pattern: tuple[int, ...], version: int) -> tuple[str, tuple[int, ...]]:
+    """(text with a place for each uuid, the slot whose provider goes into each place)."""
+    given: dict[int, dict[str, int]] = {}
+    groups: dict[str, dict[int, None]] = {}
+    for number, slot in zip(pattern, found.slots, strict=True):
+        groups.setdefault(slot.suffix, {})[number] = None
+        if slot.resources:
+            resources = given.setdefault(number, {})
+            for name, amount in slot.resources.items():
+                resources[name] = resources.get(name, 0) + amount
+    places = list(given)
+    texts = [msgspec.json.encode(resources).decode().replace("%", "%%") for resources in given.values()]
+    if version < SINCE_DICTS:
+        listed = ",".join(f'{{"resource_provider":{{"uuid":"%s"}},"resources":{text}}}' for text in texts)
+        return f'{{"allocations":[{listed}]}}', tuple(places)
+    listed = ",".join(f'"%s":{{"resources":{text}}}' for text in texts)
+    if version < SINCE_MAPPINGS:
+        return f'{{"allocations":{{{listed}}}}}', tuple(places)
+    mapped = []
+    for suffix, members in groups.items():
+        mapped.append(f'"{suffix}":[{",".join(["%s"] * len(members))}]'.replace("%s", '"%s"'))
+        places += members
+    return f'{{"allocations":{{{listed}}},"mappings":{{{",".join(mapped)}}}}}', tuple(places)
+
+
+# --- provider summaries
+
+
+def _summaries(book: Book, found: CandidateSet, asked: Asked, version: int) -> bytes:
+    """Every provider that is touched, as text; providers with the same classes and traits share a template."""
+    if not len(found):
+        return b""
+    rows = found.touched() if version >= SINCE_NESTED else np.unique(_giving(found))
+    only = None if version >= SINCE_ALL_CLASSES else asked.classes()
+    kinds = np.stack([book.classes[rows], book.traits[rows]], axis=1)
+    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+    by_number = {column.number: column for name in book.resource_classes() if (column := book.column(name))}
+    parts: list[str] = []
+    for number, (classes, traits) in enumerate(distinct.tolist()):
+        columns = [by_number[each] for each in book.class_sets.values[classes]]
+        shown = [column for column in columns if only is None or column.name in only]
+        parts += _alike(book, rows[which == number], shown, book.trait_sets.values[traits], version)
+    return ",".join(parts).encode()
+
+
+def _giving(found: CandidateSet) -> Rows:
+    slots = [number for number, slot in enumerate(found.slots) if slot.resources]
+    rows: Rows = found.rows[:, slots]
+    return rows
+
+
+def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int) -> list[str]:
+    """Summaries of providers that have the same set of classes and the same traits."""
+    names, figures = _figures(rows, classes)
+    resources = ",".join(f'"{name}":{{"capacity":%s,"used":%s}}' for name in names)
+    template = f'"%s":{{"resources":{{{resources}}}'
+    columns: list[list[object]] = [[book.uuid_of(row) for row in rows.tolist()], *figures]
+    if version >= SINCE_TRAITS:
+        listed = sorted(traits, key=lambda trait: (is_custom(trait), trait))  # Placement lists standard ones first
+        template += f',"traits":{msgspec.json.encode(listed).decode()}'
+    if version >= SINCE_NESTED:
+        template += ',"parent_provider_uuid":%s,"root_provider_uuid":"%s"'
+        columns.append(
+            ["null" if up == NOBODY else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
+        )
+        columns.append([book.uuid_of(row) for row in book.root[rows].tolist()])
+    template += "}"
+    return [template % values for values in zip(*columns, strict=True)]
+
+
+def _figures(rows: Rows, classes: Sequence[ClassColumns]) -> tuple[list[str], list[list[object]]]:
+    """(classes with an inventory, for each a column of capacities and one of amounts used)."""
+    names: list[str] = []
+    figures: list[list[object]] = []
+    for column in classes:
+        kinds = column.kind[rows]
+        if not kinds.any():
+            continue
+        capacities = [numbers.capacity for numbers in column.kinds.values]
+        names.append(column.name)
+        figures.append([capacities[number] for number in kinds.tolist()])
+        figures.append(column.used[rows].tolist())
+    return names, figures

@@ -1,0 +1,61 @@
+"""Everything about the REST API that an operator may set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+NOBODY = "00000000-0000-0000-0000-000000000000"
+
+
+class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which other origins' pages may use the API, as oslo.middleware's [cors] has it. No origin: no CORS."""
+
+    allowed_origin: tuple[str, ...] = ()
+    allow_credentials: bool = True
+    expose_headers: tuple[str, ...] = ()
+    max_age: Annotated[int, Bound(ge=0)] = 3600
+    allow_methods: tuple[str, ...] = ("OPTIONS", "GET", "HEAD", "POST", "PUT", "DELETE", "TRACE", "PATCH")
+    allow_headers: tuple[str, ...] = ()
+
+
+class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """oslo.policy's settings. policy_file: overrides of Placement's rules by name; none needed."""
+
+    policy_file: str = ""
+    enforce_new_defaults: bool = True
+    enforce_scope: bool = True
+
+
+class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The REST API of one placement process.
+
+    listen: HOST:PORT, empty = not served. conf_dir: a directory with an OpenStack `placement.conf`, of which [api]
+    auth_strategy, [oslo_policy], [cors] and [placement] are read over what is set here.
+    auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
+    says it again; `tokens` reads token_file (a TOML table [TOKEN] with user_id, project_id, roles).
+    incomplete_*: who holds what was allocated below 1.8. randomize: a sample of the candidates instead of the first.
+    budget: what a candidate search may look at. group_max, waiting_max: writes in one transaction, and waiting for one.
+    """
+
+    listen: str = ""
+    conf_dir: str = ""
+    auth: Literal["noauth2", "tokens"] = "noauth2"
+    noauth2_anywhere: bool = False
+    token_file: str = ""
+    policy: PolicyConfig = PolicyConfig()
+    cors: CorsConfig = CorsConfig()
+    incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
+    incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
+    randomize: bool = False
+    budget: Annotated[int, Bound(ge=1000)] = 100_000
+    default_limit: Annotated[int, Bound(ge=-1)] = -1
+    group_max: Annotated[int, Bound(ge=1, le=1000)] = 64
+    waiting_max: Annotated[int, Bound(ge=1)] = 4096
+    max_body_bytes: Annotated[int, Bound(ge=1024)] = 16 * 2**20
+    max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
+    body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
+    max_connections: Annotated[int, Bound(ge=1)] = 2000
+    keep_alive_s: Annotated[int, Bound(ge=1)] = 75

@@ -1,0 +1,173 @@
+"""What the API says when it says no: one table of statuses and codes, rendered as the caller accepts it.
+
+The texts are Placement's, because its clients show them, and some match them (FEATURES P-62).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+
+import msgspec
+
+from placement_worker.domain.refusal import Refusal, Why
+
+# E-1 to E-8.
+UNDEFINED = "placement.undefined_code"
+INVENTORY_IN_USE = "placement.inventory.inuse"
+CONCURRENT_UPDATE = "placement.concurrent_update"
+DUPLICATE_NAME = "placement.duplicate_name"
+PROVIDER_IN_USE = "placement.resource_provider.inuse"
+CANNOT_DELETE_PARENT = "placement.resource_provider.cannot_delete_parent"
+PROVIDER_NOT_FOUND = "placement.resource_provider.not_found"
+DUPLICATE_KEY = "placement.query.duplicate_key"
+BAD_VALUE = "placement.query.bad_value"
+MISSING_VALUE = "placement.query.missing_value"
+
+SINCE_CODES = 23  # 1.23
+
+STATUS = {
+    400: (
+        "Bad Request",
+        "The server could not comply with the request since it is either malformed or otherwise incorrect.",
+    ),
+    401: (
+        "Unauthorized",
+        "This server could not verify that you are authorized to access the document you requested. Either you "
+        "supplied the wrong credentials (e.g., bad password), or your browser does not understand how to supply the "
+        "credentials required.",
+    ),
+    403: ("Forbidden", "Access was denied to this resource."),
+    404: ("Not Found", "The resource could not be found."),
+    405: ("Method Not Allowed", "The method {method} is not allowed for this resource."),
+    406: (
+        "Not Acceptable",
+        "The resource could not be generated that was acceptable to your browser (content of type {accept}).",
+    ),
+    408: ("Request Timeout", "The server has waited too long for the request to be sent by the client."),
+    409: ("Conflict", "There was a conflict when trying to complete your request."),
+    413: ("Request Entity Too Large", "The body of your request was too large for this server."),
+    415: ("Unsupported Media Type", "The request media type {content_type} is not supported by this server."),
+    500: (
+        "Internal Server Error",
+        "The server has either erred or is incapable of performing the requested operation.",
+    ),
+    503: ("Service Unavailable", "The server is currently unavailable. Please try again at a later time."),
+}
+
+# How a refused write is answered, unless its handler knows better.
+REFUSED: Mapping[Why, tuple[int, str]] = {
+    Why.NO_PROVIDER: (404, UNDEFINED),
+    Why.NO_SUCH: (400, UNDEFINED),
+    Why.NO_INVENTORY: (404, UNDEFINED),
+    Why.NO_ALLOCATIONS: (404, UNDEFINED),
+    Why.GENERATION: (409, CONCURRENT_UPDATE),
+    Why.CONSUMER_GENERATION: (409, CONCURRENT_UPDATE),
+    Why.DUPLICATE: (409, DUPLICATE_NAME),
+    Why.IN_USE: (409, INVENTORY_IN_USE),
+    Why.PROVIDER_IN_USE: (409, PROVIDER_IN_USE),
+    Why.IS_PARENT: (409, CANNOT_DELETE_PARENT),
+    Why.BAD_PARENT: (400, UNDEFINED),
+    Why.BAD_STOCK: (400, UNDEFINED),
+    Why.DOES_NOT_FIT: (409, UNDEFINED),
+}
+
+
+class Fault(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, words: str = "", code: str = UNDEFINED, **headers: str) -> None:
+        super().__init__(words)
+        self.status = status
+        self.words = words
+        self.code = code
+        self.headers = headers
+
+
+def refused(refusal: Refusal, *, words: str = "{}", status: int = 0, code: str = "") -> Fault:
+    """The answer to a refused write. words: where the refusal's own are put."""
+    usual_status, usual_code = REFUSED[refusal.why]
+    return Fault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
+
+
+class About(msgspec.Struct, frozen=True):
+    """What of the request an error's text needs. version: the microversion's minor, None before it is known."""
+
+    method: str
+    accept: str
+    content_type: str
+    request_id: str
+    version: int | None
+
+
+def render(fault: Fault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
+    """(content type, body) of an error."""
+    title, explanation = STATUS[fault.status]
+    explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
+    kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
+    if kind == "application/json":
+        return kind, msgspec.json.encode(_json(fault, about, title, explanation, versions))
+    status = f"{fault.status} {title}"
+    if kind == "text/html":
+        page = (
+            f"<html>\n <head>\n  <title>{status}</title>\n </head>\n <body>\n  <h1>{status}</h1>\n"
+            f"  {html.escape(explanation)}<br /><br />\n{html.escape(fault.words)}\n </body>\n</html>"
+        )
+        return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
+    return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
+
+
+def _json(
+    fault: Fault, about: About, title: str, explanation: str, versions: tuple[str, str]
+) -> dict[str, list[dict[str, object]]]:
+    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
+    error: dict[str, object] = {
+        "status": fault.status,
+        "title": title,
+        "detail": f"{explanation}\n\n {words}  ",
+    }
+    if about.version is not None and about.version >= SINCE_CODES:
+        error["code"] = fault.code
+    error["request_id"] = about.request_id
+    if fault.status == 406 and about.version is None:
+        error["min_version"], error["max_version"] = versions
+    return {"errors": [error]}
+
+
+def best(accept: str, offers: tuple[str, ...]) -> str | None:
+    """The offer that an Accept header likes best, the first of equals; None when it likes none."""
+    if accept in offers:
+        return accept
+    if not accept:
+        return offers[0]
+    found, liked = None, 0.0
+    for offer in offers:
+        quality = _quality(accept, offer)
+        if quality > liked:
+            found, liked = offer, quality
+    return found
+
+
+def _quality(accept: str, offer: str) -> float:
+    """How much an Accept header likes a media type: its most specific range decides."""
+    family = offer.partition("/")[0] + "/*"
+    quality, rank = 0.0, 0
+    for part in accept.split(","):
+        media, *parameters = (piece.strip() for piece in part.split(";"))
+        specific = {offer: 3, family: 2, "*/*": 1}.get(media.lower(), 0)
+        if specific <= rank:
+            continue
+        rank, quality = specific, 1.0
+        for parameter in parameters:
+            name, _, value = parameter.partition("=")
+            if name.strip().lower() == "q":
+                quality = _number(value)
+    return quality
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0.0 <= value <= 1.0 else 0.0

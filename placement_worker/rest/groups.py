@@ -1,0 +1,101 @@
+"""Writes that arrive together are applied together: what gathers while one transaction runs makes the next group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import structlog
+
+from bus.faults import DatabaseUnavailable, Transient
+from placement_worker.rest import metrics
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+log = structlog.get_logger("placement.rest")
+
+# A transaction that the database gave up in favour of another (deadlock, serialization) is tried again this often.
+TRIES = 5
+
+
+class TooMany(Transient):
+    """More writes are waiting than may."""
+
+    code = "rest.too_many"
+
+
+class Groups(Generic[Item, Result]):
+    """Gathers items into groups, at most `under_way` of them at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        apply: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        *,
+        group_max: int,
+        waiting_max: int,
+        under_way: int,
+        committed: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._apply = apply
+        self._group_max = group_max
+        self._waiting_max = waiting_max
+        self._under_way = under_way
+        self._committed = committed
+        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def submit(self, item: Item) -> Result:
+        """The item's own outcome, once its group has been committed. Raises Transient."""
+        if len(self._waiting) >= self._waiting_max:
+            raise TooMany(f"{len(self._waiting)} writes are waiting")
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if len(self._running) < self._under_way:
+            task = asyncio.create_task(self._work(), name=f"rest {self._name}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        return await future
+
+    async def drain(self) -> None:
+        """Until nothing is waiting or under way."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _work(self) -> None:
+        while self._waiting:  # ends: each round takes some
+            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
+            metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
+            await self._run(group)
+
+    async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results = await self._tried([item for item, _ in group])
+        except Exception as error:
+            # Whatever it is belongs to whoever asked; one bad item fails alone.
+            if len(group) > 1 and not isinstance(error, Transient):
+                for one in group:
+                    await self._run([one])
+                return
+            for _, future in group:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        self._committed()
+        for (_, future), result in zip(group, results, strict=True):
+            if not future.done():
+                future.set_result(result)
+
+    async def _tried(self, items: list[Item]) -> Sequence[Result]:
+        for left in range(TRIES - 1, -1, -1):
+            try:
+                return await self._apply(items)
+            except Transient as error:
+                if not left or isinstance(error, DatabaseUnavailable):
+                    raise
+                log.info("rest.group_again", group=self._name, code=error.code)
+        raise AssertionError("the last try returns or raises")

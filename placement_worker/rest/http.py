@@ -1,0 +1,119 @@
+"""A request and a response as handlers see them."""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from placement_worker.rest.auth import Caller
+from placement_worker.rest.faults import Fault
+
+JSON = "application/json"
+SINCE_CACHE_HEADERS = 15
+
+MAX_PARAMETERS = 1000
+
+
+class Request:
+    """One request, its version negotiated and its caller known."""
+
+    __slots__ = (
+        "_query",
+        "accept",
+        "body",
+        "caller",
+        "content_type",
+        "id",
+        "method",
+        "parts",
+        "query_string",
+        "version",
+    )
+
+    def __init__(
+        self, method: str, parts: tuple[str, ...], query_string: bytes, accept: str, content_type: str
+    ) -> None:
+        self.method = method
+        self.parts = parts
+        self.query_string = query_string
+        self.accept = accept
+        self.content_type = content_type
+        self.id = ""
+        self.version = 0
+        self.body = b""
+        self.caller = Caller(user_id="")
+        self._query: Query | None = None
+
+    @property
+    def query(self) -> Query:
+        """The query string, parsed once. Raises Fault 400."""
+        if self._query is None:
+            self._query = Query(self.query_string)
+        return self._query
+
+
+class Query:
+    """A query string's parameters in order; a name may repeat."""
+
+    def __init__(self, raw: bytes) -> None:
+        if not raw:
+            self.pairs: list[tuple[str, str]] = []
+            return
+        try:
+            self.pairs = parse_qsl(
+                raw.decode("ascii", "surrogateescape"),
+                keep_blank_values=True,
+                errors="strict",
+                max_num_fields=MAX_PARAMETERS,
+            )
+            for name, value in self.pairs:  # a byte that was not ASCII
+                (name + value).encode()
+        except (UnicodeError, ValueError) as error:
+            raise Fault(400, f"Invalid query string parameters: {error}") from error
+        if any("\x00" in name or "\x00" in value for name, value in self.pairs):
+            raise Fault(400, "Invalid query string parameters: NUL characters are not allowed")
+
+    def last(self) -> dict[str, str]:
+        """Each parameter's last value."""
+        return dict(self.pairs)
+
+    def get(self, name: str) -> str | None:
+        """The last value of a parameter."""
+        values = self.all(name)
+        return values[-1] if values else None
+
+    def all(self, name: str) -> list[str]:
+        """All values of a parameter, in order."""
+        return [value for key, value in self.pairs if key == name]
+
+
+class Response:
+    """An answer: a status, a body that is JSON already or none, and headers."""
+
+    __slots__ = ("body", "content_type", "headers", "status")
+
+    def __init__(self, status: int, body: bytes = b"", content_type: str = JSON) -> None:
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def location(self, path: str) -> Response:
+        """Say where it is."""
+        self.headers.append((b"location", path.encode()))
+        return self
+
+    def modified(self, request: Request, at: float) -> Response:
+        """Say when it last changed, from 1.15 on, where all is fresh and nothing is to be cached."""
+        if request.version >= SINCE_CACHE_HEADERS:
+            self.headers.append((b"last-modified", formatdate(at, usegmt=True).encode()))
+            self.headers.append((b"cache-control", b"no-cache"))
+        return self
+
+
+def json_response(data: Any, status: int = 200) -> Response:
+    """A response with this data as JSON."""
+    return Response(status, msgspec.json.encode(data))

@@ -1,0 +1,165 @@
+"""/resource_providers/{uuid}/inventories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.trees import AddStock, DropStock, PutStock, SetStocks
+from placement_worker.domain.values import Stock
+from placement_worker.rest import bodies
+from placement_worker.rest.api import Api, no_provider, written
+from placement_worker.rest.bodies import Body, InventoryBody, T
+from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, Fault, refused
+from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.query import is_canonical
+from placement_worker.store.rest_reads import InventoryRow, inventories
+
+SINCE_RESERVED_MAY_BE_TOTAL = 26
+
+
+def shown(stock: Stock | InventoryRow) -> dict[str, Any]:
+    """An inventory as the API shows it."""
+    return {
+        "total": stock.total,
+        "reserved": stock.reserved,
+        "min_unit": stock.min_unit,
+        "max_unit": stock.max_unit,
+        "step_size": stock.step_size,
+        "allocation_ratio": stock.allocation_ratio,
+    }
+
+
+def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
+    """What is wrong with an inventory that leaves nothing (from 1.26: less than nothing), or nothing."""
+    if version >= SINCE_RESERVED_MAY_BE_TOTAL:
+        how = "greater than" if body.product < 0 else ""
+    else:
+        how = "greater than or equal to" if body.product <= 0 else ""
+    if not how:
+        return ""
+    return f"Invalid inventory for '{name}' on resource provider '{uuid}'. The reserved value is {how} total."
+
+
+async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
+    """The body; a provider that is not there is said before a body that is wrong."""
+    try:
+        return kind.parse(body)
+    except Fault:
+        await api.provider(uuid)
+        raise
+
+
+async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRow]]:
+    if is_canonical(uuid):
+        async with api.read() as connection:
+            found = await inventories(connection, uuid)
+        if found is not None:
+            return found
+    fault = no_provider(uuid)
+    raise Fault(404, f"{fault.words} : {fault.words}")
+
+
+async def show_all(api: Api, request: Request) -> Response:
+    """GET all."""
+    generation, rows = await _read(api, request.parts[1])
+    data = {
+        "resource_provider_generation": generation,
+        "inventories": {row.resource_class: shown(row) for row in rows},
+    }
+    modified = max((row.updated_at for row in rows), default=api.clock.time())
+    return json_response(data).modified(request, modified)
+
+
+async def show(api: Api, request: Request) -> Response:
+    """GET one."""
+    uuid, name = request.parts[1], request.parts[3]
+    generation, rows = await _read(api, uuid)
+    for row in rows:
+        if row.resource_class == name:
+            data = {**shown(row), "resource_provider_generation": generation}
+            return json_response(data).modified(request, row.updated_at)
+    raise Fault(404, f"No inventory of class {name} for {uuid}")
+
+
+async def set_all(api: Api, request: Request) -> Response:
+    """PUT all."""
+    uuid = request.parts[1]
+    body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
+    flaws = [flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items()]
+    stocks = {name: inventory.stock() for name, inventory in body.inventories.items()}
+    flaw = next(filter(None, flaws), "")
+    outcome = await api.write_tree(SetStocks(uuid, stocks, body.resource_provider_generation, flaw))
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.NO_SUCH:
+            raise refused(outcome, words=f"Unknown resource class in inventory for resource provider {uuid}: {{}}")
+        if outcome.why is Why.IN_USE:
+            raise refused(outcome, words="update conflict: {}")
+        if outcome.why is Why.BAD_STOCK:
+            raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
+    provider = written(outcome)
+    data = {
+        "resource_provider_generation": provider.generation,
+        "inventories": {name: shown(provider.stocks[name]) for name in body.inventories},
+    }
+    return json_response(data).modified(request, api.clock.time())
+
+
+async def create(api: Api, request: Request) -> Response:
+    """POST one that is not there yet."""
+    uuid = request.parts[1]
+    body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
+    name = body.resource_class
+    flaw = flaw_of(name, body, uuid, request.version)
+    outcome = await api.write_tree(AddStock(uuid, name, body.stock(), flaw))
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.DUPLICATE:
+            raise refused(outcome, words="Update conflict: {}", code=CONCURRENT_UPDATE)
+        if outcome.why in {Why.BAD_STOCK, Why.NO_SUCH}:
+            raise refused(outcome, words=f"Unable to create inventory for resource provider {uuid}: {{}}")
+    provider = written(outcome)
+    data = {**shown(provider.stocks[name]), "resource_provider_generation": provider.generation}
+    path = f"/resource_providers/{uuid}/inventories/{name}"
+    return json_response(data, 201).location(path).modified(request, api.clock.time())
+
+
+async def update(api: Api, request: Request) -> Response:
+    """PUT one that is there."""
+    uuid, name = request.parts[1], request.parts[3]
+    body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
+    flaw = flaw_of(name, body, uuid, request.version)
+    outcome = await api.write_tree(PutStock(uuid, name, body.stock(), body.resource_provider_generation, flaw))
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.NO_INVENTORY:
+            words = f"No inventory record with resource class for resource provider {uuid}: {{}}"
+            raise refused(outcome, words=words, status=400)
+        if outcome.why is Why.BAD_STOCK:
+            raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
+        if outcome.why is Why.NO_SUCH:
+            raise refused(outcome, status=404)
+    provider = written(outcome)
+    data = {**shown(provider.stocks[name]), "resource_provider_generation": provider.generation}
+    return json_response(data).modified(request, api.clock.time())
+
+
+async def delete(api: Api, request: Request) -> Response:
+    """DELETE one."""
+    uuid, name = request.parts[1], request.parts[3]
+    outcome = await api.write_tree(DropStock(uuid, name))
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.IN_USE:
+            words = f"Unable to delete inventory of class {name}: {{}}"
+            raise refused(outcome, words=words, code=CONCURRENT_UPDATE)
+        if outcome.why is Why.NO_INVENTORY:
+            raise refused(outcome, words=f"No inventory of class {name} found for delete: {{}}")
+        raise refused(outcome)
+    return Response(204)
+
+
+async def delete_all(api: Api, request: Request) -> Response:
+    """DELETE all."""
+    outcome = await api.write_tree(SetStocks(request.parts[1], {}))
+    if isinstance(outcome, Refusal) and outcome.why is Why.IN_USE:
+        raise refused(outcome, code=INVENTORY_IN_USE)
+    written(outcome)
+    return Response(204)

@@ -1,0 +1,75 @@
+"""Reads what the REST API needs of an OpenStack `placement.conf`, so that a site keeps the file it has."""
+
+from __future__ import annotations
+
+import configparser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from bus.service.settings import SettingsError
+from placement_worker.rest.config import RestConfig
+
+FILE = "placement.conf"
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def with_oslo_conf(config: RestConfig) -> RestConfig:
+    """The configuration with the file in conf_dir laid over it. Raises SettingsError."""
+    if not config.conf_dir:
+        return config
+    folder = Path(config.conf_dir)
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        with (folder / FILE).open(encoding="utf-8") as file:
+            parser.read_file(file)
+    except (OSError, configparser.Error, UnicodeDecodeError) as error:
+        raise SettingsError("rest.conf_dir", f"cannot use {folder / FILE}: {error}") from error
+    sections: dict[str, Mapping[str, str]] = {name: parser[name] for name in parser.sections()}
+    try:
+        return _laid_over(config, sections, folder)
+    except msgspec.ValidationError as error:
+        raise SettingsError("rest.conf_dir", f"{folder / FILE}: {error}") from error
+
+
+def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], folder: Path) -> RestConfig:
+    placement = sections.get("placement", {})
+    auth = sections.get("api", {}).get("auth_strategy", config.auth)
+    if auth == "keystone":
+        raise SettingsError("rest.auth", "Keystone tokens are not served yet: use a token file")
+    policy, cors = dict(sections.get("oslo_policy", {})), sections.get("cors", {})
+    if file := policy.pop("policy_file", ""):
+        policy["policy_file"] = str(folder / file)
+    known_policy = {key: policy[key] for key in config.policy.__struct_fields__ if key in policy}
+    known_cors = {
+        key: _list(cors[key]) if isinstance(getattr(config.cors, key), tuple) else cors[key]
+        for key in config.cors.__struct_fields__
+        if key in cors
+    }
+    changed = replace(
+        config,
+        auth=auth,
+        policy=_convert(config.policy, known_policy),
+        cors=_convert(config.cors, known_cors),
+        incomplete_project_id=placement.get("incomplete_consumer_project_id", config.incomplete_project_id),
+        incomplete_user_id=placement.get("incomplete_consumer_user_id", config.incomplete_user_id),
+        randomize=_boolean(placement.get("randomize_allocation_candidates"), config.randomize),
+        default_limit=int(placement.get("max_allocation_candidates", config.default_limit)),
+    )
+    return msgspec.convert(msgspec.to_builtins(changed), RestConfig)
+
+
+def _convert(base: T, changes: Mapping[str, object]) -> T:
+    return msgspec.convert({**msgspec.to_builtins(base), **changes}, type(base), strict=False)
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _boolean(text: str | None, default: bool) -> bool:
+    return default if text is None else text.strip().lower() in {"true", "1", "yes", "on"}

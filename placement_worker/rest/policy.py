@@ -1,0 +1,141 @@
+"""Who may do what: Placement's rules under Placement's names, decided by oslo.policy (FEATURES P-70)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oslo_config import cfg
+from oslo_policy import opts, policy
+
+from bus.clock import Clock
+from bus.service.settings import SettingsError
+from placement_worker.rest.auth import Caller
+from placement_worker.rest.config import PolicyConfig
+
+# Verdicts are kept this long: a changed policy file acts after it, and oslo.policy is asked once per caller and rule.
+REFRESH_S = 2.0
+MAX_VERDICTS = 10_000
+
+_OLD = policy.DeprecatedRule(
+    name="rule:admin_api",
+    check_str="role:admin",
+    deprecated_reason="Placement's defaults before its roles were refined.",
+    deprecated_since="5.0.0",
+)
+_BASE = (
+    ("admin_api", "role:admin", False, True),
+    ("service_api", "role:service", True, True),
+    ("admin_or_service_api", "role:admin or role:service", True, True),
+    ("project_reader_api", "role:reader and project_id:%(project_id)s", True, False),
+    (
+        "admin_or_project_reader_or_service_api",
+        "role:admin or rule:project_reader_api or role:service",
+        True,
+        True,
+    ),
+)
+USAGES = "placement:usages"
+RESHAPE = "placement:reshaper:reshape"
+_ADMIN_OR_SERVICE = (
+    "placement:resource_providers:list",
+    "placement:resource_providers:create",
+    "placement:resource_providers:show",
+    "placement:resource_providers:update",
+    "placement:resource_providers:delete",
+    "placement:resource_classes:list",
+    "placement:resource_classes:create",
+    "placement:resource_classes:show",
+    "placement:resource_classes:update",
+    "placement:resource_classes:delete",
+    "placement:resource_providers:inventories:list",
+    "placement:resource_providers:inventories:create",
+    "placement:resource_providers:inventories:show",
+    "placement:resource_providers:inventories:update",
+    "placement:resource_providers:inventories:delete",
+    "placement:resource_providers:aggregates:list",
+    "placement:resource_providers:aggregates:update",
+    "placement:resource_providers:usages",
+    "placement:resource_providers:traits:list",
+    "placement:resource_providers:traits:update",
+    "placement:resource_providers:traits:delete",
+    "placement:traits:list",
+    "placement:traits:show",
+    "placement:traits:update",
+    "placement:traits:delete",
+    "placement:resource_providers:allocations:list",
+    "placement:allocations:list",
+    "placement:allocations:manage",
+    "placement:allocations:update",
+    "placement:allocations:delete",
+    "placement:allocation_candidates:list",
+)
+RULES = {
+    **dict.fromkeys(_ADMIN_OR_SERVICE, "rule:admin_or_service_api"),
+    USAGES: "rule:admin_or_project_reader_or_service_api",
+    RESHAPE: "rule:service_api",
+}
+
+
+class Policy:
+    """Verdicts by rule, caller and target, remembered for a moment."""
+
+    def __init__(self, config: PolicyConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._enforcer = _enforcer(config)
+        self._verdicts: dict[tuple[str, Caller, str | None], bool] = {}
+        self._until = 0.0
+
+    def allows(self, rule: str, caller: Caller, project_id: str | None) -> bool:
+        """Whether the caller may do it. project_id: whose affairs it is about."""
+        now = self._clock.monotonic()
+        if now >= self._until or len(self._verdicts) >= MAX_VERDICTS:
+            self._verdicts.clear()
+            self._until = now + REFRESH_S
+        key = (rule, caller, project_id)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._verdicts[key] = self._ask(rule, caller, project_id)
+        return verdict
+
+    def _ask(self, rule: str, caller: Caller, project_id: str | None) -> bool:
+        creds = {
+            "user_id": caller.user_id,
+            "project_id": caller.project_id,
+            "roles": list(caller.roles),
+            "system_scope": caller.system_scope,
+        }
+        target = {"project_id": project_id, "user_id": caller.user_id}
+        try:
+            return bool(self._enforcer.authorize(rule, target, creds))
+        except policy.InvalidScope:
+            return False
+
+
+def _enforcer(config: PolicyConfig) -> policy.Enforcer:
+    conf = cfg.ConfigOpts()
+    conf([], project="placement", default_config_files=[], default_config_dirs=[])
+    opts.set_defaults(conf)
+    if config.policy_file:
+        if not Path(config.policy_file).is_file():
+            raise SettingsError("rest.policy_file", f"there is no policy file {config.policy_file}")
+        conf.set_override("policy_file", config.policy_file, "oslo_policy")
+    else:
+        conf.set_override("policy_file", "berth-has-no-policy-file", "oslo_policy")
+    conf.set_override("enforce_new_defaults", config.enforce_new_defaults, "oslo_policy")
+    conf.set_override("enforce_scope", config.enforce_scope, "oslo_policy")
+    enforcer = policy.Enforcer(conf)
+    enforcer.suppress_default_change_warnings = True
+    enforcer.suppress_deprecation_warnings = True
+    for name, check, deprecates, scoped in _BASE:
+        enforcer.register_default(
+            policy.RuleDefault(
+                name,
+                check,
+                scope_types=["project"] if scoped else None,
+                deprecated_rule=_OLD if deprecates else None,
+            )
+        )
+    for name, check in RULES.items():
+        enforcer.register_default(policy.RuleDefault(name, check, scope_types=["project"]))
+    enforcer.load_rules()
+    return enforcer

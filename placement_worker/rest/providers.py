@@ -1,0 +1,159 @@
+"""/resource_providers: create, list, show, rename, re-parent, delete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from bus.clock import new_uuid
+from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.trees import CreateProvider, DeleteProvider, UpdateProvider
+from placement_worker.domain.values import Provider
+from placement_worker.rest import bodies, schemas
+from placement_worker.rest.api import Api
+from placement_worker.rest.bodies import at, text_of
+from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, Fault, refused
+from placement_worker.rest.http import Query, Request, Response, json_response
+from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
+from placement_worker.store.rest_reads import Listing, ProviderRow, providers
+
+SINCE_PARENTS = 14
+SINCE_BODY = 20
+SINCE_MOVES = 37
+
+_LINKS = ((0, "inventories"), (0, "usages"), (1, "aggregates"), (6, "traits"), (11, "allocations"))
+_LIST = tuple((since, Checked(schema)) for since, schema in schemas.LIST_PROVIDERS)
+
+
+def shown(provider: Provider | ProviderRow, version: int) -> dict[str, Any]:
+    """A provider as the API shows it."""
+    path = f"/resource_providers/{provider.uuid}"
+    links = [{"rel": "self", "href": path}]
+    links += [{"rel": rel, "href": f"{path}/{rel}"} for since, rel in _LINKS if version >= since]
+    data: dict[str, Any] = {
+        "uuid": provider.uuid,
+        "name": provider.name,
+        "generation": provider.generation,
+        "links": links,
+    }
+    if version >= SINCE_PARENTS:
+        data["parent_provider_uuid"] = provider.parent
+        data["root_provider_uuid"] = provider.root
+    return data
+
+
+async def create(api: Api, request: Request) -> Response:
+    """POST: 201 without a body, from 1.20 200 with it."""
+    kind = bodies.POST_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.POST_PROVIDER
+    body = kind.parse(request.body)
+    uuid = new_uuid(api.rng) if body.uuid is UNSET else body.uuid
+    parent = None
+    if isinstance(body, bodies.PostProvider14) and isinstance(body.parent_provider_uuid, str):
+        parent = body.parent_provider_uuid
+    if not body.name:
+        raise Fault(400, _cannot("create", body.name, uuid, "Object action create failed because: name is required"))
+    outcome = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent))
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.DUPLICATE:
+            raise refused(outcome, words="Conflicting resource provider {} already exists.")
+        raise Fault(400, _cannot("create", body.name, uuid, outcome.words))
+    path = f"/resource_providers/{uuid}"
+    if request.version < SINCE_BODY:
+        return Response(201).location(path)
+    return json_response(shown(outcome, request.version)).location(path).modified(request, api.clock.time())
+
+
+def _cannot(action: str, name: str, uuid: str, why: str) -> str:
+    return f'Unable to {action} resource provider "{name}", {uuid}: {why}'
+
+
+async def show(api: Api, request: Request) -> Response:
+    """GET one."""
+    row = await api.provider(request.parts[1])
+    return json_response(shown(row, request.version)).modified(request, row.updated_at)
+
+
+async def update(api: Api, request: Request) -> Response:
+    """PUT: another name, another parent."""
+    uuid = request.parts[1]
+    kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
+    try:
+        body = kind.parse(request.body)
+    except Fault:
+        await api.provider(uuid)  # one that is not there is said first
+        raise
+    parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
+    write = UpdateProvider(uuid, text_of(body.name), parent, may_move=request.version >= SINCE_MOVES)
+    outcome = await api.write_tree(write)
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.DUPLICATE:
+            raise refused(outcome, words=f"Conflicting resource provider {body.name} already exists.")
+        if outcome.why is Why.BAD_PARENT:
+            raise refused(outcome, words=f"Unable to save resource provider {uuid}: {{}}")
+        raise refused(outcome)
+    return json_response(shown(outcome, request.version)).modified(request, api.clock.time())
+
+
+async def delete(api: Api, request: Request) -> Response:
+    """DELETE."""
+    uuid = request.parts[1]
+    try:
+        outcome = await api.write_tree(DeleteProvider(uuid))
+    except Fault:
+        raise _not_there(uuid) from None
+    if isinstance(outcome, Refusal):
+        if outcome.why is Why.NO_PROVIDER:
+            raise _not_there(uuid)
+        if outcome.why is Why.IS_PARENT:
+            words = f"Unable to delete parent resource provider {uuid}: It has child resource providers."
+            raise Fault(409, words, CANNOT_DELETE_PARENT)
+        raise refused(outcome, words=f"Unable to delete resource provider {uuid}: {{}}", code=PROVIDER_IN_USE)
+    return Response(204)
+
+
+def _not_there(uuid: str) -> Fault:
+    return Fault(404, f"No resource provider with uuid {uuid} found for delete")
+
+
+async def list_all(api: Api, request: Request) -> Response:
+    """GET many, narrowed by the query."""
+    query = request.query
+    at(_LIST, request.version).check(query)
+    listing = await _listing(api, query, request.version)
+    rows: list[ProviderRow] = []
+    if listing is not None:
+        async with api.read() as connection:
+            rows = await providers(connection, listing)
+    modified = max((row.updated_at for row in rows), default=api.clock.time())
+    return json_response({"resource_providers": [shown(row, request.version) for row in rows]}).modified(
+        request, modified
+    )
+
+
+async def _listing(api: Api, query: Query, version: int) -> Listing | None:
+    """The query in the book's terms; None when it cannot match anything."""
+    members = members_of(query.all("member_of"), version)
+    traits = traits_of(query.all("required"), version) if query.all("required") else traits_of([], 39)
+    asked = resources_of(text) if (text := query.get("resources")) is not None else {}
+    named = [name for group in traits.required for name in group] + list(traits.forbidden)
+    trait_ids, unknown = await api.store.trait_ids(named)
+    if unknown:
+        words = f"No such trait(s): {', '.join(sorted(unknown))}."
+        raise Fault(400, f'Invalid trait(s) in "required" parameter: {words}')
+    class_ids, unknown = await api.store.class_ids(asked)
+    if unknown:
+        raise Fault(400, f"Invalid resource class in resources parameter: No such resource class {unknown[0]}.")
+    uuid, in_tree = query.get("uuid"), query.get("in_tree")
+    if any(value is not None and value != value.lower() for value in (uuid, in_tree)):
+        return None
+    return Listing(
+        uuid=uuid,
+        name=query.get("name") or None,
+        in_tree=in_tree,
+        required=tuple(tuple(trait_ids[name] for name in group) for group in traits.required),
+        forbidden=tuple(trait_ids[name] for name in traits.forbidden),
+        member_of=members.required,
+        forbidden_aggregates=members.forbidden,
+        resources=tuple((class_ids[name], amount) for name, amount in asked.items()),
+    )

@@ -1,0 +1,19 @@
+"""/: which versions are served."""
+
+from __future__ import annotations
+
+from placement_worker.rest.api import Api
+from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.versions import RANGE
+
+
+async def home(api: Api, request: Request) -> Response:
+    """GET: the version document, open to everybody."""
+    version = {
+        "id": f"v{RANGE[0]}",
+        "max_version": RANGE[1],
+        "min_version": RANGE[0],
+        "status": "CURRENT",
+        "links": [{"rel": "self", "href": ""}],
+    }
+    return json_response({"versions": [version]}).modified(request, api.clock.time())

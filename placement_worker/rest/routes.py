@@ -1,0 +1,117 @@
+"""One table of what is served: method, path, handler, policy rule, versions, and what bodies go in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+
+from placement_worker.rest import allocations, candidates, inventories, members, names, providers, root, usages
+from placement_worker.rest.api import Api
+from placement_worker.rest.faults import Fault
+from placement_worker.rest.http import Request, Response
+from placement_worker.rest.policy import RESHAPE, USAGES
+from placement_worker.rest.versions import NEWEST
+
+Handler = Callable[[Api, Request], Awaitable[Response]]
+
+
+class Route(Struct, frozen=True):
+    """One operation. rule None: open to all. too_new: the status below `since`.
+
+    takes, gives: whether its request, its answer is JSON; the caller must then say so, or accept it.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    rule: str | None = None
+    since: int = 0
+    until: int = NEWEST
+    takes: bool = False
+    gives: bool = False
+    too_new: int = 404
+
+
+_P = "placement:resource_providers:"
+_RP = "/resource_providers"
+_ONE = "/resource_providers/{uuid}"
+_INV = "/resource_providers/{uuid}/inventories"
+_CLASS = "/resource_classes/{name}"
+
+# fmt: off
+ROUTES = (
+    Route("GET", "/", root.home),
+    Route("GET", "/resource_classes", names.list_classes, "placement:resource_classes:list", 2, gives=True),
+    Route("POST", "/resource_classes", names.create_class, "placement:resource_classes:create", 2, takes=True),
+    Route("GET", _CLASS, names.show_class, "placement:resource_classes:show", 2, gives=True),
+    Route("PUT", _CLASS, names.rename_class, "placement:resource_classes:update", 2, 6, takes=True),
+    Route("PUT", _CLASS, names.ensure_class, "placement:resource_classes:update", 7),
+    Route("DELETE", _CLASS, names.delete_class, "placement:resource_classes:delete", 2),
+    Route("GET", _RP, providers.list_all, _P + "list", gives=True),
+    Route("POST", _RP, providers.create, _P + "create", takes=True),
+    Route("GET", _ONE, providers.show, _P + "show", gives=True),
+    Route("PUT", _ONE, providers.update, _P + "update", takes=True),
+    Route("DELETE", _ONE, providers.delete, _P + "delete"),
+    Route("GET", _INV, inventories.show_all, _P + "inventories:list", gives=True),
+    Route("POST", _INV, inventories.create, _P + "inventories:create", takes=True),
+    Route("PUT", _INV, inventories.set_all, _P + "inventories:update", takes=True),
+    Route("DELETE", _INV, inventories.delete_all, _P + "inventories:delete", 5, too_new=405),
+    Route("GET", _INV + "/{class}", inventories.show, _P + "inventories:show", gives=True),
+    Route("PUT", _INV + "/{class}", inventories.update, _P + "inventories:update", takes=True),
+    Route("DELETE", _INV + "/{class}", inventories.delete, _P + "inventories:delete"),
+    Route("GET", _ONE + "/usages", usages.of_provider, _P + "usages", gives=True),
+    Route("GET", _ONE + "/aggregates", members.show_aggregates, _P + "aggregates:list", 1, gives=True),
+    Route("PUT", _ONE + "/aggregates", members.set_aggregates, _P + "aggregates:update", 1, takes=True),
+    Route("GET", _ONE + "/allocations", allocations.of_provider, _P + "allocations:list", gives=True),
+    Route("GET", _ONE + "/traits", members.show_traits, _P + "traits:list", 6, gives=True),
+    Route("PUT", _ONE + "/traits", members.set_traits, _P + "traits:update", 6, takes=True),
+    Route("DELETE", _ONE + "/traits", members.delete_traits, _P + "traits:delete", 6),
+    Route("POST", "/allocations", allocations.post, "placement:allocations:manage", 13, takes=True),
+    Route("GET", "/allocations/{consumer}", allocations.show, "placement:allocations:list", gives=True),
+    Route("PUT", "/allocations/{consumer}", allocations.put, "placement:allocations:update", takes=True),
+    Route("DELETE", "/allocations/{consumer}", allocations.delete, "placement:allocations:delete"),
+    Route("GET", "/allocation_candidates", candidates.search, "placement:allocation_candidates:list", 10, gives=True),
+    Route("GET", "/traits", names.list_traits, "placement:traits:list", 6, gives=True),
+    Route("GET", "/traits/{name}", names.show_trait, "placement:traits:show", 6),
+    Route("PUT", "/traits/{name}", names.put_trait, "placement:traits:update", 6),
+    Route("DELETE", "/traits/{name}", names.delete_trait, "placement:traits:delete", 6),
+    Route("GET", "/usages", usages.of_project, USAGES, 9, gives=True),
+    Route("POST", "/reshaper", allocations.reshape, RESHAPE, 30, takes=True),
+)
+# fmt: on
+
+Shape = tuple[str, ...]
+
+
+class Router:
+    """Finds the route of a path: the fixed words of each path shape are a key."""
+
+    def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
+        self._by_shape: dict[Shape, dict[str, list[Route]]] = {}
+        for route in routes:
+            shape = _shape(parts_of(route.path))
+            self._by_shape.setdefault(shape, {}).setdefault(route.method, []).append(route)
+
+    def find(self, method: str, parts: tuple[str, ...], version: int) -> Route:
+        """The route. Raises Fault 404 for a path or version, 405 for a method that is not served."""
+        by_method = self._by_shape.get(_shape(parts))
+        if by_method is None or not all(parts):
+            raise Fault(404)
+        routes = by_method.get(method)
+        if routes is None:
+            raise Fault(405, allow=", ".join(by_method))
+        for route in routes:
+            if route.since <= version <= route.until:
+                return route
+        raise Fault(routes[0].too_new)
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """A path's segments; none for the root."""
+    return tuple(path[1:].split("/")) if len(path) > 1 else ()
+
+
+def _shape(parts: tuple[str, ...]) -> Shape:
+    """The words at even places; what stands at odd places is a name."""
+    return (str(len(parts)), *parts[::2])

@@ -1,0 +1,125 @@
+"""The REST API as a part of the placement service: listens, serves, and stops within the grace time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import Callable, Generator
+
+import structlog
+import uvicorn
+
+from bus.clock import Clock
+from bus.faults import Fault
+from bus.service.database import Database
+from bus.service.settings import SettingsError
+from placement_worker.replica.local import LocalReplica
+from placement_worker.rest.api import Api
+from placement_worker.rest.application import Application
+from placement_worker.rest.auth import auth_of
+from placement_worker.rest.config import RestConfig
+from placement_worker.rest.cors import Cors
+from placement_worker.rest.oslo_conf import with_oslo_conf
+from placement_worker.rest.policy import Policy
+from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.rest import RestStore
+
+log = structlog.get_logger("placement.rest")
+
+BACKLOG = 1024
+STOP_GRACE_S = 5
+
+
+class CannotListen(Fault):
+    """The address is taken, or not ours."""
+
+    code = "rest.cannot_listen"
+
+
+class _Server(uvicorn.Server):
+    """Without uvicorn's signal handlers: signals are the process's own business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+class RestServer:
+    """Serves the API at `config.listen`; port 0 takes a free one, which `port` then names."""
+
+    def __init__(
+        self,
+        database: Database,
+        store: PostgresStore,
+        config: RestConfig,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        committed: Callable[[], None],
+    ) -> None:
+        self.config = with_oslo_conf(config)
+        self.host, self.port = address_of(self.config.listen)
+        auth = auth_of(self.config, self.host)
+        self.api = Api(
+            RestStore(database, store.names),
+            LocalReplica(store),
+            self.config,
+            clock=clock,
+            rng=rng,
+            committed=committed,
+        )
+        self.application = Application(self.api, auth, Policy(self.config.policy, clock), Cors(self.config.cors))
+        self._server: _Server | None = None
+        self.ready = False
+
+    async def run(self) -> None:
+        """Serve until drained. Raises CannotListen."""
+        listening = self._listen()
+        await self.api.replica.fresh()  # the first search shall not pay for loading the book
+        self._server = _Server(
+            uvicorn.Config(
+                self.application,
+                http="httptools",
+                ws="none",
+                loop="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=self.config.max_connections,
+                timeout_keep_alive=self.config.keep_alive_s,
+                timeout_graceful_shutdown=STOP_GRACE_S,
+            )
+        )
+        log.info("rest.listening", host=self.host, port=self.port, auth=self.config.auth)
+        self.ready = True
+        await self._server.serve(sockets=[listening])
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more; finish what is under way."""
+        self.ready = False
+        if self._server is not None:
+            self._server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.api.drain()
+
+    def _listen(self) -> socket.socket:
+        try:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            listening = socket.create_server((self.host, self.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise CannotListen(f"{self.host}:{self.port}: {error.strerror or error}") from error
+        self.port = listening.getsockname()[1]
+        return listening
+
+
+def address_of(listen: str) -> tuple[str, int]:
+    """HOST:PORT as its parts. Raises SettingsError."""
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65_535:
+        raise SettingsError("rest.listen", f"not HOST:PORT: {listen!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,0 +1,63 @@
+"""/usages and /resource_providers/{uuid}/usages: what is used, by class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placement_worker.rest import schemas
+from placement_worker.rest.api import Api, no_provider
+from placement_worker.rest.faults import Fault
+from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.query import Checked, is_canonical
+from placement_worker.store.rest_reads import UsageRow, totals, usages
+
+SINCE_CONSUMER_TYPES = 38
+ALL, UNKNOWN = "all", "unknown"
+
+_USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
+
+
+async def of_provider(api: Api, request: Request) -> Response:
+    """GET of one provider."""
+    uuid = request.parts[1]
+    found = None
+    if is_canonical(uuid):
+        async with api.read() as connection:
+            found = await usages(connection, uuid)
+    if found is None:
+        fault = no_provider(uuid)
+        raise Fault(404, f"{fault.words}: {fault.words}")
+    data = {"resource_provider_generation": found[0], "usages": found[1]}
+    return json_response(data).modified(request, api.clock.time())
+
+
+async def of_project(api: Api, request: Request) -> Response:
+    """GET of a project, perhaps of one user, perhaps of one type of consumers."""
+    query = request.query
+    typed = request.version >= SINCE_CONSUMER_TYPES
+    (_USAGES_38 if typed else _USAGES_9).check(query)
+    asked = query.get("consumer_type") if typed else None
+    kind = "" if asked == UNKNOWN else None if asked == ALL else asked
+    async with api.read() as connection:
+        rows = await totals(connection, query.get("project_id") or "", query.get("user_id") or None, kind)
+    data: dict[str, Any]
+    if not typed:
+        data = _summed(rows)
+    elif asked == ALL:
+        counts = {row.consumer_type: row.count for row in rows}
+        data = {ALL: {**_summed(rows), "consumer_count": sum(counts.values())}} if rows else {}
+    else:
+        data = {}
+        for row in rows:
+            group = data.setdefault(row.consumer_type or UNKNOWN, {})
+            group[row.resource_class] = row.amount
+            group["consumer_count"] = row.count
+    return json_response({"usages": data}).modified(request, api.clock.time())
+
+
+def _summed(rows: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    row: UsageRow
+    for row in rows:
+        found[row.resource_class] = found.get(row.resource_class, 0) + row.amount
+    return found

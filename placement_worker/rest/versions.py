@@ -1,0 +1,37 @@
+"""Microversions: which one a request asks for. All that is served is 1.x, so a version is its minor number."""
+
+from __future__ import annotations
+
+from placement_worker.rest.faults import Fault
+
+OLDEST, NEWEST = 0, 39
+SERVICE = "placement"
+HEADER = b"openstack-api-version"
+RANGE = (f"1.{OLDEST}", f"1.{NEWEST}")
+
+
+def version_of(header: str) -> int:
+    """The minor version that an `openstack-api-version` header asks placement for; without one the oldest.
+
+    Raises Fault 406 for a version that is not served, 400 for one that is none.
+    """
+    for value in reversed(header.split(",")):
+        service, _, version = value.strip().partition(" ")
+        if service.lower() == SERVICE and version.strip():
+            return _minor(version.strip())
+    return OLDEST
+
+
+def _minor(text: str) -> int:
+    if text == "latest":
+        return NEWEST
+    major, dot, minor = text.partition(".")
+    try:
+        asked = (int(major), int(minor)) if dot else (int(major), -1)
+        if not dot:
+            raise ValueError("a minor version is missing")
+    except ValueError as error:
+        raise Fault(400, f"Invalid microversion: invalid version string: {text}; {error}") from error
+    if asked[0] != 1 or not OLDEST <= asked[1] <= NEWEST:
+        raise Fault(406, f"Invalid microversion: Unacceptable version header: {text}")
+    return asked[1]

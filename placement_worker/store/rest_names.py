@@ -1,0 +1,76 @@
+"""Resource classes and traits as the REST API makes, renames and removes them."""
+
+from __future__ import annotations
+
+import asyncpg
+from msgspec import Struct
+
+from placement_worker.domain.names import STANDARD_CLASSES
+from placement_worker.domain.reports import changes_of
+from placement_worker.store import feed
+from placement_worker.store.inventory import ONE_WRITER_OF_TREES
+from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+
+
+class NameRow(Struct, frozen=True):
+    """A class or trait. updated_at: seconds since the epoch."""
+
+    name: str
+    updated_at: float
+
+
+_NAME = "name, extract(epoch FROM updated_at)::float8"
+CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"
+RENAME = "UPDATE resource_classes SET name = $2, updated_at = now() WHERE name = $1"
+# Held by a provider or not: a foreign key says so when the row goes.
+DELETE = "DELETE FROM {table} WHERE name = $1"
+HOLDERS = """
+SELECT p.id FROM providers p JOIN inventories i ON i.provider_id = p.id JOIN resource_classes c ON c.id = i.class_id
+WHERE c.name = $1 ORDER BY p.id FOR NO KEY UPDATE OF p
+"""
+ASSOCIATED = "EXISTS (SELECT FROM provider_traits pt WHERE pt.trait_id = traits.id)"
+
+
+async def one(connection: asyncpg.Connection, table: str, name: str) -> NameRow | None:
+    """A class or trait by name."""
+    row = await connection.fetchrow(f"SELECT {_NAME} FROM {table} WHERE name = $1", name)
+    return None if row is None else NameRow(*row)
+
+
+async def classes(connection: asyncpg.Connection) -> list[NameRow]:
+    """All classes, standard ones first."""
+    rows = await connection.fetch(f"SELECT {_NAME} FROM resource_classes ORDER BY id")
+    return sorted((NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
+
+
+async def traits(
+    connection: asyncpg.Connection, names: list[str] | None, prefix: str | None, associated: bool | None
+) -> list[NameRow]:
+    """All traits with one of these names, with this prefix, that some provider has, or that none has."""
+    held = "" if associated is None else f"AND {ASSOCIATED}" if associated else f"AND NOT {ASSOCIATED}"
+    statement = f"""
+        SELECT {_NAME} FROM traits WHERE ($1::text[] IS NULL OR name = ANY($1))
+        AND ($2::text IS NULL OR starts_with(name, $2)) {held} ORDER BY id
+    """
+    return [NameRow(*row) for row in await connection.fetch(statement, names, prefix)]
+
+
+async def create(connection: asyncpg.Connection, table: str, name: str) -> bool:
+    """Make it; False when it was there."""
+    return await connection.fetchval(CREATE.format(table=table), name) is not None
+
+
+async def delete(connection: asyncpg.Connection, table: str, name: str) -> bool:
+    """Remove it; False when it was not there. Raises asyncpg's ForeignKeyViolationError while somebody has it."""
+    tag: str = await connection.execute(DELETE.format(table=table), name)
+    return tag != "DELETE 0"
+
+
+async def rename_class(connection: asyncpg.Connection, old: str, new: str) -> bool:
+    """Give a class another name (below 1.7), and say it of every provider that has it; False when there is none."""
+    await connection.execute(ONE_WRITER_OF_TREES)
+    holders = [row[0] for row in await connection.fetch(HOLDERS, old)]
+    tag: str = await connection.execute(RENAME, old, new)
+    _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, holders)
+    await feed.append(connection, changes_of({}, after))
+    return tag != "UPDATE 0"

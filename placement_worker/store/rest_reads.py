@@ -1,0 +1,211 @@
+"""The REST API's reads, one statement each, so that each is true at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import asyncpg
+from msgspec import Struct
+
+
+class ProviderRow(Struct, frozen=True):
+    """A provider as the API lists it. updated_at: seconds since the epoch."""
+
+    uuid: str
+    name: str
+    generation: int
+    parent: str | None
+    root: str
+    updated_at: float
+
+
+class InventoryRow(Struct, frozen=True):
+    """One inventory as the API shows it."""
+
+    resource_class: str
+    total: int
+    reserved: int
+    min_unit: int
+    max_unit: int
+    step_size: int
+    allocation_ratio: float
+    updated_at: float
+
+
+class AllocationRow(Struct, frozen=True):
+    """One allocation, its provider and its consumer."""
+
+    consumer: str
+    provider: str
+    provider_generation: int
+    resource_class: str
+    amount: int
+    consumer_generation: int
+    project_id: str
+    user_id: str
+    consumer_type: str
+    updated_at: float
+
+
+class UsageRow(Struct, frozen=True):
+    """What consumers of one type hold of one class; count: how many consumers of that type hold anything."""
+
+    consumer_type: str
+    resource_class: str
+    amount: int
+    count: int
+
+
+class Listing(Struct, frozen=True):
+    """What a list of providers is narrowed by; None and empty: not by that. Numbers are the book's own."""
+
+    uuid: str | None = None
+    name: str | None = None
+    in_tree: str | None = None
+    required: tuple[tuple[int, ...], ...] = ()
+    forbidden: tuple[int, ...] = ()
+    member_of: tuple[tuple[str, ...], ...] = ()
+    forbidden_aggregates: tuple[str, ...] = ()
+    resources: tuple[tuple[int, int], ...] = ()  # (class, amount)
+
+
+_PROVIDERS = """
+SELECT p.uuid, p.name, p.generation, parent.uuid, root.uuid, extract(epoch FROM p.updated_at)::float8
+FROM providers p LEFT JOIN providers parent ON parent.id = p.parent_id JOIN providers root ON root.id = p.root_id
+"""
+_INVENTORIES = """
+SELECT p.generation, c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size, i.allocation_ratio,
+    extract(epoch FROM i.updated_at)::float8
+FROM providers p LEFT JOIN inventories i ON i.provider_id = p.id LEFT JOIN resource_classes c ON c.id = i.class_id
+WHERE p.uuid = $1 ORDER BY c.name
+"""
+_USAGES = """
+SELECT p.generation, c.name, i.used
+FROM providers p LEFT JOIN inventories i ON i.provider_id = p.id LEFT JOIN resource_classes c ON c.id = i.class_id
+WHERE p.uuid = $1 ORDER BY c.name
+"""
+_TRAITS = """
+SELECT p.generation, t.name, extract(epoch FROM t.updated_at)::float8
+FROM providers p LEFT JOIN provider_traits pt ON pt.provider_id = p.id LEFT JOIN traits t ON t.id = pt.trait_id
+WHERE p.uuid = $1 ORDER BY t.name
+"""
+_AGGREGATES = """
+SELECT p.generation, a.aggregate FROM providers p LEFT JOIN provider_aggregates a ON a.provider_id = p.id
+WHERE p.uuid = $1 ORDER BY a.aggregate
+"""
+_ALLOCATION = """
+SELECT c.uuid, p.uuid, p.generation, rc.name, a.amount, c.generation, c.project_id, c.user_id, c.consumer_type,
+    extract(epoch FROM c.updated_at)::float8
+"""
+_BY_CONSUMER = (
+    _ALLOCATION
+    + """
+FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN consumers c ON c.uuid = a.consumer
+JOIN resource_classes rc ON rc.id = a.class_id
+WHERE a.consumer = $1 ORDER BY p.id, rc.name
+"""
+)
+_BY_PROVIDER = (
+    _ALLOCATION
+    + """
+FROM providers p LEFT JOIN allocations a ON a.provider_id = p.id LEFT JOIN consumers c ON c.uuid = a.consumer
+LEFT JOIN resource_classes rc ON rc.id = a.class_id
+WHERE p.uuid = $1 ORDER BY c.uuid, rc.name
+"""
+)
+_TOTALS = """
+WITH held AS (
+    SELECT c.consumer_type, a.class_id, a.consumer, a.amount
+    FROM consumers c JOIN allocations a ON a.consumer = c.uuid
+    WHERE c.released_at IS NULL AND c.project_id = $1 AND ($2::text IS NULL OR c.user_id = $2)
+        AND ($3::text IS NULL OR c.consumer_type = $3)
+), counted AS (SELECT consumer_type, count(DISTINCT consumer) AS consumers FROM held GROUP BY consumer_type)
+SELECT held.consumer_type, rc.name, sum(held.amount)::bigint, counted.consumers
+FROM held JOIN counted USING (consumer_type) JOIN resource_classes rc ON rc.id = held.class_id
+GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_type, rc.name
+"""
+
+
+async def providers(connection: asyncpg.Connection, listing: Listing) -> list[ProviderRow]:
+    """Providers that the listing leaves, oldest first."""
+    arguments: list[object] = []
+    conditions: list[str] = []
+
+    def add(condition: str, *values: object) -> None:
+        for value in values:
+            arguments.append(value)
+            condition = condition.replace("?", f"${len(arguments)}", 1)
+        conditions.append(condition)
+
+    if listing.uuid is not None:
+        add("p.uuid = ?::uuid", listing.uuid)
+    if listing.name is not None:
+        add("p.name = ?", listing.name)
+    if listing.in_tree is not None:
+        add("p.root_id = (SELECT root_id FROM providers WHERE uuid = ?::uuid)", listing.in_tree)
+    has_trait = "EXISTS (SELECT FROM provider_traits t WHERE t.provider_id = p.id AND t.trait_id = ANY(?::int[]))"
+    for group in listing.required:
+        add(has_trait, list(group))
+    if listing.forbidden:
+        add(f"NOT {has_trait}", list(listing.forbidden))
+    is_member = "EXISTS (SELECT FROM provider_aggregates a WHERE a.provider_id = p.id AND a.aggregate = ANY(?::uuid[]))"
+    for members in listing.member_of:
+        add(is_member, list(members))
+    if listing.forbidden_aggregates:
+        add(f"NOT {is_member}", list(listing.forbidden_aggregates))
+    for number, amount in listing.resources:
+        add(
+            "EXISTS (SELECT FROM inventories i WHERE i.provider_id = p.id AND i.class_id = ?::int AND "
+            "i.capacity - i.used >= ?::bigint AND i.min_unit <= ?::bigint AND i.max_unit >= ?::bigint "
+            "AND ?::bigint % i.step_size = 0)",
+            number,
+            amount,
+            amount,
+            amount,
+            amount,
+        )
+    where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
+    rows = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
+    return [ProviderRow(*row) for row in rows]
+
+
+async def inventories(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[InventoryRow]] | None:
+    """(generation, inventories) of a provider, None when there is none."""
+    rows = await connection.fetch(_INVENTORIES, uuid)
+    return (rows[0][0], [InventoryRow(*row[1:]) for row in rows if row[1] is not None]) if rows else None
+
+
+async def usages(connection: asyncpg.Connection, uuid: str) -> tuple[int, dict[str, int]] | None:
+    """(generation, {class: used}) of a provider, None when there is none."""
+    rows = await connection.fetch(_USAGES, uuid)
+    return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
+
+
+async def traits(connection: asyncpg.Connection, uuid: str) -> tuple[int, dict[str, float]] | None:
+    """(generation, {trait: when it was made}) of a provider, None when there is none."""
+    rows = await connection.fetch(_TRAITS, uuid)
+    return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
+
+
+async def aggregates(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[str]] | None:
+    """(generation, aggregates) of a provider, None when there is none."""
+    rows = await connection.fetch(_AGGREGATES, uuid)
+    return (rows[0][0], [row[1] for row in rows if row[1] is not None]) if rows else None
+
+
+async def allocations_of_consumer(connection: asyncpg.Connection, uuid: str) -> list[AllocationRow]:
+    """What a consumer holds."""
+    return [AllocationRow(*row) for row in await connection.fetch(_BY_CONSUMER, uuid)]
+
+
+async def allocations_of_provider(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+    """(generation, what is held of a provider), None when there is none."""
+    rows = await connection.fetch(_BY_PROVIDER, uuid)
+    return (rows[0][2], [AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
+
+
+async def totals(
+    connection: asyncpg.Connection, project_id: str, user_id: str | None, consumer_type: str | None
+) -> Sequence[UsageRow]:
+    """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+    return [UsageRow(*row) for row in await connection.fetch(_TOTALS, project_id, user_id, consumer_type)]
