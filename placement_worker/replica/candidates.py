@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec import Struct
 
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.granular import Pattern, Search, search_for
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
@@ -159,9 +159,7 @@ class _Hunt:
 
     def _look_at(self, roots: Rows) -> None:
         """Sort these roots into lone providers that give everything, and patterns of trees."""
-        nested = self._book.first_member[roots] != NOBODY
-        if self._shared_only:
-            nested[sharing_of(self._book).serving(roots)[1]] = True
+        nested = self._search.entangled(roots)
         if nested.any():
             known = set(self._patterns)
             self._search.patterns(roots[nested], self._patterns)

@@ -8,31 +8,34 @@ steps that make a difference), the required traits it meets. Trees with equal li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import NOBODY, Book
-from placement_worker.replica.columns import Amounts, ClassColumns, Distinct, Flags, Looked, Numbers, Rows
+from placement_worker.replica.columns import Flags, Rows
 from placement_worker.replica.covers import QueryTooWide
+from placement_worker.replica.field import Field, Members, kinds_of
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, slots_of
-from placement_worker.replica.sharing import Sharing, sharing_of
+from placement_worker.replica.sharing import sharing_of
+from placement_worker.replica.tables import Contended, Room, Rule, meets_any, table
 from placement_worker.replica.ways import Site, Ways
 
 # More slots or any-of groups than this are refused; Placement's largest real requests have a dozen.
 MAX_SLOTS = 128
 MAX_REQUIRED = 60
 
-# Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
-MAX_SUMS = 64
-
-# Bits of a signature's word that are used.
-WORD_BITS = 62
-
 # Requests whose tables are kept, the least recently used forgotten first.
 COMPILED_KEPT = 64
+
+# Patterns whose verdict is kept.
+VERDICTS_KEPT = 10_000
+
+# Bits that tell trees apart (a row and one).
+TREE_BITS = 32
+
+# Verdicts on a root.
+NO, YES, UNKNOWN = 0, 1, 2
 
 
 class Pattern:
@@ -55,91 +58,6 @@ class Pattern:
         return self.anchors[0], self.rows[0]
 
 
-class _Room:
-    """One class and an amount of it: which rows can give that much."""
-
-    def __init__(self, name: str, amount: int) -> None:
-        self.name = name
-        self.amount = amount
-        self.column: ClassColumns | None = None
-        self._fits: Looked | None = None
-
-    def look_up(self, book: Book) -> None:
-        """Find the class's columns, once somebody has it."""
-        if self.column is None and (column := book.column(self.name)) is not None:
-            self.column = column
-            self._fits = Looked(column.kinds, self._fit)
-
-    def _fit(self, numbers: Numbers) -> int:
-        able = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
-        return int(able and self.amount <= numbers.capacity)
-
-    def of(self, rows: Rows) -> Flags:
-        """Which rows can give it now."""
-        if self.column is None or self._fits is None:
-            return np.zeros(len(rows), dtype=np.bool_)
-        fits: Flags = (self._fits(self.column.kind[rows]) == 1) & (self.column.free[rows] >= self.amount)
-        return fits
-
-
-class _Contended:
-    """A class that several slots ask for: how much one provider may give in all, in steps that make a difference."""
-
-    def __init__(self, name: str, amounts: Sequence[int]) -> None:
-        self.name = name
-        sums = {0}
-        for amount in amounts:
-            sums |= {have + amount for have in sums}
-            if len(sums) > MAX_SUMS:
-                break
-        self.total = sum(amounts)
-        self.sums = np.array(sorted(sums), dtype=np.int64) if len(sums) <= MAX_SUMS else None
-        self._column: ClassColumns | None = None
-        self._most: Looked | None = None
-
-    def look_up(self, book: Book) -> None:
-        """Find the class's columns, once somebody has it."""
-        if self._column is None and (column := book.column(self.name)) is not None:
-            self._column = column
-            self._most = Looked(column.kinds, lambda numbers: numbers.max_unit)
-
-    def limit(self, rows: Rows) -> Amounts:
-        """The most that each row can give to all slots together, rounded down to a sum that can be asked."""
-        if self._column is None or self._most is None:
-            return np.zeros(len(rows), dtype=np.int64)
-        limit = np.clip(np.minimum(self._column.free[rows], self._most(self._column.kind[rows])), 0, self.total)
-        if self.sums is None:
-            return limit
-        rounded: Amounts = self.sums[np.searchsorted(self.sums, limit, side="right") - 1]
-        return rounded
-
-    def bits(self) -> int:
-        """Bits that a limit takes."""
-        return self.total.bit_length()
-
-
-class _Rule:
-    """What a group asks of a provider besides resources, per distinct set of traits and of aggregates."""
-
-    def __init__(self, book: Book, group: Group) -> None:
-        own = group.suffix != UNNUMBERED
-        required = group.required if own else ()
-        self.group = group
-        self.plain = not (required or group.forbidden)
-        self.traits = _table(
-            book.trait_sets, lambda traits: _all_met(traits, required) and not _any(traits, group.forbidden)
-        )
-        self.flat_traits = _table(
-            book.trait_sets, lambda traits: _all_met(traits, group.required) and not _any(traits, group.forbidden)
-        )
-        self.member = _table(book.aggregate_sets, lambda names: _all_met(names, group.member_of))
-        self.outcast = _table(book.aggregate_sets, lambda names: _any(names, group.forbidden_aggregates))
-        self.covers = Looked(
-            book.trait_sets,
-            lambda traits: sum(1 << bit for bit, names in enumerate(group.required) if _any(traits, names)),
-        )
-
-
 class Search:
     """One request against one book: the tables that decide it, kept from search to search."""
 
@@ -158,9 +76,10 @@ class Search:
         self.anchored_in = [group.in_tree for group in asked if group.in_tree is not None]
         self.numbered = [at for at, slot in enumerate(self.slots) if slot.suffix != UNNUMBERED]
         self.apart = frozenset(self.numbered if request.group_policy == "isolate" and len(self.numbered) > 1 else ())
-        self.rooms = [[_Room(name, amount) for name, amount in slot.resources.items()] for slot in self.slots]
+        self.rooms = [[Room(name, amount) for name, amount in slot.resources.items()] for slot in self.slots]
         self.subtrees = self._subtrees()
         self.contended = self._contended()
+        self._known: dict[bytes, int] = {}
         self._begin()
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
@@ -171,27 +90,27 @@ class Search:
         ]
         return tuple(slots for slots in sets if len(slots) > 1)
 
-    def _contended(self) -> list[_Contended]:
+    def _contended(self) -> list[Contended]:
         amounts: dict[str, list[int]] = {}
         for slot in self.slots:
             for name, amount in slot.resources.items():
                 amounts.setdefault(name, []).append(amount)
-        return [_Contended(name, asked) for name, asked in sorted(amounts.items()) if len(asked) > 1]
+        return [Contended(name, asked) for name, asked in sorted(amounts.items()) if len(asked) > 1]
 
     def _begin(self) -> None:
         book, request = self.book, self.request
         self._epoch = book.epoch
-        self._rules = {group.suffix: _Rule(book, group) for group in request.groups}
-        self._root_traits = _table(
+        self._rules = {group.suffix: Rule(book, group) for group in request.groups}
+        self._root_traits = table(
             book.trait_sets,
             lambda traits: (
-                all(name in traits for name in request.root_required) and not _any(traits, request.root_forbidden)
+                all(name in traits for name in request.root_required) and not meets_any(traits, request.root_forbidden)
             ),
         )
         for room in (room for rooms in self.rooms for room in rooms):
             room.column = None
         for contended in self.contended:
-            contended._column = None
+            contended.column = None
 
     def refresh(self) -> None:
         """Make the tables right for the book as it is now."""
@@ -244,44 +163,51 @@ class Search:
 
     # --- trees and what is shared with them
 
+    def entangled(self, roots: Rows) -> Flags:
+        """Which roots do not stand alone: they have children, or somebody shares with them."""
+        nested: Flags = self.book.first_member[roots] != NOBODY
+        return nested | sharing_of(self.book).serves(roots)
+
     def patterns(self, roots: Rows, known: dict[bytes, Pattern]) -> None:
         """Sort these trees into patterns; trees that lack something outright are left out."""
-        field = self._field(roots, sharing_of(self.book))
+        field = self._field(roots)
         if field is None:
             return
-        starts, counts = field.bounds()
-        for many in np.unique(counts).tolist():
-            at = np.flatnonzero(counts == many)
-            members = starts[at][:, None] + np.arange(many)
-            self._sort_in(field, at, members, known)
-
-    def _sort_in(self, field: _Field, at: Rows, members: Rows, known: dict[bytes, Pattern]) -> None:
-        """Trees of one size: equal signatures in equal order are one pattern."""
-        blob = np.ascontiguousarray(field.codes[members]).tobytes()
-        width = len(blob) // len(at)
-        alike: dict[bytes, list[int]] = {}
-        for tree in range(len(at)):
-            alike.setdefault(blob[tree * width : (tree + 1) * width], []).append(tree)
-        for key, trees in alike.items():
+        for key, anchors, members in field.alike():
             pattern = known.get(key)
             if pattern is None:
-                pattern = known[key] = Pattern(Ways(self._site(field, members[trees[0]])))
-            chosen = members[trees]
-            pattern.add(field.anchors[at[trees]], field.rows[chosen])
+                pattern = known[key] = Pattern(Ways(self._site(field, members[0])))
+            pattern.add(anchors, field.rows[members])
 
-    def _field(self, roots: Rows, sharing: Sharing) -> _Field | None:
+    def verdicts(self, roots: Rows, budget: int) -> NDArray[np.int8]:
+        """Per root YES, NO, or UNKNOWN where the budget for one pattern of trees ended before that was clear."""
+        found = np.full(len(roots), NO, dtype=np.int8)
+        entangled = self.entangled(roots)
+        found[np.isin(roots, self.flat(roots[~entangled]))] = YES
+        field = self._field(roots[entangled]) if entangled.any() else None
+        if field is None:
+            return found
+        for key, anchors, members in field.alike():
+            known = self._known.get(key)
+            if known is None:
+                ways = Ways(self._site(field, members[0]))
+                known = YES if ways.look(1, budget) else UNKNOWN if ways.cut else NO
+                if len(self._known) >= VERDICTS_KEPT:
+                    self._known.clear()
+                self._known[key] = known
+            if known != NO:
+                found[np.isin(roots, anchors)] = known
+        return found
+
+    def _field(self, roots: Rows) -> Field | None:
         """The members that can give anything, of the trees that have someone for each slot."""
-        rows, owners = self.book.members(roots)
-        own = len(rows)
-        shared, served = sharing.serving(roots)
-        if len(shared):
-            rows, owners = np.concatenate([rows, shared]), np.concatenate([owners, served])
+        rows, owners, own = self._members(roots)
         live = self.book.live[rows]
         eligible = np.empty((len(self.slots), len(rows)), dtype=np.bool_)
         alive = np.ones(len(roots), dtype=np.bool_)
-        rules = {group.suffix: live & self._allowed(group, rows, owners, roots, own) for group in self.request.groups}
+        allowed = {g.suffix: live & self._allowed(g, rows, owners, roots, own) for g in self.request.groups}
         for slot, asked in enumerate(self.slots):
-            able = rules[asked.suffix] & alive[owners]
+            able = allowed[asked.suffix] & alive[owners]
             for room in self.rooms[slot]:
                 able[able] = room.of(rows[able])
             eligible[slot] = able
@@ -291,7 +217,39 @@ class Search:
         kept = np.flatnonzero(alive[owners] & eligible.any(axis=0))
         if not kept.size:
             return None
-        return _Field(self, roots, rows[kept], owners[kept], eligible=eligible[:, kept], foreign=kept >= own)
+        members = self._said(rows[kept], owners[kept], eligible[:, kept], kept >= own)
+        return Field(self.book, roots, members, subtrees=bool(self.subtrees))
+
+    def _members(self, roots: Rows) -> tuple[Rows, Rows, int]:
+        """All members of these trees and, from the returned place on, who shares with them; and whose tree."""
+        rows, owners = self.book.members(roots)
+        shared, served = sharing_of(self.book).serving(roots)
+        if not len(shared):
+            return rows, owners, len(rows)
+        return np.concatenate([rows, shared]), np.concatenate([owners, served]), len(rows)
+
+    def _said(self, rows: Rows, owners: Rows, eligible: NDArray[np.bool_], foreign: Flags) -> Members:
+        one_per_tree = self.request.one_per_tree
+        nothing = np.zeros(len(rows), dtype=np.int64)
+        room = np.zeros(len(rows), dtype=np.float64)
+        for asked in (asked for rooms in self.rooms for asked in rooms):
+            if asked.column is not None:
+                room += np.maximum(asked.column.free[rows], 0) / asked.amount
+        limits = [contended.limit(rows) for contended in self.contended]
+        return Members(
+            rows=rows,
+            owners=owners,
+            eligible=eligible,
+            limits=np.array(limits, dtype=np.int64).reshape(len(limits), len(rows)),
+            covers=self._rules[UNNUMBERED].covers(self.book.traits[rows]) if self.required else nothing,
+            trees=np.where(foreign, self.book.root[rows].astype(np.int64) + 1, 0) if one_per_tree else nothing,
+            room=room,
+            bits=(
+                tuple(contended.bits() for contended in self.contended),
+                len(self.required),
+                TREE_BITS if one_per_tree else 0,
+            ),
+        )
 
     def _allowed(self, group: Group, rows: Rows, owners: Rows, roots: Rows, own: int) -> Flags:
         """Which members the group's traits, aggregates and tree leave; from `own` on, members from other trees."""
@@ -318,18 +276,14 @@ class Search:
             allowed &= ~outcast
         return allowed
 
-    def covers(self, rows: Rows) -> Amounts:
-        """Per row, the un-numbered group's required traits that it meets, as bits."""
-        return self._rules[UNNUMBERED].covers(self.book.traits[rows])
-
-    def _site(self, field: _Field, members: Rows) -> Site:
+    def _site(self, field: Field, members: NDArray[np.intp]) -> Site:
         """One tree of a pattern, as plain numbers for a walk."""
         eligible = [np.flatnonzero(field.eligible[slot, members]).tolist() for slot in range(len(self.slots))]
         unnumbered = frozenset(at for at, slot in enumerate(self.slots) if slot.suffix == UNNUMBERED)
         above = field.above(members) if self.subtrees else []
         return Site(
             eligible=eligible,
-            kinds=_kinds(field.codes[members], above),
+            kinds=kinds_of(field.codes[members], above),
             apart=self.apart,
             needs=[tuple(slot.resources.get(c.name, 0) for c in self.contended) for slot in self.slots]
             if self.contended
@@ -345,55 +299,6 @@ class Search:
         )
 
 
-class _Field:
-    """All members of all trees that matter, tree by tree, best first, with their signatures."""
-
-    def __init__(
-        self, search: Search, roots: Rows, rows: Rows, owners: Rows, *, eligible: NDArray[np.bool_], foreign: Flags
-    ) -> None:
-        book = search.book
-        nothing = np.zeros(0, dtype=np.int64)
-        limits = np.array([contended.limit(rows) for contended in search.contended], dtype=np.int64)
-        covers = search.covers(rows) if search.required else nothing
-        trees = np.where(foreign, book.root[rows].astype(np.int64) + 1, 0) if search.request.one_per_tree else nothing
-        fields: list[tuple[NDArray[np.generic], int]] = [(flags, 1) for flags in eligible]
-        fields += [(limit, contended.bits()) for limit, contended in zip(limits, search.contended, strict=True)]
-        if search.required:
-            fields.append((covers, len(search.required)))
-        if search.request.one_per_tree:
-            fields.append((trees, 32))
-        words = _packed(fields, len(rows))
-        room = _room(search, rows)
-        nearest = _nearest_above(book, rows, owners) if search.subtrees else None
-        order = _order(rows, owners, words, room, nearest)
-        self.rows, self.owners, self.eligible = rows[order], owners[order], eligible[:, order]
-        self.limits = limits[:, order] if len(limits) else limits
-        self.covers = covers[order] if search.required else covers
-        self.trees = trees[order] if search.request.one_per_tree else trees
-        columns = [word[order] for word in words]
-        starts = np.flatnonzero(np.r_[True, np.diff(self.owners) > 0])
-        self._starts = starts
-        self.anchors = roots[self.owners[starts]]
-        if nearest is not None:
-            place = np.empty(len(order), dtype=np.intp)
-            place[order] = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
-            up = nearest[order]
-            self.nearest = np.where(up == NOBODY, NOBODY, place[up])
-            columns.append(self.nearest.astype(np.int64))
-        self.codes = np.stack(columns, axis=1)
-
-    def bounds(self) -> tuple[Rows, Rows]:
-        """Where each tree's members start, and how many they are."""
-        return self._starts, np.diff(np.r_[self._starts, len(self.rows)])
-
-    def above(self, members: Rows) -> list[int]:
-        """Per member of one tree, itself and those of its ancestors that are members too, as bits."""
-        above: list[int] = []
-        for at, up in enumerate(self.nearest[members].tolist()):  # ancestors come first
-            above.append((1 << at) | (0 if up == NOBODY else above[up]))
-        return above
-
-
 def search_for(book: Book, request: CandidatesRequest) -> Search:
     """The request's tables, refreshed."""
     key = msgspec.msgpack.encode(request)
@@ -406,93 +311,3 @@ def search_for(book: Book, request: CandidatesRequest) -> Search:
         book.compiled.move_to_end(key)
     search.refresh()
     return search
-
-
-def _packed(fields: Sequence[tuple[NDArray[np.generic], int]], count: int) -> list[NDArray[np.int64]]:
-    """The fields side by side in as few words as hold them."""
-    words = [np.zeros(count, dtype=np.int64)]
-    used = 0
-    for values, bits in fields:
-        if used + bits > WORD_BITS:
-            words.append(np.zeros(count, dtype=np.int64))
-            used = 0
-        words[-1] |= values.astype(np.int64) << used
-        used += bits
-    return words
-
-
-def _room(search: Search, rows: Rows) -> NDArray[np.float64]:
-    """How much of all that is asked each row has, as a multiple: what best means among members alike."""
-    room = np.zeros(len(rows), dtype=np.float64)
-    for rooms in search.rooms:
-        for asked in rooms:
-            if asked.column is not None:
-                room += np.maximum(asked.column.free[rows], 0) / asked.amount
-    return room
-
-
-def _order(
-    rows: Rows, owners: Rows, words: Sequence[NDArray[np.int64]], room: NDArray[np.float64], nearest: Rows | None
-) -> Rows:
-    """Tree by tree; in a tree ancestors first, like members together and those with most room first."""
-    keys = (rows, -room, *reversed(words))
-    if nearest is None:
-        return np.lexsort((*keys, owners))
-    depth = np.zeros(len(rows), dtype=np.int64)
-    up = nearest
-    while (deeper := up != NOBODY).any():  # ends: each round goes up by one, and trees have no loops
-        depth += deeper
-        up = np.where(deeper, nearest[up], NOBODY)
-    rank = np.zeros(len(rows), dtype=np.int64)
-    for level in range(int(depth.max(initial=0)) + 1):
-        here = np.flatnonzero(depth == level)
-        below = rank[nearest[here]] if level else np.zeros(len(here), dtype=np.int64)
-        sorted_here = np.lexsort((*(key[here] for key in keys), below, owners[here]))
-        rank[here[sorted_here]] = np.arange(len(here))
-    return np.lexsort((rank, depth, owners))
-
-
-def _nearest_above(book: Book, rows: Rows, owners: Rows) -> Rows:
-    """Per member, the index of its nearest ancestor that is a member of the same tree too; NOBODY without one."""
-    keys = owners * book.size + rows
-    order = np.argsort(keys)
-    ordered = keys[order]
-    nearest = np.full(len(rows), NOBODY, dtype=np.intp)
-    open_ones = np.arange(len(rows))
-    up = book.parent[rows].astype(np.intp)
-    for _ in range(len(book)):
-        going = up != NOBODY
-        open_ones, up = open_ones[going], up[going]
-        if not open_ones.size:
-            break
-        wanted = owners[open_ones] * book.size + up
-        place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-        hit = ordered[place] == wanted
-        nearest[open_ones[hit]] = order[place[hit]]
-        open_ones, up = open_ones[~hit], book.parent[up[~hit]].astype(np.intp)
-    return nearest
-
-
-def _kinds(codes: NDArray[np.int64], above: Sequence[int]) -> list[int]:
-    """Members alike in signature and, where it matters, in place: under the same parent, with nobody below."""
-    with_some_below = 0
-    for at, bits in enumerate(above):
-        with_some_below |= bits & ~(1 << at)
-    numbers: dict[object, int] = {}
-    kinds = []
-    for at, code in enumerate(codes.tolist()):
-        key = (tuple(code), at if with_some_below >> at & 1 else NOBODY)
-        kinds.append(numbers.setdefault(key, len(numbers)))
-    return kinds
-
-
-def _table(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> Looked:
-    return Looked(values, lambda value: int(answer(value)))
-
-
-def _all_met(own: Sequence[str], groups: Iterable[Sequence[str]]) -> bool:
-    return all(_any(own, group) for group in groups)
-
-
-def _any(own: Sequence[str], wanted: Sequence[str]) -> bool:
-    return any(name in own for name in wanted)

@@ -33,6 +33,14 @@ class Sharing:
         within = np.arange(len(owners)) - np.repeat(ends - many, many)
         return self._sharers[np.repeat(first, many) + within], owners
 
+    def serves(self, roots: Rows) -> Flags:
+        """Which of these trees somebody from elsewhere serves."""
+        if not len(self._roots):
+            return np.zeros(len(roots), dtype=np.bool_)
+        place = np.minimum(np.searchsorted(self._roots, roots), len(self._roots) - 1)
+        served: Flags = self._roots[place] == roots
+        return served
+
     def served_by(self, rows: Rows) -> Rows:
         """Roots of the trees elsewhere that any of these rows serves, ascending."""
         return np.unique(self._roots[np.isin(self._sharers, rows)])
