@@ -79,16 +79,27 @@ RECONNECT_LOOK_S = 0.5  # how soon after a reconnection hosts are asked
 
 
 def build(
-    env: Environment, config: SchedulerConfig, cells: Sequence[str], *, store: SchedulerStore | None = None
+    env: Environment,
+    config: SchedulerConfig,
+    cells: Sequence[str],
+    *,
+    store: SchedulerStore | None = None,
+    book: Book | None = None,
 ) -> Service:
     """One scheduler over these cells. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database.
+    store: instead of the schema `scheduler` in the environment's database. book: the columns that become the replica,
+    for whoever wants to look into it.
     """
     service = Service("scheduler", clock=env.clock)
     asked = {name: parse(name, flavor) for name, flavor in config.flavors.items()}
     selector = Selector(
-        Book(), HostTable(), config, asked=asked, filters=plugins.filters(config), weighings=plugins.weighings(config)
+        Book() if book is None else book,
+        HostTable(),
+        config,
+        asked=asked,
+        filters=plugins.filters(config),
+        weighings=plugins.weighings(config),
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
     store = store if store is not None else PostgresStore(env.database("scheduler"))
@@ -151,7 +162,7 @@ def _announcements(
             "scheduler.builds",
             AnnouncementHandler(store, bus.name, clock=env.clock),
             max_batch=config.batch,
-            concurrency=config.concurrency,
+            concurrency=1,  # two would wait for each other's locks on the same instances
             prefetch=config.prefetch,
         )
     )

@@ -108,7 +108,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     build_timeout_s: Seconds = 300.0
 
     # Bounds of the consumers
-    batch: Positive = 64
-    concurrency: Positive = 2
+    batch: Positive = 256
+    concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
     prefetch: Positive = 256
     max_funnel_nearest: Positive = 3
