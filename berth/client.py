@@ -30,7 +30,7 @@ PUBLISH_SLICE = 200
 # With patience, an outage of the broker is asked about so often.
 PUBLISH_AGAIN_S = 0.25
 # Waiting this long without hearing anything, a client asks; so many at a time, so many at most.
-SILENCE_S = 3.0
+SILENCE_S = 1.0
 ASK_SLICE = 200
 MAX_ASKED = 2_000
 ASK_TIMEOUT_S = 10.0

@@ -17,8 +17,8 @@ FAILURES_SHOWN = 12
 
 
 def printable(text: str) -> str:
-    """Text from outside as a terminal may have it: no control characters, which could say anything to it."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Text from outside as a terminal may have it: no control characters but line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def render_rows(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:

@@ -86,6 +86,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Where berth keeps its socket and embedded database: `state_dir`, or the user's state directory."""
         if self.state_dir:
             return Path(self.state_dir)
+        # PostgreSQL will not run as root, and whom it runs as then may not enter root's home.
+        if os.geteuid() == 0 and "XDG_STATE_HOME" not in os.environ:
+            return Path("/var/lib/berth")
         base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         return Path(base) / "berth"
 

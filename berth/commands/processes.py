@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -44,6 +45,8 @@ from bus.service.service import Service
 from bus.service.settings import SettingsError, redact
 from bus.service.telemetry import configure_logging
 
+MAX_SOCKET_PATH = 107  # the kernel's limit
+
 
 class Role(StrEnum):
     """A worker that runs as a process of its own."""
@@ -66,6 +69,7 @@ def up(context: typer.Context, as_json: AsJson = False) -> None:
         running = read_runtime(settings.state)
         if running is not None:
             raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
+        _make_state(settings)
         settings = _with_lasting_machines(settings)
         configure_logging(
             process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format
@@ -158,6 +162,21 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None) -> Bui
     except msgspec.ValidationError as fault:
         raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
     return lambda env: compute_sim.app.build(env, settings.compute, cell, name)
+
+
+def _make_state(settings: Settings) -> None:
+    """The directory that holds what lasts. Raises Stop when it cannot be."""
+    path = str(settings.socket)
+    if len(path.encode()) > MAX_SOCKET_PATH:
+        reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
+        raise Stop(EXIT_USAGE, "state.too_long", reason)
+    try:
+        settings.state.mkdir(parents=True, exist_ok=True)
+        writable = os.access(settings.state, os.W_OK | os.X_OK)
+    except OSError as fault:
+        raise Stop(EXIT_USAGE, "state.unusable", f"cannot make {settings.state}: {fault.strerror or fault}") from fault
+    if not writable:
+        raise Stop(EXIT_USAGE, "state.unusable", f"{settings.state} is not ours to write to; set state_dir")
 
 
 def _with_lasting_machines(settings: Settings) -> Settings:

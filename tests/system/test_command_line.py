@@ -1,0 +1,308 @@
+"""The command line as a user has it: one `berth up`, every command a process of its own, every mistake a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+ROOT = Path(__file__).parents[2]
+STOP_TIMEOUT_S = 30.0
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.timeout(180)]
+
+NO, USAGE, AWAY, TIME = 1, 2, 3, 4
+
+
+class Ran(Struct):
+    """What a command left."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        """What --json printed."""
+        return json.loads(self.out)
+
+
+class Berth:
+    """Runs `berth` in a directory of its own, with settings of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+        self.env = {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "BERTH_STATE_DIR": str(directory / "state"),
+            "BERTH_UP__NODES": "2",
+            "BERTH_COMPUTE__HOSTS": "4",
+            # One host always fails: builds that begin there go to an alternate.
+            "BERTH_COMPUTE__FAULTS__FAIL_HOSTS": '["cell1-c1-00000"]',
+            "COLUMNS": "200",
+        }
+
+        self.first = Ran(1, "", "")  # what the first fifty boots said
+        self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
+
+    def __call__(self, *arguments: str, settings: Mapping[str, str] | None = None, given: str = "") -> Ran:
+        asked = {"arguments": arguments, "settings": settings or {}, "given": given, "directory": str(self.directory)}
+        assert self.zygote.stdin is not None and self.zygote.stdout is not None
+        self.zygote.stdin.write(json.dumps(asked) + "\n")
+        self.zygote.stdin.flush()
+        done = Ran(**json.loads(self.zygote.stdout.readline()))
+        assert "Traceback" not in done.err + done.out, done.err
+        return done
+
+    def start(
+        self, module: str, *arguments: str, stdin: int = subprocess.DEVNULL, stderr: Any
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=self.env,
+            cwd=self.directory,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def berth() -> Iterator[Berth]:
+    directory = Path(tempfile.mkdtemp(prefix="berth-cli-"))  # short: it holds a socket
+    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as somebody else
+    berth = Berth(directory)
+    with (directory / "up.log").open("w") as log, berth.start("berth", "up", "--json", stderr=log) as up:
+        try:
+            assert up.stdout is not None
+            said = ""
+            for line in up.stdout:
+                said += line
+                if line.rstrip() == "}":
+                    break
+            assert json.loads(said or "{}").get("up") is True, (directory / "up.log").read_text()
+            berth.first = berth("boot", "--flavor", "m1.small", "--count", "50", "--wait")
+            yield berth
+        finally:
+            berth.zygote.communicate(timeout=STOP_TIMEOUT_S)
+            up.send_signal(signal.SIGTERM)
+            status = up.wait(STOP_TIMEOUT_S)
+    shutil.rmtree(directory)
+    assert status == 0, "SIGTERM drains and ends with 0"
+
+
+def boot(berth: Berth, *arguments: str) -> list[dict[str, Any]]:
+    done = berth("boot", "--flavor", "m1.small", "--wait", "--json", *arguments)
+    assert done.status == 0, done.err
+    builds: list[dict[str, Any]] = done.data
+    return builds
+
+
+def test_fifty_machines_with_one_command(berth: Berth) -> None:
+    lines = berth.first.out.splitlines()
+    assert (berth.first.status, len(lines)) == (0, 50)
+    assert all(str(uuid.UUID(line.split()[0])) == line.split()[0] and " active on " in line for line in lines)
+
+
+def test_a_build_tells_its_whole_story(berth: Berth) -> None:
+    """Request, candidates, choice, claim, each attempt, end; the same for people and for programs."""
+    (build,) = boot(berth, "--host", "cell2-c1-00001", "--name", "one", "--project", "story")
+    shown = berth("show", build["instance_uuid"], "--history", "--json").data
+    assert (shown["state"], shown["host"], shown["name"]) == ("active", "cell2-c1-00001", "one")
+    story = [(line["what"], line.get("detail", "")) for line in shown["story"]]
+    assert [what for what, _ in story] == ["requested", "chosen", "claimed", "dispatched", "building", "active"]
+    assert dict(story)["chosen"].startswith("cell2-c1-00001 of 1 candidates")
+    told = berth("show", build["instance_uuid"], "--history").out
+    assert all(what in told and detail in told for what, detail in story)
+
+
+def test_the_story_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
+    """Fifty builds at once on sixteen hosts spread over all of them, the one that always fails included."""
+    records = berth("list", "--limit", "1000", "--json").data
+    retried = next(one for one in records if len(one.get("history", ())) > 1)
+    story = berth("show", retried["instance_uuid"], "--json").data["story"]
+    failed = next(line for line in story if line["what"] == "failed")
+    assert failed["detail"].startswith("cell1-c1-00000 (attempt 1); sim.")
+    assert [line["what"] for line in story][-3:] == ["failed", "building", "active"]
+
+
+def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
+    done = berth("boot", "--flavor", "bm.gold", "--count", "3", "--wait", "--json")
+    assert done.status == NO
+    failed = next(one for one in done.data if one["state"] == "failed")
+    assert failed["code"] == "no_valid_host" and "CUSTOM_BAREMETAL_GOLD" in failed["reason"]
+    record = berth("show", failed["instance_uuid"], "--json").data
+    assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["left"] == 0
+    said = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
+    assert said.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
+
+
+def test_nothing_is_cut_off_in_a_narrow_terminal(berth: Berth) -> None:
+    """And the command is what `python -m berth` runs."""
+    (build,) = boot(berth, "--project", "narrow")
+    listed = subprocess.run(
+        [sys.executable, "-m", "berth", "list", "--project", "narrow"],
+        env={**berth.env, "COLUMNS": "40"},
+        cwd=berth.directory,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    header, row = listed.stdout.splitlines()
+    assert header.split()[:4] == ["instance", "name", "flavor", "state"]
+    assert row.split()[0] == build["instance_uuid"] and build["host"] in row
+    assert any(build["host"] == line.split()[0] for line in berth("hosts").out.splitlines())
+
+
+def test_hosts_with_what_is_used_of_them(berth: Berth) -> None:
+    hosts = {host["name"]: host for host in berth("hosts", "--json").data}
+    assert hosts["cell1-c1-00001"]["up"] and hosts["cell1-c1-00001"]["cell"] == "cell1"
+    used, capacity = hosts["cell1-c1-00001"]["resources"]["VCPU"]
+    assert 0 <= used <= capacity
+
+
+def test_a_delete_ends_and_ends_again(berth: Berth) -> None:
+    (build,) = boot(berth, "--project", "gone")
+    found = build["instance_uuid"]
+    assert berth("delete", found.upper(), "--wait").status == 0
+    assert berth("show", found, "--json").data["state"] == "deleted"
+    again = berth("delete", found, "--wait", "--json", "--timeout", "20")
+    assert (again.status, again.data[0]["state"]) == (0, "deleted")
+    assert berth("list", "--project", "gone", "--state", "active", "--json").data == []
+
+
+def test_the_same_request_twice_is_one_build_and_another_under_its_uuid_is_not_taken(berth: Berth) -> None:
+    instance = str(uuid.uuid4())
+    ask = ("--uuid", instance, "--project", "twice")
+    first, second = boot(berth, *ask), boot(berth, *ask, "--timeout", "20")
+    assert first[0]["host"] and second[0]["state"] == "active"
+    clash = berth("boot", "--flavor", "m1.tiny", *ask)
+    assert clash.status == 0, "published; nobody waits for the answer"
+    assert berth("show", instance, "--json").data["flavor"] == "m1.small"
+    assert len(berth("list", "--project", "twice", "--json").data) == 1
+
+
+def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None:
+    """A clash with a request on record has nobody to answer, so it is parked."""
+    instance = str(uuid.uuid4())
+    boot(berth, "--uuid", instance)
+    berth("boot", "--flavor", "m1.tiny", "--uuid", instance)
+    # The scheduler takes requests in order: once this one is built, the clash has been handled.
+    boot(berth)
+    letters = ("scheduler.requests", "--json")
+    mine = [one for one in berth("dead-letters", "list", *letters).data if instance in one["body"]]
+    assert [one["code"] for one in mine] == ["request.duplicate"]
+    shown = berth("dead-letters", "show", "scheduler.requests", mine[0]["id"], "--json").data
+    assert json.loads(shown["body"])["flavor"] == "m1.tiny"
+    assert instance in berth("dead-letters", "show", "scheduler.requests", mine[0]["id"]).out
+    counts = berth("dead-letters", "list", "--json").data
+    assert next(one for one in counts if one["queue"] == "scheduler.requests")["dead"] >= 1
+    assert berth("dead-letters", "replay", *letters, mine[0]["id"]).data == {"replayed": [mine[0]["id"]]}
+    boot(berth)
+    assert any(instance in one["body"] for one in berth("dead-letters", "list", *letters).data), "it is no better now"
+    assert berth("dead-letters", "purge", "scheduler.requests", given="n\n").status == NO
+    assert berth("dead-letters", "purge", *letters, "--yes").data["purged"] >= 1
+    assert berth("dead-letters", "list", *letters).data == []
+
+
+def test_a_load_is_reported_and_judged(berth: Berth) -> None:
+    report = berth("load", "--boots", "60", "--rate", "200", "--seed", "4", "--report", "load.json", "--json")
+    assert report.status == 0, report.err
+    assert (report.data["requests"], report.data["unfinished"]) == (60, 0)
+    assert json.loads((berth.directory / "load.json").read_text()) == report.data
+    assert "boots a second" in berth("load", "--boots", "20", "--concurrency", "5").out
+    check = berth("check", "--json")
+    assert check.status == 0, check.out
+    assert check.data["at_rest"] and len(check.data["invariants"]) >= 7
+    assert berth("check").out.count("holds") == len(check.data["invariants"])
+
+
+def test_settings_are_shown_without_their_secrets(berth: Berth) -> None:
+    secrets = {
+        "BERTH_DATABASE__URL": "postgresql://me:hunter2@db/berth",
+        "BERTH_CELLS__CELL1__URL": "amqp://cell:hunter2@mq/cell1",
+        "BERTH_IRONIC_SYNC__TOKEN": "hunter2",
+        "BERTH_IRONIC_SYNC__PASSWORD": "hunter2",
+        "BERTH_COMPUTE__IRONIC__TOKEN": "hunter2",
+    }
+    as_json = berth("config", "--json", settings=secrets)
+    as_text = berth("config", settings=secrets)
+    assert "hunter2" not in as_json.out + as_text.out
+    assert as_json.data["database"]["url"] == "postgresql://me:***@db/berth"
+    # What is printed is a settings file.
+    (berth.directory / "again.toml").write_text(berth("config").out)
+    assert berth("--config", "again.toml", "config", "--json").data == berth("config", "--json").data
+
+
+WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
+    (USAGE, "not a UUID", ("show", "nonsense"), {}),
+    (USAGE, "not a UUID", ("delete", "nonsense"), {}),
+    (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--uuid", "1"), {}),
+    (USAGE, "--flavor", ("boot",), {}),
+    (USAGE, "--project", ("boot", "--flavor", "m1.small", "--project", "a b"), {}),
+    (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--uuid", str(uuid.uuid4())), {}),
+    (USAGE, "weights above 0", ("load", "--mix", "m1.small=inf"), {}),
+    (USAGE, "not a weight", ("load", "--mix", "m1.small=lots"), {}),
+    (USAGE, "accepted", ("list", "--state", "floating"), {}),
+    (USAGE, "No such command", ("frobnicate",), {}),
+    (NO, "flavor.unknown", ("boot", "--flavor", "nope", "--wait", "--json"), {}),
+    (NO, "there is no build", ("show", str(uuid.uuid4())), {}),
+    (NO, "there is no build", ("delete", str(uuid.uuid4())), {}),
+    (NO, "no dead letter", ("dead-letters", "show", "scheduler.requests", "x"), {}),
+    (USAGE, "no such queue", ("dead-letters", "list", "nope"), {}),
+    (USAGE, "there is no cell", ("dead-letters", "list", "scheduler.builds", "--bus", "mars"), {}),
+    (USAGE, "name the letters", ("dead-letters", "replay", "scheduler.requests"), {}),
+    (USAGE, "no settings file", ("--config", "missing.toml", "list"), {}),
+    (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),
+    (USAGE, "Expected `int`", ("config",), {"BERTH_UP__NODES": "many"}),
+    (USAGE, "at least one cell is needed under [cells]", ("config",), {"BERTH_CELLS": "{}"}),
+    (USAGE, "amqp://user:password@host", ("list",), {"BERTH_BUS__URL": "http://x"}),
+    (USAGE, "not a PostgreSQL URL", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
+    (AWAY, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),
+    (AWAY, "start `berth up`", ("check",), {"BERTH_STATE_DIR": "/nonexistent"}),
+    (AWAY, "out of reach", ("check",), {"BERTH_DATABASE__URL": "postgresql://127.0.0.1:1/x"}),
+    (USAGE, "is up already", ("up",), {}),
+    (USAGE, "cannot make", ("up",), {"BERTH_STATE_DIR": "/dev/null/x"}),
+    (USAGE, "--cell cell1", ("run", "conductor"), {}),
+    (USAGE, "there is no cell 'mars'", ("run", "conductor", "--cell", "mars"), {}),
+    (USAGE, "not a service name", ("run", "compute", "--cell", "cell1", "--service", "a b"), {}),
+    (USAGE, "HOST:PORT", ("run", "scheduler", "--http", "here"), {}),
+    (USAGE, "'placement'", ("run", "nope"), {}),
+    (USAGE, "not a PostgreSQL URL", ("run", "placement"), {"BERTH_DATABASE__URL": "mysql://x"}),
+    (AWAY, "no bus", ("run", "compute", "--cell", "cell1"), {"BERTH_STATE_DIR": "/nonexistent"}),
+]
+
+
+@pytest.mark.parametrize(("status", "sentence", "arguments", "settings"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_told_in_a_sentence(
+    berth: Berth, status: int, sentence: str, arguments: tuple[str, ...], settings: dict[str, str]
+) -> None:
+    done = berth(*arguments, settings=settings)
+    assert (done.status, sentence in done.out + done.err) == (status, True), done
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = berth("run", "placement", "--http", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert (done.status, "Address already in use" in done.err) == (USAGE, True)
+
+
+def test_time_that_runs_out_has_a_status_of_its_own(berth: Berth) -> None:
+    """A bare-metal node takes longer than this to deploy."""
+    done = berth("boot", "--flavor", "bm.silver", "--wait", "--timeout", "0.1")
+    assert (done.status, "had not ended in time" in done.err) == (TIME, True)

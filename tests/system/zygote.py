@@ -1,0 +1,57 @@
+"""Runs many `berth` commands, each in a process of its own, and pays for Python and its imports only once.
+
+A line of JSON on standard input asks for one command; a forked child runs it as `berth` would be run. The answer is
+a line of JSON: the exit status and what was printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+from berth.cli import app
+
+
+def main() -> None:
+    """Until standard input ends."""
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(asked["given"].encode())
+        given.seek(0)
+        child = os.fork()
+        if child == 0:
+            for number, file in enumerate((given, out, err)):
+                os.dup2(file.fileno(), number)
+            os._exit(command(asked))
+        _, ended = os.waitpid(child, 0)
+        printed = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+    return {"status": os.waitstatus_to_exitcode(ended), "out": printed[0], "err": printed[1]}
+
+
+def command(asked: dict[str, Any]) -> int:
+    os.environ.update(asked["settings"])
+    os.chdir(asked["directory"])
+    sys.stdin = open(0)  # noqa: SIM115  (the child ends with it)
+    status = 0
+    try:
+        app(asked["arguments"], prog_name="berth")
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+if __name__ == "__main__":
+    main()
