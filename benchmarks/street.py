@@ -50,6 +50,7 @@ IDLE_BOOTS = 40
 WARM_UP = 200
 BARE_BOOTS = 4000
 REST_TIMEOUT_S = 60.0
+HOSTS_TIMEOUT_S = 300.0
 RATE_S = 10.0  # how long each rate is held
 RATES = (0.5, 0.8)
 MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
@@ -107,6 +108,7 @@ class Measured(Struct, kw_only=True):
 async def measure(client: BuildClient, here: Site, system: str, what: Measured, seed: int = 1) -> Result:
     """Warm up, boot one at a time, then all at once; judge."""
     rng = random.Random(seed)
+    await all_hosts_known(client, here, what.hosts)
     await fire(client, here, WARM_UP, rng)
     idle = [await fire(client, here, 1, rng) for _ in range(IDLE_BOOTS)]
     latencies = sorted(report.latency_ms["max"] for report in idle)
@@ -144,6 +146,19 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         at_rates=at_rates,
         costs=costs,
     )
+
+
+async def all_hosts_known(client: BuildClient, here: Site, hosts: int) -> None:
+    """Wait until a scheduler has every host in its replica and has heard of it from its compute service."""
+    until = here.clock.monotonic() + HOSTS_TIMEOUT_S
+    while True:
+        page = await client.hosts(limit=hosts, timeout_s=HOSTS_TIMEOUT_S)
+        known = sum(host.up and bool(host.resources) for host in page.hosts)
+        if known >= hosts:
+            return
+        if here.clock.monotonic() > until:
+            raise SystemExit(f"{known} of {hosts} hosts are known after {HOSTS_TIMEOUT_S:.0f} s")
+        await here.clock.sleep(1.0)
 
 
 async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, *, rate: float = 0.0) -> LoadReport:
@@ -241,7 +256,7 @@ async def in_memory(options: argparse.Namespace) -> Result:
     cells = len(Settings().cells)
     settings = Settings(
         up=UpSettings(schedulers=1, placements=1, computes_per_cell=1, nodes=0),
-        compute=ComputeConfig(hosts=options.hosts // cells, sizes=(BIG,)),
+        compute=ComputeConfig(hosts=options.hosts // cells, gpu_share=0.0, sizes=(BIG,)),
     )
     async with site(settings, directory=None) as here:
         street = Street(here)
@@ -260,7 +275,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
         cells=cells,
         schedulers=options.schedulers,
         placements=options.placements,
-        compute=ComputeConfig(hosts=options.hosts // len(cells), sizes=(BIG,)),
+        compute=ComputeConfig(hosts=options.hosts // len(cells), gpu_share=0.0, sizes=(BIG,)),
     )
     with servers_for(cells, statements=options.statements) as servers:
         if options.statements:
