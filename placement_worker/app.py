@@ -11,10 +11,12 @@ from bus.bus import API, Bus
 from bus.consumer import Consumer
 from bus.service.environment import Environment
 from bus.service.service import Service
+from bus.service.settings import SettingsError
 from placement_worker.cell import CellLink
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import Handlers
 from placement_worker.publisher import FeedPublisher
+from placement_worker.rest.server import RestServer
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 
@@ -54,6 +56,13 @@ def build(
         service.task(f"cell {link.name}", link.run)
         service.drain(link.drain)
         service.check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
+    if config.rest.listen:
+        if not isinstance(store, PostgresStore):
+            raise SettingsError("rest.listen", "the REST API needs the book in PostgreSQL")
+        rest = RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+        service.task("rest", rest.run)
+        service.check("rest", lambda: rest.ready)
+        service.drain(rest.drain)
     service.prepare(lambda: _cells_up(links, config.cell_wait_s))
     service.drain(publisher.drain)
     return service

@@ -7,6 +7,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from placement_worker.rest.config import RestConfig
+
 Seconds = Annotated[float, Bound(gt=0, le=86_400 * 30)]
 Some = Annotated[int, Bound(ge=1, le=10_000)]
 
@@ -35,3 +37,4 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fence_keep_s: Seconds = 86_400.0
     cell_wait_s: Seconds = 5.0
     grace_s: Seconds = 10.0
+    rest: RestConfig = RestConfig()

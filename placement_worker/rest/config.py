@@ -26,7 +26,6 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     policy_file: str = ""
     enforce_new_defaults: bool = True
-    enforce_scope: bool = True
 
 
 class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

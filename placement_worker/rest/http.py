@@ -93,17 +93,18 @@ class Query:
 class Response:
     """An answer: a status, a body that is JSON already or none, and headers."""
 
-    __slots__ = ("body", "content_type", "headers", "status")
+    __slots__ = ("body", "content_type", "headers", "path", "status")
 
     def __init__(self, status: int, body: bytes = b"", content_type: str = JSON) -> None:
         self.status = status
         self.body = body
         self.content_type = content_type
         self.headers: list[tuple[bytes, bytes]] = []
+        self.path = ""
 
     def location(self, path: str) -> Response:
         """Say where it is."""
-        self.headers.append((b"location", path.encode()))
+        self.path = path
         return self
 
     def modified(self, request: Request, at: float) -> Response:

@@ -122,7 +122,6 @@ def _enforcer(config: PolicyConfig) -> policy.Enforcer:
     else:
         conf.set_override("policy_file", "berth-has-no-policy-file", "oslo_policy")
     conf.set_override("enforce_new_defaults", config.enforce_new_defaults, "oslo_policy")
-    conf.set_override("enforce_scope", config.enforce_scope, "oslo_policy")
     enforcer = policy.Enforcer(conf)
     enforcer.suppress_default_change_warnings = True
     enforcer.suppress_deprecation_warnings = True

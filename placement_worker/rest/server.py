@@ -13,7 +13,6 @@ import uvicorn
 
 from bus.clock import Clock
 from bus.faults import Fault
-from bus.service.database import Database
 from bus.service.settings import SettingsError
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.api import Api
@@ -52,7 +51,6 @@ class RestServer:
 
     def __init__(
         self,
-        database: Database,
         store: PostgresStore,
         config: RestConfig,
         *,
@@ -64,7 +62,7 @@ class RestServer:
         self.host, self.port = address_of(self.config.listen)
         auth = auth_of(self.config, self.host)
         self.api = Api(
-            RestStore(database, store.names),
+            RestStore(store.database, store.names),
             LocalReplica(store),
             self.config,
             clock=clock,

@@ -31,6 +31,11 @@ class PostgresStore:
         self._names = Names(database)
 
     @property
+    def database(self) -> Database:
+        """Where the book is, for the REST API's own statements."""
+        return self._database
+
+    @property
     def names(self) -> Names:
         """What this process knows of class and trait names."""
         return self._names
