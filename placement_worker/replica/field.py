@@ -39,7 +39,7 @@ class Field:
     codes: what makes two members alike; where subtrees matter, also the place of the nearest ancestor.
     """
 
-    def __init__(self, book: Book, roots: Rows, members: Members, *, subtrees: bool) -> None:
+    def __init__(self, book: Book, members: Members, *, subtrees: bool) -> None:
         words = _packed(members)
         nearest = _nearest_above(book, members.rows, members.owners) if subtrees else None
         order = _order(members, words, nearest)
@@ -51,7 +51,7 @@ class Field:
         owners = members.owners[order]
         self._starts = np.flatnonzero(np.r_[True, np.diff(owners) > 0])
         self._counts = np.diff(np.r_[self._starts, len(order)])
-        self._anchors = roots[owners[self._starts]]
+        self._owners = owners[self._starts]
         columns = [word[order] for word in words]
         if nearest is not None:
             place = np.empty(len(order), dtype=np.intp)
@@ -62,7 +62,7 @@ class Field:
         self.codes = np.stack(columns, axis=1)
 
     def alike(self) -> Iterator[tuple[bytes, Rows, NDArray[np.intp]]]:
-        """Trees that look the same: a key of the looks, their roots, and per tree its members as indices."""
+        """Trees that look the same: a key of the looks, the trees' positions, and per tree its members as indices."""
         for many in np.unique(self._counts).tolist():
             trees = np.flatnonzero(self._counts == many)
             members = self._starts[trees][:, None] + np.arange(many)
@@ -72,7 +72,7 @@ class Field:
             for at in range(len(trees)):
                 groups.setdefault(blob[at * width : (at + 1) * width], []).append(at)
             for key, chosen in groups.items():
-                yield key, self._anchors[trees[chosen]], members[chosen]
+                yield key, self._owners[trees[chosen]], members[chosen]
 
     def above(self, members: Rows) -> list[int]:
         """Per member of one tree, itself and those of its ancestors that are members too, as bits."""

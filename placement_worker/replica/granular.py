@@ -18,7 +18,17 @@ from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.field import Field, Members, kinds_of
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, slots_of
 from placement_worker.replica.sharing import sharing_of
-from placement_worker.replica.tables import Contended, Room, Rule, meets_any, table
+from placement_worker.replica.tables import (
+    GIVES,
+    NOTHING,
+    WRONG_PLACE,
+    WRONG_TRAITS,
+    Contended,
+    Room,
+    Rule,
+    meets_any,
+    table,
+)
 from placement_worker.replica.ways import Site, Ways
 
 # More slots or any-of groups than this are refused; Placement's largest real requests have a dozen.
@@ -173,21 +183,22 @@ class Search:
         field = self._field(roots)
         if field is None:
             return
-        for key, anchors, members in field.alike():
+        for key, trees, members in field.alike():
             pattern = known.get(key)
             if pattern is None:
                 pattern = known[key] = Pattern(Ways(self._site(field, members[0])))
-            pattern.add(anchors, field.rows[members])
+            pattern.add(roots[trees], field.rows[members])
 
     def verdicts(self, roots: Rows, budget: int) -> NDArray[np.int8]:
         """Per root YES, NO, or UNKNOWN where the budget for one pattern of trees ended before that was clear."""
         found = np.full(len(roots), NO, dtype=np.int8)
-        entangled = self.entangled(roots)
-        found[np.isin(roots, self.flat(roots[~entangled]))] = YES
-        field = self._field(roots[entangled]) if entangled.any() else None
+        alone = ~self.entangled(roots)
+        found[alone] = np.where(np.isin(roots[alone], self.flat(roots[alone])), YES, NO)
+        entangled = np.flatnonzero(~alone)
+        field = self._field(roots[entangled]) if entangled.size else None
         if field is None:
             return found
-        for key, anchors, members in field.alike():
+        for key, trees, members in field.alike():
             known = self._known.get(key)
             if known is None:
                 ways = Ways(self._site(field, members[0]))
@@ -195,9 +206,43 @@ class Search:
                 if len(self._known) >= VERDICTS_KEPT:
                     self._known.clear()
                 self._known[key] = known
-            if known != NO:
-                found[np.isin(roots, anchors)] = known
+            found[entangled[trees]] = known
         return found
+
+    def ways(self, root: int, limit: int, budget: int) -> Rows:
+        """Up to so many ways on one root, best first: per way and slot, the row that gives it."""
+        roots = np.array([root], dtype=np.intp)
+        if not self.entangled(roots)[0]:
+            return np.repeat(self.flat(roots)[:, None], len(self.slots), axis=1)
+        known: dict[bytes, Pattern] = {}
+        self.patterns(roots, known)
+        for pattern in known.values():
+            pattern.ways.look(limit, budget)
+            found = np.array(pattern.ways.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))
+            rows: Rows = pattern.gather()[1][0][found]
+            return rows
+        return np.zeros((0, len(self.slots)), dtype=np.intp)
+
+    def given_by(self, rows: Rows) -> NDArray[np.int64]:
+        """Per row, all that decides what it can give to one request: equal columns mean equal verdicts."""
+        given = [room.of(rows) for rooms in self.rooms for room in rooms]
+        limits = [contended.limit(rows) for contended in self.contended]
+        return np.array([*given, *limits, self.book.traits[rows], self.book.aggregates[rows]], dtype=np.int64)
+
+    def misses(self, roots: Rows) -> NDArray[np.int64]:
+        """Per slot and root, how near the nearest member comes to giving it (see `tables`)."""
+        rows, owners, own = self._members(roots)
+        misses = np.full((len(self.slots), len(roots)), NOTHING, dtype=np.int64)
+        clean = {group.suffix: self._clean(group, rows) for group in self.request.groups}
+        placed = {g.suffix: self._placed(g, rows, owners, roots, own) for g in self.request.groups}
+        for slot, asked in enumerate(self.slots):
+            near = np.where(placed[asked.suffix], GIVES, WRONG_PLACE)
+            near = np.where(clean[asked.suffix], near, WRONG_TRAITS)
+            for room in self.rooms[slot]:
+                near = np.minimum(near, room.nearness(rows))
+            near = np.where(self.book.live[rows], near, NOTHING)
+            np.maximum.at(misses[slot], owners, near)
+        return misses
 
     def _field(self, roots: Rows) -> Field | None:
         """The members that can give anything, of the trees that have someone for each slot."""
@@ -205,7 +250,10 @@ class Search:
         live = self.book.live[rows]
         eligible = np.empty((len(self.slots), len(rows)), dtype=np.bool_)
         alive = np.ones(len(roots), dtype=np.bool_)
-        allowed = {g.suffix: live & self._allowed(g, rows, owners, roots, own) for g in self.request.groups}
+        allowed = {
+            group.suffix: live & self._clean(group, rows) & self._placed(group, rows, owners, roots, own)
+            for group in self.request.groups
+        }
         for slot, asked in enumerate(self.slots):
             able = allowed[asked.suffix] & alive[owners]
             for room in self.rooms[slot]:
@@ -218,7 +266,7 @@ class Search:
         if not kept.size:
             return None
         members = self._said(rows[kept], owners[kept], eligible[:, kept], kept >= own)
-        return Field(self.book, roots, members, subtrees=bool(self.subtrees))
+        return Field(self.book, members, subtrees=bool(self.subtrees))
 
     def _members(self, roots: Rows) -> tuple[Rows, Rows, int]:
         """All members of these trees and, from the returned place on, who shares with them; and whose tree."""
@@ -251,8 +299,16 @@ class Search:
             ),
         )
 
-    def _allowed(self, group: Group, rows: Rows, owners: Rows, roots: Rows, own: int) -> Flags:
-        """Which members the group's traits, aggregates and tree leave; from `own` on, members from other trees."""
+    def _clean(self, group: Group, rows: Rows) -> Flags:
+        """Which rows the group's traits leave: a numbered group's all, of an un-numbered one's the forbidden."""
+        rule = self._rules[group.suffix]
+        if rule.plain:
+            return np.ones(len(rows), dtype=np.bool_)
+        clean: Flags = rule.traits(self.book.traits[rows]) == 1
+        return clean
+
+    def _placed(self, group: Group, rows: Rows, owners: Rows, roots: Rows, own: int) -> Flags:
+        """Which members the group's aggregates and tree leave; from `own` on, members are from other trees."""
         book, rule = self.book, self._rules[group.suffix]
         allowed = np.ones(len(rows), dtype=np.bool_)
         unnumbered = group.suffix == UNNUMBERED
@@ -261,8 +317,6 @@ class Search:
                 allowed[own:] = False  # the tree itself is chosen by `anchors`
             else:
                 allowed = book.root[rows] == self._tree_of(group.in_tree)
-        if not rule.plain:
-            allowed &= rule.traits(book.traits[rows]) == 1
         if group.member_of:
             member = rule.member(book.aggregates[rows]) == 1
             if unnumbered:

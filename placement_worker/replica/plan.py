@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 from placement_worker.replica.book import NOBODY, Book
 from placement_worker.replica.columns import ClassColumns, Flags, Looked, Numbers, Rows
 from placement_worker.replica.covers import Cover, can_cover
+from placement_worker.replica.entangled import Entangled
 from placement_worker.replica.query import Query
+from placement_worker.replica.request import UNNUMBERED, Slot
+from placement_worker.replica.tables import GIVES
 
 Codes = NDArray[np.uint16]
 
@@ -25,6 +29,8 @@ NOT_A_ROOT = 0
 
 # Plans kept, the least recently used forgotten first. One costs about 12 bytes a row.
 PLANS_KEPT = 64
+
+UNIT = "amount not allowed (min_unit, max_unit, step_size)"
 
 
 class Step(Struct, frozen=True):
@@ -42,7 +48,7 @@ class Asked:
         self.amount = amount
         self.none = _code(steps, name, "none here")
         self.never = _code(steps, name, "capacity too small")
-        self.unit = _code(steps, name, "amount not allowed (min_unit, max_unit, step_size)")
+        self.unit = _code(steps, name, UNIT)
         self.full = _code(steps, name, "in use")
         self.column: ClassColumns | None = None
         self.kinds: Looked | None = None
@@ -81,6 +87,7 @@ class Plan:
         self.book = book
         self.query = query
         self.steps: list[Step] = [Step("", "")]  # code 0: not a root
+        self.entangled = Entangled(book, query)
         self._name_codes()
         self.passes = len(self.steps)
         self.begin()
@@ -98,6 +105,18 @@ class Plan:
         self.asked = [Asked(name, amount, steps) for name, amount in asked]
         self.apart = _code(steps, "together", "traits and resources not on the same providers")
         self.nothing = _code(steps, "resources", "nothing is asked")
+        self.nearness = [self._name_misses(slot) for slot in self.entangled.search.slots]
+        self.unfit = _code(steps, "together", "groups do not fit together")
+        self.unknown = _code(steps, "together", "too many combinations to try")
+
+    def _name_misses(self, slot: Slot) -> list[int]:
+        """The codes of a slot of an entangled root, by how near it came (see `tables`)."""
+        for asked in self.asked if slot.suffix == UNNUMBERED else ():
+            if asked.name in slot.resources:
+                return [asked.none, asked.never, asked.unit, self.has, self.not_member, asked.full]
+        name = f"group {slot.suffix.removeprefix('_')}"
+        reasons = ("none here", "capacity too small", UNIT, "traits not met", "aggregates not met", "in use")
+        return [_code(self.steps, name, reason) for reason in reasons]
 
     def begin(self) -> None:
         """Forget all verdicts; the next refresh evaluates every root."""
@@ -136,8 +155,11 @@ class Plan:
             return
         for asked in self.asked:
             asked.look_up(book, self.passes)
+        self.entangled.refresh()
         moved = book.moves.since(self.moved_at)
         shaped = book.shape_moves.since(self.shaped_at)
+        affected = self.entangled.affected(moved if moved is not None else np.zeros(0, dtype=np.intp))
+        moved = None if moved is None else affected
         if moved is None or shaped is None or 2 * len(moved) > book.top:
             self._evaluate_all()
         else:
@@ -200,9 +222,34 @@ class Plan:
         for asked in self.asked:
             lacks = asked.lacks_room(rows) & (codes > asked.full)
             codes[lacks] = asked.full
-        nested = (self.book.first_member[rows] != NOBODY) & (codes != NOT_A_ROOT)
+        entangled = self.entangled.concerns(rows) & (codes != NOT_A_ROOT)
+        if entangled.any():
+            codes[entangled] = self._judge_entangled(rows[entangled])
+        nested = (self.book.first_member[rows] != NOBODY) & (codes != NOT_A_ROOT) & ~entangled
         if nested.any():
             codes[nested] = self._judge_nested(rows[nested])
+        return codes
+
+    # --- numbered groups and sharing providers
+
+    def _judge_entangled(self, roots: Rows) -> Codes:
+        """Verdicts of whole trees. Why one falls is only looked into when somebody asks (`explained`)."""
+        codes = self.root_traits(self.book.traits[roots])
+        open_ones = np.flatnonzero(codes == self.passes)
+        verdicts = self.entangled.verdicts(roots[open_ones])
+        codes[open_ones] = np.array([self.unfit, self.passes, self.unknown])[verdicts]
+        return codes.astype(np.uint16)
+
+    def explained(self) -> Codes:
+        """The verdicts, with the nearest miss of each entangled root that falls."""
+        unfit = np.flatnonzero(self.verdicts == self.unfit)
+        if not unfit.size or not self.entangled.search.possible:
+            return self.verdicts
+        misses = self.entangled.misses(unfit)
+        codes = self.verdicts.copy()
+        for slot in range(len(misses) - 1, -1, -1):  # the first group that nobody satisfies is the reason
+            lacking = misses[slot] < GIVES
+            codes[unfit[lacking]] = np.array(self.nearness[slot])[misses[slot][lacking]]
         return codes
 
     def _root_trait_code(self, traits: tuple[str, ...]) -> int:
@@ -293,6 +340,10 @@ def plan_of(book: Book, query: Query) -> Plan:
         query.forbidden_aggregates,
         query.root_required,
         query.root_forbidden,
+        query.in_tree,
+        msgspec.msgpack.encode(query.groups),
+        query.group_policy,
+        query.same_subtree,
     )
     plan = book.plans.get(key)
     if plan is None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from bus.contracts.build import FunnelStep
 from placement_worker.replica.columns import Rows
+from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
 
 
 class Query(Struct, frozen=True, kw_only=True):
-    """One un-numbered request (P-49): each class from one provider of one tree.
+    """What one host must give: each class from one provider of its tree or sharing with it (P-49), and groups.
 
     resources: amounts asked; a class asked with nothing or less is not asked (a bare-metal flavor's VCPU=0).
     required: AND of any-of groups, each met by some provider that gives resources (P-48); forbidden: on none of them.
@@ -17,9 +20,10 @@ class Query(Struct, frozen=True, kw_only=True):
     forbidden_aggregates: neither the provider nor its root is in any of them.
     in_tree: only the tree that this provider is in. root_required, root_forbidden: traits of the root (P-1.35).
     only_roots, ignore_roots: uuids of roots; an empty only_roots means any.
+    groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
     """
 
-    resources: dict[str, int]
+    resources: dict[str, int] = {}
     required: tuple[tuple[str, ...], ...] = ()
     forbidden: tuple[str, ...] = ()
     member_of: tuple[tuple[str, ...], ...] = ()
@@ -29,6 +33,37 @@ class Query(Struct, frozen=True, kw_only=True):
     root_forbidden: tuple[str, ...] = ()
     only_roots: tuple[str, ...] = ()
     ignore_roots: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    group_policy: Literal["none", "isolate"] | None = None
+    same_subtree: tuple[tuple[str, ...], ...] = ()
+
+
+def request_of(query: Query) -> CandidatesRequest:
+    """The query as a candidate search of one tree sees it; what it asks of roots and of hosts is left out."""
+    own = Group(
+        suffix=UNNUMBERED,
+        resources=query.resources,
+        required=query.required,
+        forbidden=query.forbidden,
+        member_of=query.member_of,
+        forbidden_aggregates=query.forbidden_aggregates,
+        in_tree=query.in_tree,
+    )
+    asked = any(amount > 0 for amount in query.resources.values())
+    return CandidatesRequest(
+        groups=(*((own,) if asked else ()), *query.groups),
+        group_policy=query.group_policy,
+        same_subtree=query.same_subtree,
+    )
+
+
+def asked_in_all(query: Query) -> dict[str, int]:
+    """The sums over all groups, by class."""
+    sums: dict[str, int] = {}
+    for resources in (query.resources, *(group.resources for group in query.groups)):
+        for name, amount in resources.items():
+            sums[name] = sums.get(name, 0) + amount
+    return dict(sorted(sums.items()))
 
 
 class Found(Struct, frozen=True):

@@ -3,8 +3,8 @@
 `search` is complete: it leaves out no root that can take the request, and "none" is true. `options` is lazy: it
 walks the ways to satisfy the request on one root best first and stops at its limit; every step leads to an answer.
 
-Sharing providers (P-45) are not part of it yet. They come in where a tree's usable members are listed:
-`Plan.usable` for the verdict and `_givers` for the options; a sharer is one more member of every tree it serves.
+Numbered groups and sharing providers (P-45) are judged by `entangled`, tree patterns at a time; the rest here and in
+`plan`, which is what most requests and hosts need and costs less.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import NOBODY, Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.covers import unions
-from placement_worker.replica.plan import Plan, plan_of
+from placement_worker.replica.plan import Codes, Plan, plan_of
 from placement_worker.replica.query import Found, Query
+from placement_worker.replica.request import Slot
 
 __all__ = ["Found", "Query", "options", "search"]
 
@@ -31,19 +32,20 @@ def search(book: Book, query: Query, *, explain: bool = False) -> Found:
     """All roots that can take the request now, ascending by row; none only when that is true."""
     plan = plan_of(book, query)
     if not (query.only_roots or query.ignore_roots or query.in_tree):
-        return Found(plan.roots, _funnel(plan, plan.counts, {}) if explain else ())
+        return Found(plan.roots, _funnel(plan, _counts(plan, plan.explained()), {}) if explain else ())
     pinned = _pinned(book, query)
     if pinned is None:
         ignored = _rows_of(book, query.ignore_roots)
         kept = np.delete(plan.roots, np.flatnonzero(np.isin(plan.roots, ignored)))
         if not explain:
             return Found(kept)
-        counts = plan.counts - np.bincount(plan.verdicts[ignored], minlength=plan.passes + 1)
+        verdicts = plan.explained()
+        counts = _counts(plan, verdicts) - np.bincount(verdicts[ignored], minlength=plan.passes + 1)
         return Found(kept, _funnel(plan, counts, {"ignored": len(ignored)}))
-    verdicts = plan.verdicts[pinned]
-    found = pinned[verdicts == plan.passes]
+    found = pinned[plan.verdicts[pinned] == plan.passes]
     if not explain:
         return Found(found)
+    verdicts = plan.explained()[pinned]
     others = len(book.rows_of_roots()) - len(pinned)
     counts = np.bincount(verdicts, minlength=plan.passes + 1)
     return Found(found, _funnel(plan, counts, {"not among those asked for": others}))
@@ -58,6 +60,10 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     plan = plan_of(book, query)
     if plan.verdicts[root_row] != plan.passes:
         return []
+    if plan.entangled.concerns(np.array([root_row], dtype=np.intp))[0]:
+        slots = plan.entangled.search.slots
+        ways = plan.entangled.ways(root_row, min(limit, MAX_OPTIONS))
+        return [_merged(book, slots, way) for way in ways.tolist()]
     if book.first_member[root_row] == NOBODY:
         return [_option(book, plan, [root_row] * len(plan.asked))]
     found = []
@@ -66,6 +72,19 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
         if len(found) >= min(limit, MAX_OPTIONS):
             break
     return found
+
+
+def _merged(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:
+    """One way, with the amounts that several groups have from one provider added up."""
+    allocations: dict[str, dict[str, int]] = {}
+    shapes: dict[str, int] = {}
+    for slot, row in zip(slots, rows, strict=True):
+        for name, amount in slot.resources.items():
+            uuid = book.uuid_of(row)
+            given = allocations.setdefault(uuid, {})
+            given[name] = given.get(name, 0) + amount
+            shapes[uuid] = book.shape_of(row)
+    return ClaimOption(allocations=allocations, shapes=shapes)
 
 
 # --- pins
@@ -92,6 +111,13 @@ def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
 # --- the funnel
 
 
+def _counts(plan: Plan, verdicts: Codes) -> Rows:
+    """How many roots have each verdict."""
+    if verdicts is plan.verdicts:
+        return plan.counts
+    return np.bincount(verdicts[plan.book.rows_of_roots()], minlength=plan.passes + 1)
+
+
 def _funnel(plan: Plan, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
     """Step by step: how many roots are left, and why the others fell."""
     left = int(counts[1:].sum())
@@ -112,7 +138,8 @@ def _steps(plan: Plan) -> list[str]:
     query = plan.query
     steps = ["traits"] if query.required or query.forbidden or query.root_required or query.root_forbidden else []
     steps += ["aggregates"] if query.member_of or query.forbidden_aggregates else []
-    return steps + [asked.name for asked in plan.asked]
+    groups = [f"group {group.suffix.removeprefix('_')}" for group in query.groups]
+    return steps + [asked.name for asked in plan.asked] + groups
 
 
 # --- ways to satisfy a request on one nested root

@@ -23,6 +23,7 @@ class Sharing:
         self._is_sharer = np.zeros(book.top, dtype=np.bool_)
         self._is_sharer[self.rows] = True
         self._roots, self._sharers = _served(book, self.rows)
+        self.givers = np.unique(self._sharers)  # those that serve anybody
 
     def serving(self, roots: Rows) -> tuple[Rows, Rows]:
         """The sharing providers from elsewhere that serve these trees, and beside each the position of its root."""
@@ -44,6 +45,10 @@ class Sharing:
     def served_by(self, rows: Rows) -> Rows:
         """Roots of the trees elsewhere that any of these rows serves, ascending."""
         return np.unique(self._roots[np.isin(self._sharers, rows)])
+
+    def same_pairs(self, other: Sharing) -> bool:
+        """Whether the same providers serve the same trees."""
+        return np.array_equal(self._roots, other._roots) and np.array_equal(self._sharers, other._sharers)
 
     def are_sharers(self, rows: Rows) -> Flags:
         """Which rows are sharing providers."""

@@ -13,6 +13,9 @@ from placement_worker.replica.request import UNNUMBERED, Group
 # Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
 MAX_SUMS = 64
 
+# How near a provider comes to giving what a slot asks, the nearest last.
+NOTHING, TOO_SMALL, WRONG_UNIT, WRONG_TRAITS, WRONG_PLACE, IN_USE, GIVES = range(7)
+
 
 class Room:
     """One class and an amount of it: which rows can give that much."""
@@ -30,15 +33,26 @@ class Room:
             self._fits = Looked(column.kinds, self._fit)
 
     def _fit(self, numbers: Numbers) -> int:
+        if numbers.capacity <= 0 and numbers.total == 0:
+            return NOTHING
+        if numbers.capacity < self.amount:
+            return TOO_SMALL
         able = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
-        return int(able and self.amount <= numbers.capacity)
+        return GIVES if able else WRONG_UNIT
 
     def of(self, rows: Rows) -> Flags:
         """Which rows can give it now."""
         if self.column is None or self._fits is None:
             return np.zeros(len(rows), dtype=np.bool_)
-        fits: Flags = (self._fits(self.column.kind[rows]) == 1) & (self.column.free[rows] >= self.amount)
+        fits: Flags = (self._fits(self.column.kind[rows]) == GIVES) & (self.column.free[rows] >= self.amount)
         return fits
+
+    def nearness(self, rows: Rows) -> Amounts:
+        """How near each row comes, by its inventory and what is left of it."""
+        if self.column is None or self._fits is None:
+            return np.full(len(rows), NOTHING, dtype=np.int64)
+        near = self._fits(self.column.kind[rows])
+        return np.where((near == GIVES) & (self.column.free[rows] < self.amount), IN_USE, near)
 
 
 class Contended:
