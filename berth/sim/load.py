@@ -1,0 +1,186 @@
+"""The load on a world: a client that never gives up, operators at their hosts, and the planned blows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from berth.sim.loop import Process
+from berth.sim.network import REPAIR_S, SimTransport
+from berth.sim.plan import SIZES, Act, Blow, Kind, Order
+from berth.sim.world import World
+from bus.bus import API, Bus
+from bus.contracts.base import Message
+from bus.contracts.build import BuildRequest, DeleteRequest
+from bus.port import BusError
+
+RETRY_S = 0.3  # a client whose publish failed publishes again after this
+HEARD_POLL_S = 0.1
+HEARD_S = 30.0  # a client deletes what it knows to be accepted, or after this long without a word
+
+
+class Client:
+    """Publishes what the orders say, until the broker confirms it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._process = Process("client")
+        transport = SimTransport(world.brokers[API], self._process, world.weather, world.story)
+        rng = random.Random(f"berth.sim.client {world.plan.seed}")
+        self._bus = Bus(API, transport, process="client", clock=world.clock, rng=rng)
+        self.confirmed: dict[str, None] = {}
+        self.deleted: dict[str, None] = {}
+
+    async def open(self) -> None:
+        """Connect."""
+        await self._process.spawn(self._open(), "client opens")
+
+    def order(self, order: Order) -> asyncio.Task[None]:
+        """Carry one order out, in the client's own process."""
+        return self._process.spawn(self._carry_out(order), f"order {order.act} {order.uuid}")
+
+    async def _open(self) -> None:
+        while True:
+            try:
+                await self._bus.open()
+                return
+            except BusError:
+                await asyncio.sleep(RETRY_S)
+
+    async def _carry_out(self, order: Order) -> None:
+        if order.act is Act.DELETE:
+            await self._heard(order.uuid)
+            await self._insist(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid)
+            self.deleted[order.uuid] = None
+            return
+        request = BuildRequest(
+            instance_uuid=order.uuid,
+            flavor=order.flavor,
+            project_id=order.project,
+            max_attempts=order.max_attempts,
+        )
+        await self._insist(request, order.uuid)
+        self.confirmed[order.uuid] = None
+
+    async def _heard(self, uuid: str) -> None:
+        """Nobody deletes what was never accepted; a delete that comes first is answered `unknown`, and rightly so."""
+        until = asyncio.get_running_loop().time() + HEARD_S
+        listener = self._world.listener
+        while uuid not in listener.accepted and uuid not in listener.terminals:
+            if uuid in self.confirmed and asyncio.get_running_loop().time() > until:
+                return
+            await asyncio.sleep(HEARD_POLL_S)
+
+    async def _insist(self, message: Message, cause: str) -> None:
+        while True:
+            try:
+                await self._bus.publish(message, cause=cause)
+                return
+            except BusError:
+                await asyncio.sleep(RETRY_S)
+
+
+class Operator:
+    """Changes hosts and services as ordered."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def order(self, order: Order) -> asyncio.Task[None]:
+        """Carry one order about a host or a service out."""
+        return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.service}")
+
+    async def _carry_out(self, order: Order) -> None:
+        world = self._world
+        world.story.tell("order", f"{order.act} {order.service} {order.host} {order.size}")
+        name = f"compute-{order.service}"
+        if order.act is Act.LATE:
+            if name not in world.lives:
+                world.start(name)
+            return
+        if order.act is Act.LEAVE:
+            if name in world.lives:
+                world.expected_down.add(name)
+                await world.stop(name)
+                await asyncio.sleep(order.seconds)
+                world.expected_down.discard(name)
+                if name not in world.lives:
+                    world.start(name)
+            return
+        fleet = world.fleets[order.service]
+        host = [one.plan.uuid for one in fleet.hosts][order.host]
+        match order.act:
+            case Act.RESIZE:
+                fleet.resize(host, SIZES[order.size])
+            case Act.DISABLE:
+                fleet.disable(host)
+            case Act.ENABLE:
+                fleet.enable(host)
+            case _:
+                fleet.lose(host)
+
+
+class Chaos:
+    """Carries out the planned blows, and repairs what they broke."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def blow(self, blow: Blow) -> asyncio.Task[None]:
+        """One fault, from its beginning to its end."""
+        self._world.story.tell("blow", f"{blow.kind} {blow.target} {blow.seconds:.3f}")
+        what = {
+            Kind.CRASH: self._crash,
+            Kind.PAUSE: self._pause,
+            Kind.SLOW: self._slow,
+            Kind.CUT: self._cut,
+            Kind.BROKER: self._broker,
+            Kind.DATABASE: self._database,
+        }[blow.kind]
+        return asyncio.create_task(what(blow.target, blow.seconds), name=f"blow {blow.kind} {blow.target}")
+
+    async def _crash(self, name: str, seconds: float) -> None:
+        world = self._world
+        if name in world.expected_down or name not in world.lives:
+            return
+        world.kill(name)
+        await asyncio.sleep(seconds)
+        if name not in world.lives and name not in world.expected_down:
+            world.start(name)
+
+    async def _cut(self, name: str, seconds: float) -> None:
+        life = self._world.lives.get(name)
+        for transport in life.transports if life else ():
+            transport.cut(min(seconds, REPAIR_S))
+
+    async def _broker(self, name: str, seconds: float) -> None:
+        broker = self._world.brokers[name]
+        if broker.up:
+            broker.stop()
+            await asyncio.sleep(seconds)
+            broker.start()
+
+    async def _database(self, name: str, seconds: float) -> None:
+        world = self._world
+        world.away[name] = world.away.get(name, 0) + 1
+        for life in world.lives.values():
+            for session in life.sessions:
+                if session.database is world.schemas[name]:
+                    session.cut()
+        await asyncio.sleep(seconds)
+        world.away[name] -= 1
+
+    async def _pause(self, name: str, seconds: float) -> None:
+        life = self._world.lives.get(name)
+        if life is not None and not life.process.paused:
+            life.process.paused = True
+            await asyncio.sleep(seconds)
+            life.process.resume()
+
+    async def _slow(self, name: str, seconds: float) -> None:
+        life = self._world.lives.get(name)
+        for transport in life.transports if life else ():
+            transport.slow_s = 0.2
+        await asyncio.sleep(seconds)
+        for transport in life.transports if life else ():
+            transport.slow_s = 0.0

@@ -1,0 +1,200 @@
+"""An asyncio loop whose time jumps to the next timer, and processes in it, killed and paused at any await."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+# So many turns at one moment of virtual time, and nothing will ever move it: something spins.
+MAX_TURNS_AT_ONCE = 200_000
+# What a killed process left is unwound after the run, for at most this long (virtual).
+UNWIND_S = 120.0
+UNWIND_TRIES = 3
+
+
+class Deadlock(Exception):
+    """Everybody waits and no timer is set: nothing will ever happen again."""
+
+
+class Livelock(Exception):
+    """Turn after turn, and time does not move."""
+
+
+class Process:
+    """One simulated operating-system process: the tasks that run in its context.
+
+    dead: none of its steps runs any more, not even a `finally`, as after SIGKILL. paused: they wait, as after SIGSTOP.
+    Steps of the dead are kept too: dropped, their tasks could never be unwound when the run is over.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dead = False
+        self.paused = False
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self._held: deque[_Step] = deque()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.processes.append(self)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """A task of this process."""
+        return asyncio.get_running_loop().create_task(work, name=name, context=self.context)
+
+    def resume(self) -> None:
+        """Go on where it stopped, in the same order."""
+        self.paused = False
+        if not self.dead:
+            self.unwind(asyncio.get_running_loop())
+
+    def unwind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let every step run that was held back."""
+        held, self._held = self._held, deque()
+        for step in held:
+            loop.call_soon(step.again, context=step.context)
+
+    def hold(self, step: _Step) -> None:
+        """Keep a step for later."""
+        self._held.append(step)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class _Step:
+    """One callback of one process, run only while its process does."""
+
+    __slots__ = ("args", "callback", "context", "handle", "process")
+
+    def __init__(self, process: Process, callback: Callable[..., object], args: Any, context: Context) -> None:
+        self.process = process
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        process = self.process
+        if process.dead or process.paused:
+            process.hold(self)
+            return
+        self.callback(*self.args)
+
+    def again(self) -> None:
+        """After a pause: unless somebody took it back meanwhile."""
+        if self.handle is None or not self.handle.cancelled():
+            self()
+
+
+class _Jump(selectors.DefaultSelector):
+    """Instead of waiting for a timer, time moves to it."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Nothing ever becomes readable here: there are no sockets."""
+        self.loop.advance(timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop on virtual time. Sockets and threads do not exist in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = 0
+        self.processes: list[Process] = []
+        self._turns_now = 0
+        jump = _Jump()
+        jump.loop = self
+        super().__init__(jump)
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self.now
+
+    def advance(self, timeout: float | None) -> None:
+        """Called once a turn with how long the next timer is away."""
+        self.turns += 1
+        if timeout is None:
+            raise Deadlock(f"at {self.now:.3f} s everybody waits for somebody")
+        if timeout > 0:
+            self.now += timeout
+            self._turns_now = 0
+            return
+        self._turns_now += 1
+        if self._turns_now > MAX_TURNS_AT_ONCE:
+            raise Livelock(f"{MAX_TURNS_AT_ONCE} turns at {self.now:.3f} s")
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As ever, but a step of a process that is dead or paused does not run."""
+        step = _step(callback, args, context)
+        if step is None:
+            return super().call_soon(callback, *args, context=context)
+        step.handle = super().call_soon(step, context=step.context)
+        return step.handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As ever, but a step of a process that is dead or paused does not run."""
+        step = _step(callback, args, context)
+        if step is None:
+            return super().call_at(when, callback, *args, context=context)
+        handle = super().call_at(when, step, context=step.context)
+        step.handle = handle
+        return handle
+
+
+def _step(callback: Any, args: Any, context: Context | None) -> _Step | None:
+    if isinstance(callback, _Step) or getattr(callback, "__func__", None) is _Step.again:
+        return None
+    process = PROCESS.get() if context is None else context.get(PROCESS)
+    if process is None:
+        return None
+    return _Step(process, callback, args, context if context is not None else copy_context())
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, on_unseen: Callable[[str], None]) -> VirtualLoop:
+    """Run to the end on a fresh virtual loop; what killed processes left is unwound afterwards, unseen by anybody."""
+    loop = VirtualLoop()
+    loop.set_exception_handler(lambda _, context: on_unseen(_unseen(context)))
+    try:
+        loop.run_until_complete(main())
+    finally:
+        _unwind(loop)
+        loop.close()
+    return loop
+
+
+def _unseen(context: dict[str, Any]) -> str:
+    return f"{context.get('message')}: {context.get('exception')!r}"
+
+
+def _unwind(loop: VirtualLoop) -> None:
+    """Let every task end, the dead ones' too: a coroutine that is thrown away would run its `finally` at any time."""
+    loop.set_exception_handler(lambda *_: None)
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    for task in tasks:
+        task.cancel()
+    for process in loop.processes:
+        process.dead = process.paused = False
+        process.unwind(loop)
+    for _ in range(UNWIND_TRIES):  # a task may need a second word: its `finally` waits for something that is gone
+        if not tasks:
+            return
+        done = asyncio.gather(*tasks, return_exceptions=True)
+        done.add_done_callback(lambda _: loop.stop())
+        giving_up = loop.call_at(loop.time() + UNWIND_S, loop.stop)
+        loop.run_forever()
+        giving_up.cancel()
+        tasks = [task for task in tasks if not task.done()]
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,220 @@
+"""Connections of simulated processes: the memory broker behind latency, delays, doubles and lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from berth.sim.loop import Process
+from berth.sim.plan import Rates
+from berth.sim.story import Story
+from bus.contracts.catalogue import QueueRow
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import BusUnavailable, Delivery, Outgoing, Subscription, Transport
+
+T = TypeVar("T")
+
+LATENCY_S = 0.0004
+# Setting up waits for a connection that is away, as `bus.rabbitmq` does.
+SETUP_PATIENCE_S = 20.0
+SETUP_WAIT_S = 0.2
+# A connection that broke comes back after this long at most.
+REPAIR_S = 2.0
+
+
+class Weather:
+    """What may hit a message now. `calm` ends all of it."""
+
+    def __init__(self, rates: Rates, rng: random.Random) -> None:
+        self.rates = rates
+        self._rng = rng
+
+    def calm(self) -> None:
+        """No more faults."""
+        self.rates = Rates()
+
+    def strikes(self, rate: float) -> bool:
+        """Whether it happens this time."""
+        return rate > 0 and self._rng.random() < rate
+
+    def latency(self) -> float:
+        """How long one message takes to the broker, or from it: in good weather none overtakes another."""
+        return LATENCY_S + (self._rng.uniform(0.0, self.rates.delay_s) if self.strikes(self.rates.delay) else 0.0)
+
+    def between(self, low: float, high: float) -> float:
+        """Some time."""
+        return self._rng.uniform(low, high)
+
+
+class Broker(MemoryBroker):
+    """A memory broker whose every message is an event of the story."""
+
+    bus = ""
+    story: Story
+    on_message: Callable[[str, Outgoing], None] | None = None
+
+    def route(self, message: Outgoing, died: str = "") -> None:
+        """Put a message into its queues."""
+        what = "dead" if died else "message"
+        self.story.tell(what, f"{self.bus} {message.exchange} {message.routing_key}", message.body)
+        super().route(message, died)
+        if self.on_message is not None and not died:
+            self.on_message(self.bus, message)
+
+
+class SimTransport:
+    """One connection of one process. While it is cut nothing goes through, and the broker takes back what it held."""
+
+    def __init__(self, broker: Broker, process: Process, weather: Weather, story: Story) -> None:
+        inner = broker.transport(process.name)
+        assert isinstance(inner, MemoryTransport)
+        self.name = process.name
+        self.slow_s = 0.0
+        self._inner = inner
+        self._broker = broker
+        self._process = process
+        self._weather = weather
+        self._story = story
+        self._life = 0  # rises with every loss: what is under way then is lost
+
+    # --- faults
+
+    def cut(self, seconds: float) -> None:
+        """The connection breaks and is repaired after a while."""
+        if not self._inner.connected:
+            return
+        self._life += 1
+        self._story.tell("cut", f"{self.name} {self._broker.bus}")
+        self._inner.lose()
+        asyncio.get_running_loop().call_later(seconds, self._repair, context=self._broker.context)
+
+    def kill(self) -> None:
+        """The process is gone, and the broker has noticed."""
+        self._life += 1
+        self._inner.subscriptions.clear()
+        if self._inner in self._broker.transports:
+            self._broker.transports.remove(self._inner)
+        self._inner.lose()
+
+    def _repair(self) -> None:
+        if self._inner in self._broker.transports:
+            self._inner.reconnect_soon()
+
+    # --- the port
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be spoken to now."""
+        return self._inner.connected
+
+    async def open(self) -> None:
+        """Connect."""
+        await self._inner.open()
+
+    async def close(self) -> None:
+        """Close."""
+        self._life += 1
+        await self._inner.close()
+
+    async def declare_exchanges(self) -> None:
+        """Declare the exchanges."""
+        await self._lasting(self._inner.declare_exchanges)
+
+    async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
+        """Declare a queue."""
+        await self._lasting(lambda: self._inner.declare_queue(row, name, bindings))
+
+    async def declare_reply_queue(self, name: str) -> None:
+        """Declare a private queue."""
+        await self._lasting(lambda: self._inner.declare_reply_queue(name))
+
+    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+        """Bind to somebody else's exchange."""
+        await self._trip()
+        await self._inner.bind_foreign(queue, exchange, keys)
+
+    async def publish(self, message: Outgoing) -> None:
+        """To the broker and back with its confirm; either way may fail."""
+        weather, life = self._weather, await self._trip()
+        if weather.strikes(weather.rates.lost_before):
+            self.cut(weather.between(0.0, REPAIR_S))
+            raise BusUnavailable(f"{self.name}: lost before it was sent")
+        await self._inner.publish(message)
+        if weather.strikes(weather.rates.duplicate):
+            later = weather.between(0.0, weather.rates.delay_s)
+            asyncio.get_running_loop().call_later(later, self._again, message, context=self._broker.context)
+        if weather.strikes(weather.rates.lost_after):
+            self.cut(weather.between(0.0, REPAIR_S))
+        await asyncio.sleep(weather.latency())
+        if self._life != life:
+            raise BusUnavailable(f"{self.name}: lost before the confirm")
+
+    def _again(self, message: Outgoing) -> None:
+        """What a publisher does that never saw its confirm, whoever it is: the same message once more."""
+        try:
+            self._broker.route(message)
+        except Exception as error:  # nobody waits for this one
+            self._story.say("network", f"a double went nowhere: {error}")
+
+    async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
+        """Deliver after the latency of the way; a delay lets others overtake."""
+
+        def arrive(life: int, delivery: Delivery) -> None:
+            if life == self._life:  # otherwise it was lost on the way, and the broker has taken it back
+                on_delivery(delivery)
+
+        def leave(delivery: Delivery) -> None:
+            delay = self._weather.latency() + self.slow_s
+            loop = asyncio.get_running_loop()
+            loop.call_later(delay, arrive, self._life, delivery, context=self._process.context)
+
+        return await self._lasting(lambda: self._inner.consume(queue, leave, prefetch=prefetch))
+
+    async def get(self, queue: str) -> Delivery | None:
+        """Take one message."""
+        await self._trip()
+        return await self._inner.get(queue)
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready."""
+        await self._trip()
+        return await self._inner.depth(queue)
+
+    async def purge(self, queue: str) -> int:
+        """Drop what is ready."""
+        await self._trip()
+        return await self._inner.purge(queue)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called in the process, when the connection is back."""
+
+        def call() -> None:
+            asyncio.get_running_loop().call_soon(callback, context=self._process.context)
+
+        self._inner.on_reconnect(call)
+
+    async def _lasting(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Setting up outlives a lost connection, as with RabbitMQ, within its patience."""
+        until = asyncio.get_running_loop().time() + SETUP_PATIENCE_S
+        while True:
+            try:
+                await self._trip()
+                return await work()
+            except BusUnavailable:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                await asyncio.sleep(SETUP_WAIT_S)
+
+    async def _trip(self) -> int:
+        life = self._life
+        await asyncio.sleep(self._weather.latency() + self.slow_s)
+        if life != self._life or not self._inner.connected:
+            raise BusUnavailable(f"{self.name}: not connected")
+        return life
+
+
+def as_transport(transport: SimTransport) -> Transport:
+    """The same, seen as the port (checked by mypy here, once)."""
+    return transport

@@ -1,0 +1,159 @@
+"""One run: start everything, load and break it, stop breaking it, and see that it comes to rest within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from msgspec import Struct
+
+from berth.sim import loop as virtual
+from berth.sim.load import Chaos, Client, Operator
+from berth.sim.plan import LOAD_S, Act, Plan, plan_of
+from berth.sim.rest import unsettled
+from berth.sim.story import Story
+from berth.sim.watch import Breach
+from berth.sim.world import World
+from bus.contracts.catalogue import RETRY_S
+
+# Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
+# that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.
+REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
+POLL_S = 1.0
+# Rest must last: reconciliation goes on, and must find nothing to do.
+STILL_S = 45.0
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """How one run ended. breach: the invariant's name, "" when all hold. rest_s: from the last fault to rest."""
+
+    seed: int
+    breach: str
+    detail: str
+    digest: str
+    virtual_s: float
+    rest_s: float
+    turns: int
+    requests: int
+    counts: Mapping[str, int]
+    lines: tuple[str, ...] = ()
+    states: Mapping[str, int] = {}
+
+
+def simulate(seed: int, *, keep: bool = False) -> Result:
+    """Run one seed."""
+    return run(plan_of(seed), keep=keep)
+
+
+def run(plan: Plan, *, keep: bool = False) -> Result:
+    """Run one plan to its end or to the first breach."""
+    story = Story(keep=keep)
+    runner = _Runner(plan, story)
+    # What libraries draw from the process's own generator (tenacity's waits) is part of the seed too.
+    random.seed(f"berth.sim.global {plan.seed}")
+    breach: Breach | None = None
+    try:
+        done = virtual.run(runner.main, on_unseen=lambda words: story.say("unseen", words))
+        turns, now = done.turns, done.now
+    except Breach as found:
+        breach, turns, now = found, 0, runner.now
+    except (virtual.Deadlock, virtual.Livelock) as found:
+        breach, turns, now = Breach(type(found).__name__.lower(), str(found)), 0, runner.now
+    return Result(
+        seed=plan.seed,
+        breach=breach.name if breach else "",
+        detail=breach.detail if breach else "",
+        digest=story.digest,
+        virtual_s=now,
+        rest_s=runner.rest_s,
+        turns=turns,
+        requests=sum(order.act is Act.BUILD for order in plan.orders),
+        counts=dict(sorted(story.counts.items())),
+        lines=tuple(story.lines),
+        states=runner.states,
+    )
+
+
+class _Runner:
+    def __init__(self, plan: Plan, story: Story) -> None:
+        self._plan = plan
+        self._story = story
+        self.rest_s = 0.0
+        self.now = 0.0
+        self.states: dict[str, int] = {}
+
+    async def main(self) -> None:
+        running = asyncio.get_running_loop()
+        self._story.now = running.time
+        self._world = world = World(self._plan, self._story)
+        self._client = Client(world)
+        work = asyncio.create_task(self._work(), name="the run")
+        try:
+            await asyncio.wait([work, world.breach], return_when=asyncio.FIRST_COMPLETED)
+            if world.breach.done():
+                await world.breach
+            await work
+        finally:
+            self.now = running.time()
+            world.over = True  # what ends from now on is being unwound
+            work.cancel()
+
+    async def _work(self) -> None:
+        plan, world = self._plan, self._world
+        late = {f"compute-{order.service}" for order in plan.orders if order.act is Act.LATE}
+        for name in plan.processes:
+            if name not in late:
+                world.start(name)
+        await self._client.open()
+        operator, chaos = Operator(world), Chaos(world)
+        doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
+        for order in plan.orders:
+            who = self._client if order.act in (Act.BUILD, Act.REPEAT, Act.DELETE) else operator
+            doing.append((order.at, partial(who.order, order)))
+        doing += [(blow.at, partial(chaos.blow, blow)) for blow in plan.blows]
+        tasks: list[asyncio.Task[None]] = []
+        loop = asyncio.get_running_loop()
+        for at, begin in sorted(doing, key=lambda one: one[0]):
+            await asyncio.sleep(max(0.0, at - loop.time()))
+            tasks.append(begin())
+        await asyncio.sleep(max(0.0, LOAD_S - loop.time()))
+        world.weather.calm()
+        self._story.tell("calm")
+        await self._rest(tasks)
+
+    async def _rest(self, tasks: list[asyncio.Task[None]]) -> None:
+        """All settled within the bound, and still so after a while."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        quiet_since: float | None = None
+        while True:
+            found = self._open(tasks)
+            now = loop.time()
+            if found:
+                quiet_since = None
+                if now - begun > REST_S:
+                    name, _, detail = found[0].partition(": ")
+                    raise Breach(name, "; ".join([detail, *found[1:6]]))
+            else:
+                if quiet_since is None:
+                    quiet_since = now
+                    self.rest_s = now - begun
+                if now - quiet_since >= STILL_S:
+                    self._last_words()
+                    return
+            await asyncio.sleep(POLL_S)
+
+    def _open(self, tasks: list[asyncio.Task[None]]) -> list[str]:
+        """What is not settled yet, one line each: the first word names the invariant."""
+        for task in tasks:
+            if task.done():
+                task.result()
+        found = [f"liveness: {task.get_name()} is under way" for task in tasks if not task.done()]
+        return found + unsettled(self._world, list(self._client.confirmed), self._client.deleted)
+
+    def _last_words(self) -> None:
+        for standing in self._world.builds.standings.values():
+            self.states[standing.state.value] = self.states.get(standing.state.value, 0) + 1
+        self._story.tell("rest", " ".join(f"{state}={count}" for state, count in sorted(self.states.items())))

@@ -1,0 +1,40 @@
+"""What happened in a run: a digest of every event, and on demand the events themselves, in words."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from typing import Any
+
+# Lines kept for the story of a run; a longer one keeps its end, where the breach is.
+MAX_LINES = 200_000
+
+
+class Story:
+    """The event log. `tell` is for what both replays must agree on; `say` for people only (logs, notes)."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self.keep = keep
+        self.lines: deque[str] = deque(maxlen=MAX_LINES)
+        self.counts: Counter[str] = Counter()
+        self.now: Any = lambda: 0.0
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def tell(self, what: str, detail: str = "", body: bytes = b"") -> None:
+        """One event of the simulated world."""
+        self.counts[what] += 1
+        at = self.now()
+        self._hash.update(f"{at:.9f} {what} {detail} ".encode())
+        self._hash.update(body)
+        if self.keep:
+            self.lines.append(f"{at:10.4f}  {what:<10} {detail}  {body[:300].decode(errors='replace')}".rstrip())
+
+    def say(self, who: str, words: str) -> None:
+        """Something a worker logged."""
+        if self.keep:
+            self.lines.append(f"{self.now():10.4f}  {who:<10} {words}")
+
+    @property
+    def digest(self) -> str:
+        """Of every event so far: equal digests mean equal runs."""
+        return self._hash.hexdigest()

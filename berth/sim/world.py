@@ -1,0 +1,312 @@
+"""The simulated world of one plan: brokers, databases and machines that outlive the processes, and the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+import cell_conductor.app
+import compute_sim.app
+import placement_worker.app
+import scheduler_worker.app
+from berth.sim.loop import PROCESS, Process
+from berth.sim.network import Broker, SimTransport, Weather
+from berth.sim.plan import SIZES, Cell, Plan
+from berth.sim.story import Story
+from berth.sim.watch import BookWatch, Breach, Listener
+from bus.bus import API
+from bus.contracts.base import tag_of
+from bus.contracts.build import BuildEvent
+from bus.faults import DatabaseUnavailable, Transient
+from bus.port import BusUnavailable, Outgoing
+from bus.service.environment import Environment
+from bus.service.memory_database import MemoryDatabase, Session
+from bus.service.service import Service
+from bus.wire import BATCH
+from cell_conductor.config import ConductorConfig
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from compute_sim.config import ComputeConfig
+from compute_sim.fleet import Fleet
+from placement_worker.config import PlacementConfig
+from placement_worker.replica.book import Book
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+
+log = structlog.get_logger("sim")
+
+EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
+STATEMENT_S = 0.0005
+BUILD_TIMEOUT_S = 20.0
+RESTART_S = 0.5  # a supervisor starts what died by itself after this
+
+PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=20.0, feed_keep=1000, cell_wait_s=1.0)
+CONDUCTOR = ConductorConfig(
+    ask_timeout_s=3.0,
+    ask_again_s=5.0,
+    destroy_again_s=10.0,
+    report_grace_s=10.0,
+    report_every_s=30.0,
+    sweep_every_s=1.0,
+)
+
+EVENT_TAG = tag_of(BuildEvent)
+
+
+class _Item(Struct):
+    body: msgspec.Raw
+
+
+class _Tagged(Struct):
+    type: str = ""
+
+
+_event = msgspec.json.Decoder(BuildEvent)
+_items = msgspec.json.Decoder(list[_Item])
+_tagged = msgspec.json.Decoder(_Tagged)
+
+
+class SimClock:
+    """A process's clock: virtual time, with its own error on the wall."""
+
+    def __init__(self, skew_s: float = 0.0) -> None:
+        self.skew_s = skew_s
+
+    def time(self) -> float:
+        """Seconds since the epoch, as this process believes."""
+        return EPOCH + asyncio.get_running_loop().time() + self.skew_s
+
+    def monotonic(self) -> float:
+        """Virtual seconds."""
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait in virtual time."""
+        await asyncio.sleep(seconds)
+
+
+class Life(Struct):
+    """One life of one process: from a start to its end."""
+
+    process: Process
+    service: Service
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+    transports: list[SimTransport]
+    sessions: list[Session]
+    book: Book | None = None
+
+
+class World:
+    """Everything of one run but the load on it."""
+
+    def __init__(self, plan: Plan, story: Story) -> None:
+        self.plan = plan
+        self.story = story
+        self.rng = random.Random(f"berth.sim.world {plan.seed}")
+        self.weather = Weather(plan.rates, random.Random(f"berth.sim.weather {plan.seed}"))
+        self.clock = SimClock()
+        self.listener = Listener()
+        self.breach: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.brokers = {name: self._broker(name) for name in (API, *(cell.name for cell in plan.cells))}
+        self.book = MemoryBookTable(self.clock)
+        self.builds = MemoryBuildTable(self.clock)
+        self.cells = {cell.name: MemoryInstanceTable(self.clock) for cell in plan.cells}
+        self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
+        self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
+        self.away: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
+        self.fleets: dict[str, Fleet] = {}
+        self.lives: dict[str, Life] = {}
+        self.counts: dict[str, int] = {}
+        self.connections: dict[tuple[str, str], None] = {}  # (process, bus): who ever connected to what
+        self.expected_down: set[str] = set()
+        self.over = False
+        watch = BookWatch(self.book)
+        for name, table in self.schemas.items():
+            table.on_commit.append(partial(self._committed, name, watch if name == "placement" else None))
+        for cell in plan.cells:
+            for number, (service, hosts) in enumerate(cell.services):
+                self.fleets[service] = Fleet.planned(self._compute(number, hosts), cell.name, service)
+
+    # --- processes
+
+    def start(self, name: str) -> Life:
+        """Start a process, or start it again."""
+        count = self.counts[name] = self.counts.get(name, 0) + 1
+        process = Process(name)
+        transports: list[SimTransport] = []
+        sessions: list[Session] = []
+        seed = f"{self.plan.seed} {name} {count}"
+        skew_s = random.Random(f"berth.sim.skew {self.plan.seed} {name}").uniform(-1, 1) * self.plan.skew_s
+
+        def transport(bus: str) -> SimTransport:
+            self.connections[name, bus] = None
+            transports.append(SimTransport(self.brokers[bus], process, self.weather, self.story))
+            return transports[-1]
+
+        environment = Environment(
+            f"{name}-{count}",
+            transports=transport,
+            cells=tuple(self.cells),
+            clock=SimClock(skew_s),
+            rng=random.Random(seed),
+        )
+
+        def session(schema: str) -> Session:
+            pause = partial(self._pause, schema, random.Random(f"{seed} {schema}"), transports)
+            sessions.append(self.schemas[schema].session(pause))
+            return sessions[-1]
+
+        stop = asyncio.Event()
+        book = Book() if name.startswith("scheduler") else None
+        service = self._build(name, environment, session, book)
+        self.story.tell("start", f"{name} {count}")
+        task = process.spawn(service.run(stop), name)
+        life = Life(process, service, stop, task, transports, sessions, book)
+        self.lives[name] = life
+        task.add_done_callback(partial(self._ended, name, life))
+        return life
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: none of its code runs any more; brokers and databases notice."""
+        life = self.lives.pop(name, None)
+        if life is None:
+            return
+        self.story.tell("kill", name)
+        life.process.dead = True
+        for transport in life.transports:
+            transport.kill()
+        for session in life.sessions:
+            session.cut()
+
+    async def stop(self, name: str) -> None:
+        """SIGTERM, and wait for its end."""
+        life = self.lives.get(name)
+        if life is not None:
+            self.story.tell("stop", name)
+            life.stop.set()
+            await asyncio.wait([life.task])
+            self.lives.pop(name, None)
+
+    def _ended(self, name: str, life: Life, task: asyncio.Task[None]) -> None:
+        """A process that nobody stopped has ended: a defect, unless what it needs to start was away for too long."""
+        if life.stop.is_set() and not task.cancelled() and task.exception() is None:
+            return
+        if self.over or life.process.dead or self.lives.get(name) is not life:
+            return
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, BusUnavailable | Transient):
+            self.kill(name)
+            asyncio.get_running_loop().call_later(RESTART_S, self._supervise, name)
+            return
+        self.fail(Breach("worker_died", f"{name}: {type(error).__name__}: {error}"))
+
+    def _supervise(self, name: str) -> None:
+        if not self.over and name not in self.lives and name not in self.expected_down:
+            self.start(name)
+
+    def fail(self, breach: Breach) -> None:
+        """An invariant is broken: the run ends here."""
+        self.story.tell("breach", str(breach))
+        if not self.breach.done():
+            self.breach.set_exception(breach)
+            self.breach.exception()
+
+    # --- wiring
+
+    def _build(self, name: str, env: Environment, session: Callable[[str], Session], book: Book | None) -> Service:
+        cells = list(self.cells)
+        kind, _, rest = name.partition("-")
+        if kind == "conductor":
+            cell = rest.rpartition("-")[0]
+            return cell_conductor.app.build(env, CONDUCTOR, cell, store=MemoryInstances(session(f"cell_{cell}")))
+        if kind == "compute":
+            (where,) = [cell for cell in self.plan.cells if rest in dict(cell.services)]
+            number = list(dict(where.services)).index(rest)
+            config = self._compute(number, dict(where.services)[rest])
+            return compute_sim.app.build(env, config, where.name, rest, fleet=self.fleets[rest])
+        if kind.startswith("scheduler"):
+            config_of = SchedulerConfig(host_subset_size=self.plan.subset, build_timeout_s=BUILD_TIMEOUT_S)
+            store = MemoryBuilds(session("scheduler"))
+            return scheduler_worker.app.build(env, config_of, cells, store=store, book=book)
+        return placement_worker.app.build(env, PLACEMENT, cells, store=MemoryBook(session("placement")))
+
+    def _compute(self, number: int, hosts: int) -> ComputeConfig:
+        turned = SIZES[number % len(SIZES) :] + SIZES[: number % len(SIZES)]
+        return ComputeConfig(
+            hosts=hosts,
+            sizes=turned,
+            gpu_share=0.5,
+            numa_share=self.plan.numa_share,
+            seed=self.plan.seed,
+            faults=self.plan.computes,
+            heartbeat_s=2.0,
+            report_s=25.0,
+            build_limit_s=3600.0,
+        )
+
+    def _broker(self, name: str) -> Broker:
+        broker = Broker(self.clock)
+        broker.bus = name
+        broker.story = self.story
+        broker.on_message = self._said
+        return broker
+
+    # --- what everybody meets
+
+    async def _pause(self, schema: str, rng: random.Random, transports: list[SimTransport], point: str) -> None:
+        """One statement of one process: its latency, and what may go wrong with it."""
+        slow_s = max((transport.slow_s for transport in transports), default=0.0)
+        await asyncio.sleep(STATEMENT_S * (0.5 + rng.random()) + slow_s)
+        if self.away.get(schema):
+            raise DatabaseUnavailable(f"{schema} is away")
+        rates, strikes = self.weather.rates, self.weather.strikes
+        if point == "statement":
+            if strikes(rates.conflict):
+                self._hit(schema, "conflict")
+                raise Transient("could not serialize access", code="database.serialization")
+            if strikes(rates.store_lost):
+                self._hit(schema, "lost")
+                raise DatabaseUnavailable("the connection was lost")
+        elif strikes(rates.commit_lost_before if point == "commit" else rates.commit_lost_after):
+            self._hit(schema, f"lost {'before' if point == 'commit' else 'after'} commit")
+            raise DatabaseUnavailable(f"the connection was lost at the {point}")
+
+    def _hit(self, schema: str, what: str) -> None:
+        process = PROCESS.get()
+        self.story.tell("store", f"{schema} {process.name if process else ''} {what}")
+
+    def _committed(self, schema: str, watch: BookWatch | None) -> None:
+        self.story.tell("commit", schema)
+        if watch is not None:
+            try:
+                watch()
+            except Breach as breach:
+                self.fail(breach)
+
+    def _said(self, bus: str, message: Outgoing) -> None:
+        """Every message on every bus."""
+        batch = message.content_type == BATCH
+        for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
+            tag = _tagged.decode(body).type
+            self.listener.message(bus, message.exchange, message.routing_key, tag)
+            if bus == API and tag == EVENT_TAG:
+                try:
+                    self.listener.event(_event.decode(body))
+                except Breach as breach:
+                    self.fail(breach)
+
+    def cell_of(self, service: str) -> Cell:
+        """The cell of a compute service."""
+        return next(cell for cell in self.plan.cells if service in dict(cell.services))
+
+    @property
+    def replicas(self) -> Mapping[str, Book]:
+        """The replicas of the schedulers that run."""
+        return {name: life.book for name, life in self.lives.items() if life.book is not None}

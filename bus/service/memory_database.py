@@ -1,0 +1,275 @@
+"""What the in-memory stores share: transactions with row locks, an outbox, handled messages, and planned faults.
+
+It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, who
+waits in a circle is told so, what is written becomes visible all at once at the commit, and a connection that is lost
+leaves nothing behind that was not committed. One process, one event loop; several `Session`s share a `MemoryDatabase`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.faults import DatabaseUnavailable, Transient
+from bus.outbox import Addressed, encode_row
+
+LOCK_TIMEOUT_S = 25.0  # as bus.service.database: the server gives a waiting statement up after this
+
+# Called at each statement ("statement"), before ("commit") and after ("committed") each commit: it may wait, and it may
+# raise what a database raises there.
+Pause = Callable[[str], Awaitable[None]]
+
+
+async def turn(_: str) -> None:
+    """The quiet pause: one turn of the loop, so that what can interleave does."""
+    await asyncio.sleep(0)
+
+
+class Row(Struct):
+    """One outbox row."""
+
+    body: bytes
+    taken_at: float
+
+
+class _Lock:
+    __slots__ = ("owner", "waiting")
+
+    def __init__(self, owner: Transaction) -> None:
+        self.owner = owner
+        self.waiting: deque[tuple[Transaction, asyncio.Future[None]]] = deque()
+
+
+class MemoryDatabase:
+    """The server's side of one schema: committed rows and locks. It outlives the processes that use it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.outbox: dict[int, Row] = {}
+        self.handled: dict[tuple[str, str], float] = {}
+        self.deadlocks = 0
+        self.commits = 0
+        self.on_commit: list[Callable[[], None]] = []
+        self._locks: dict[Hashable, _Lock] = {}
+        self._last_row = 0
+
+    def session(self, pause: Pause = turn) -> Session:
+        """One process's connections to this database."""
+        return Session(self, pause)
+
+    def next_row(self) -> int:
+        """A new outbox row's id: drawn like a sequence, so one that is rolled back leaves a hole."""
+        self._last_row += 1
+        return self._last_row
+
+    def is_locked(self, key: Hashable) -> bool:
+        """Whether somebody holds this row."""
+        return key in self._locks
+
+    async def acquire(self, transaction: Transaction, key: Hashable) -> None:
+        """Lock a row for a transaction; raises Transient for a circle, and when it takes too long."""
+        lock = self._locks.get(key)
+        if lock is None:
+            self._locks[key] = _Lock(transaction)
+            return
+        if lock.owner is transaction:
+            return
+        if self._is_circle(transaction, lock):
+            self.deadlocks += 1
+            raise Transient(f"deadlock at {key}", code="database.deadlock")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        lock.waiting.append((transaction, future))
+        transaction.waits_for = lock
+        try:
+            async with asyncio.timeout(LOCK_TIMEOUT_S):
+                await future
+        except TimeoutError:
+            raise Transient(f"waited too long for {key}", code="database.timeout") from None
+        finally:
+            transaction.waits_for = None
+            lock.waiting = deque(waiter for waiter in lock.waiting if waiter[1] is not future)
+
+    def release(self, transaction: Transaction, keys: Iterable[Hashable]) -> None:
+        """Hand rows on to whoever waits longest."""
+        for key in keys:
+            lock = self._locks.get(key)
+            if lock is None or lock.owner is not transaction:
+                continue
+            while lock.waiting and (lock.waiting[0][1].done() or lock.waiting[0][0].ended):
+                lock.waiting.popleft()
+            if lock.waiting:
+                lock.owner, future = lock.waiting.popleft()
+                lock.owner.held[key] = None
+                future.set_result(None)
+            else:
+                del self._locks[key]
+
+    @staticmethod
+    def _is_circle(asking: Transaction, lock: _Lock) -> bool:
+        seen: _Lock | None = lock
+        while seen is not None:
+            if seen.owner is asking:
+                return True
+            seen = seen.owner.waits_for
+        return False
+
+
+class Transaction:
+    """One transaction: it locks, promises writes, and all of them happen at its commit or none."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._database = session.database
+        self._writes: list[Callable[[], None]] = []
+        self.held: dict[Hashable, None] = {}
+        self.waits_for: _Lock | None = None
+        self.ended = False
+
+    async def statement(self) -> None:
+        """One round trip to the server, in which others get on."""
+        await self._session.pause("statement")
+        self._check()
+
+    async def lock(self, keys: Iterable[Hashable]) -> None:
+        """Lock rows in the order given, each until the end."""
+        for key in keys:
+            await self._database.acquire(self, key)
+            self._check()
+            self.held[key] = None
+
+    def will(self, write: Callable[[], None]) -> None:
+        """Do this at the commit."""
+        self._writes.append(write)
+
+    def is_free(self, key: Hashable) -> bool:
+        """Whether nobody else holds this row (for SKIP LOCKED)."""
+        return key in self.held or not self._database.is_locked(key)
+
+    async def first_time(self, handler: str, message_ids: Iterable[str]) -> set[str]:
+        """Record message ids as handled by this transaction; returns those not seen before."""
+        await self.statement()
+        ids = sorted(set(message_ids))
+        # Also those on record: who inserts what another transaction is inserting waits for its end.
+        await self.lock([("handled", handler, one) for one in ids])
+        handled, now = self._database.handled, self._database.clock.time()
+        fresh = {one for one in ids if (handler, one) not in handled}
+        self.will(lambda: handled.update({(handler, one): now for one in sorted(fresh)}))
+        return fresh
+
+    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+        """Put messages into the outbox; returns the row's id, None when there are none."""
+        if not outgoing:
+            return None
+        await self.statement()
+        row_id, row = self._database.next_row(), Row(encode_row(outgoing), self._database.clock.time())
+        self.will(lambda: self._database.outbox.update({row_id: row}))
+        return row_id
+
+    async def commit(self) -> None:
+        """All writes at once. Raises DatabaseUnavailable when the connection is lost before or after it."""
+        await self._session.pause("commit")
+        self._check()
+        for write in self._writes:
+            write()
+        self._database.commits += 1
+        if self._writes:
+            for listener in self._database.on_commit:
+                listener()
+        self.end()
+        await self._session.pause("committed")
+
+    def end(self) -> None:
+        """Give the rows back; what was promised and not committed is forgotten."""
+        if self.ended:
+            return
+        self.ended = True
+        self._writes = []
+        self._session.transactions.pop(self, None)
+        self._database.release(self, list(self.held))
+
+    def _check(self) -> None:
+        if self.ended:
+            raise DatabaseUnavailable("the connection was lost")
+
+
+class Session:
+    """One process's connections."""
+
+    def __init__(self, database: MemoryDatabase, pause: Pause) -> None:
+        self.database = database
+        self.pause = pause
+        self.transactions: dict[Transaction, None] = {}
+
+    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+        """Commits at the end, rolls back on an exception."""
+        return self._transaction()
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Transaction]:
+        transaction = Transaction(self)
+        self.transactions[transaction] = None
+        try:
+            await transaction.statement()  # BEGIN; a pool that has no connection is found out here
+            yield transaction
+            await transaction.commit()
+        finally:
+            transaction.end()
+
+    def cut(self) -> None:
+        """The connections are lost: whatever has not committed never happened."""
+        for transaction in list(self.transactions):
+            transaction.end()
+
+
+class MemoryRows:
+    """The outbox of a MemoryDatabase, for a relay."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        """Delete rows whose messages are confirmed."""
+        outbox, gone = self._session.database.outbox, list(row_ids)
+        async with self._session.transaction() as transaction:
+            transaction.will(lambda: _drop(outbox, gone))
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id; taking one makes it young again."""
+        database = self._session.database
+        async with self._session.transaction() as transaction:
+            now = database.clock.time()
+            old = [
+                one
+                for one, row in sorted(database.outbox.items())
+                if row.taken_at < now - age_s and transaction.is_free(("outbox", one))
+            ][:limit]
+            await transaction.lock([("outbox", one) for one in old])
+            for one in old:
+                transaction.will(partial(_renew, database.outbox, one, now))
+            return [(one, database.outbox[one].body) for one in old]
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None:
+        """Drop old records of handled messages."""
+        database = self._session.database
+        async with self._session.transaction() as transaction:
+            before = database.clock.time() - keep_s
+            old = [key for key, at in database.handled.items() if at < before][:limit]
+            transaction.will(lambda: _drop(database.handled, old))
+
+
+def _drop(rows: dict[Any, Any], keys: Iterable[Hashable]) -> None:
+    for key in keys:
+        rows.pop(key, None)
+
+
+def _renew(outbox: dict[int, Row], row_id: int, now: float) -> None:
+    row = outbox.get(row_id)
+    if row is not None:
+        row.taken_at = now

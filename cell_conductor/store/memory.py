@@ -1,0 +1,120 @@
+"""Instances in memory: for simulation and tests. It passes the same suite as PostgreSQL (tests/contract)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from bus.outbox import Addressed
+from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from cell_conductor.domain.instance import Instance, State
+
+from .port import Brief, StaleWrite
+
+HANDLER = "conductor"
+
+
+class MemoryInstanceTable(MemoryDatabase):
+    """The committed instances of one cell; it outlives the conductors."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.instances: dict[str, Instance] = {}
+
+
+class MemoryTransaction:
+    """One transaction."""
+
+    def __init__(self, table: MemoryInstanceTable, transaction: Transaction) -> None:
+        self._table = table
+        self._transaction = transaction
+
+    async def first_time(self, message_ids: Sequence[str]) -> set[str]:
+        """Record handled messages; those not seen before."""
+        return await self._transaction.first_time(HANDLER, message_ids)
+
+    async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
+        """The instances on record among these, locked until the end."""
+        await self._transaction.statement()
+        instances = self._table.instances
+        found = [uuid for uuid in sorted(set(uuids)) if uuid in instances]
+        await self._transaction.lock([("instance", uuid) for uuid in found])
+        return {uuid: instances[uuid] for uuid in found}
+
+    async def lock_due(self, now: float, limit: int) -> list[Instance]:
+        """Instances whose deadline has passed, oldest first, locked, without waiting for anybody."""
+        await self._transaction.statement()
+        due = sorted(
+            (instance.deadline, uuid)
+            for uuid, instance in self._table.instances.items()
+            if instance.deadline is not None
+            and instance.deadline <= now
+            and self._transaction.is_free(("instance", uuid))
+        )[:limit]
+        await self._transaction.lock([("instance", uuid) for _, uuid in due])
+        return [self._table.instances[uuid] for _, uuid in due]
+
+    async def insert(self, instances: Sequence[Instance]) -> None:
+        """Record new instances. Raises StaleWrite when one is on record meanwhile."""
+        if not instances:
+            return
+        await self._transaction.statement()
+        ordered = sorted(instances, key=lambda instance: instance.uuid)
+        await self._transaction.lock([("instance", instance.uuid) for instance in ordered])
+        if any(instance.uuid in self._table.instances for instance in ordered):
+            raise StaleWrite
+        self._write(ordered)
+
+    async def update(self, instances: Sequence[Instance]) -> None:
+        """Record what became of locked instances."""
+        if instances:
+            await self._transaction.statement()
+            self._write(instances)
+
+    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+        """Put messages into the outbox; the row for the relay."""
+        return await self._transaction.send_later(outgoing)
+
+    def _write(self, instances: Sequence[Instance]) -> None:
+        rows = {instance.uuid: instance for instance in instances}
+        self._transaction.will(lambda: self._table.instances.update(rows))
+
+
+class MemoryInstances:
+    """One conductor's view of a cell's instances."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.database, MemoryInstanceTable)
+        self._table = session.database
+        self._session = session
+        self.outbox = MemoryRows(session)
+        self.ready = False
+
+    async def open(self) -> None:
+        """Nothing to migrate."""
+        self.ready = True
+
+    async def close(self) -> None:
+        """The connections go; the rows stay."""
+        self.ready = False
+        self._session.cut()
+
+    def transaction(self) -> AbstractAsyncContextManager[MemoryTransaction]:
+        """Commits at the end, rolls back on an exception."""
+        return self._transaction()
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
+        async with self._session.transaction() as transaction:
+            yield MemoryTransaction(self._table, transaction)
+
+    async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
+        """What should be on these hosts, and these instances whatever they are."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
+            return [
+                Brief(i.uuid, i.state, i.host_uuid, i.attempt, i.since)
+                for i in self._table.instances.values()
+                if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
+            ]

@@ -1,0 +1,321 @@
+"""The book in memory: for simulation and tests. It passes the same suite as PostgreSQL (tests/contract).
+
+The decisions are the same pure functions; only rows, locks and commits are here. The order of locks is PostgreSQL's:
+one writer of trees, consumers by uuid, providers by number, the feed's counter last.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import os_traits
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.placement import (
+    Change,
+    ChangesPage,
+    Claim,
+    InventoryResult,
+    InventoryUpdate,
+    Release,
+    SnapshotPage,
+)
+from bus.faults import BrokenInvariant
+from bus.service.memory_database import MemoryDatabase, Session, Transaction
+from placement_worker.domain.claims import Decision, changes_of, decide
+from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
+from placement_worker.domain.reports import changes_of as changes_of_reports
+from placement_worker.domain.reports import flaw, plan
+from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, state_of
+from placement_worker.store.claims import providers_of, reply
+from placement_worker.store.group import Group, Key, Source
+from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
+
+TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
+
+
+class Kept(Struct):
+    """A consumer's row; `released_at` when it is only a fence."""
+
+    consumer: Consumer
+    released_at: float | None
+
+
+class MemoryBookTable(MemoryDatabase):
+    """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.providers: dict[str, Provider] = {}
+        self.numbers: dict[str, int] = {}
+        self.consumers: dict[str, Kept] = {}
+        self.sources: dict[Key, Source] = {}
+        self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
+        self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
+        self.changes: list[Change] = []  # kept ones, in order
+        self.head = 0
+        self.position = 0
+        self._next_number = 0
+
+    def number(self, uuid: str) -> int:
+        """The number of a provider, given when it is first seen."""
+        if uuid not in self.numbers:
+            self._next_number += 1
+            self.numbers[uuid] = self._next_number
+        return self.numbers[uuid]
+
+    def by_number(self, uuids: Sequence[str]) -> list[str]:
+        """Those that exist, in lock order."""
+        return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
+
+
+class MemoryBook:
+    """`PlacementStore` over a MemoryBookTable: one process's view of it."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.database, MemoryBookTable)
+        self._table = session.database
+        self._session = session
+        self.ready = False
+
+    async def open(self) -> None:
+        """Nothing to migrate."""
+        self.ready = True
+
+    async def close(self) -> None:
+        """The connections go; the rows stay."""
+        self.ready = False
+        self._session.cut()
+
+    # --- claims
+
+    async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
+        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
+        if not items:
+            return []
+        table = self._table
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([("consumer", uuid) for uuid in sorted(_consumers_of(items))])
+            consumers = {
+                uuid: table.consumers[uuid].consumer for uuid in _consumers_of(items) if uuid in table.consumers
+            }
+            providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
+            decision = decide(items, consumers, providers, table.classes)
+            await transaction.statement()
+            self._write(transaction, decision, table.clock.time())
+            sequence = await self._append(transaction, changes_of(decision))
+        return [reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
+
+    async def _lock_providers(self, transaction: Transaction, wanted: Sequence[str]) -> dict[str, ClaimedProvider]:
+        await transaction.statement()
+        await transaction.lock([("provider", uuid) for uuid in self._table.by_number(wanted)])
+        await transaction.statement()
+        return {uuid: _claimed(self._table.providers[uuid]) for uuid in self._table.by_number(wanted)}
+
+    def _write(self, transaction: Transaction, decision: Decision, now: float) -> None:
+        table = self._table
+        for uuid, used in decision.used.items():
+            for name, amount in used.items():
+                stock = table.providers[uuid].stocks.get(name)
+                before = table.providers[uuid].used.get(name, 0)
+                # The database's own guard (invariant 1): usage may not rise past capacity, whatever was decided.
+                if stock is None or (amount > stock.capacity and amount > before):
+                    raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
+
+        def write() -> None:
+            for uuid, consumer in decision.consumers.items():
+                if consumer is None:
+                    table.consumers.pop(uuid, None)
+                else:
+                    table.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
+            for uuid, generation in decision.generations.items():
+                provider = table.providers[uuid]
+                used = {**provider.used, **decision.used[uuid]}
+                table.providers[uuid] = replace(
+                    provider, generation=generation, used={name: amount for name, amount in used.items() if amount}
+                )
+
+        transaction.will(write)
+
+    # --- inventory
+
+    async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
+        """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
+        if not updates:
+            return []
+        table = self._table
+        await self._know_names(updates)
+        async with self._session.transaction() as transaction:
+            await transaction.lock([TREES])
+            await transaction.statement()
+            group = Group(updates, {key: table.sources[key] for key in _keys(updates) if key in table.sources})
+            group.refuse_flawed(table.traits)
+            group.sort_out_stale()
+            fresh = group.fresh()
+            planned = [group.updates[number] for number in fresh]
+            before = await self._lock_trees(transaction, planned)
+            outcome = plan(planned, [group.source(number).providers for number in fresh], before)
+            group.settle(fresh, outcome.results)
+            await transaction.statement()
+            transaction.will(lambda: _write_trees(table, before, outcome.after, group))
+            sequence = await self._append(transaction, changes_of_reports(before, outcome.after))
+        return group.answers(sequence)
+
+    async def _know_names(self, updates: Sequence[InventoryUpdate]) -> None:
+        """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
+        table = self._table
+        classes: dict[str, None] = {}
+        traits: dict[str, None] = {}
+        for update in updates:
+            if flaw(update, table.traits) is None:
+                for report in update.providers:
+                    classes.update(dict.fromkeys(map(class_name, report.inventories)))
+                    traits.update(dict.fromkeys(filter(is_custom, report.traits)))
+        if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
+            return
+        async with self._session.transaction() as transaction:
+            transaction.will(partial(_know, table, classes, traits))
+
+    async def _lock_trees(self, transaction: Transaction, updates: Sequence[InventoryUpdate]) -> dict[str, Provider]:
+        """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
+        if not updates:
+            return {}
+        await transaction.statement()
+        providers = self._table.providers
+        uuids = {update.root_uuid for update in updates} | {r.uuid for update in updates for r in update.providers}
+        names = {r.name for update in updates for r in update.providers}
+        roots = {p.root for p in providers.values() if p.uuid in uuids or p.name in names}
+        found = self._table.by_number([p.uuid for p in providers.values() if p.root in roots])
+        await transaction.lock([("provider", uuid) for uuid in found])
+        await transaction.statement()
+        return {uuid: providers[uuid] for uuid in found if uuid in providers}
+
+    # --- the feed
+
+    async def _append(self, transaction: Transaction, changes: Sequence[Change]) -> int:
+        """Number the changes, as the last act of a transaction."""
+        if not changes:
+            return 0
+        await transaction.statement()
+        await transaction.lock([HEAD])
+        table = self._table
+        numbered = [replace(change, sequence=table.head + at) for at, change in enumerate(changes, 1)]
+
+        def write() -> None:
+            table.changes += numbered
+            table.head = numbered[-1].sequence
+
+        transaction.will(write)
+        return numbered[-1].sequence
+
+    async def changes(self, after: int, limit: int) -> ChangesPage:
+        """Committed changes after a number, in order."""
+        table = self._table
+        async with self._session.transaction():
+            oldest = table.changes[0].sequence if table.changes else None
+            if after < table.head if oldest is None else after < oldest - 1:
+                return ChangesPage(head=table.head, too_old=True)
+            return ChangesPage(changes=tuple(self._after(after, limit)), head=table.head)
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """A page of whole providers by uuid, true at one feed number."""
+        table = self._table
+        async with self._session.transaction():
+            uuids = sorted(uuid for uuid in table.providers if after is None or uuid > after)
+            states = tuple(state_of(table.providers[uuid]) for uuid in uuids[:limit])
+            return SnapshotPage(sequence=table.head, providers=states, more=len(uuids) > limit)
+
+    async def head(self) -> int:
+        """The newest committed change's number."""
+        async with self._session.transaction():
+            return self._table.head
+
+    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
+        """Hand the next unpublished changes to `send`, and remember them as published once it returns."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            await transaction.lock([POSITION])
+            await transaction.statement()
+            changes = self._after(table.position, limit)
+            if not changes:
+                return Published(0, False)
+            await send(changes)
+            last = changes[-1].sequence
+            transaction.will(lambda: setattr(table, "position", last))
+        return Published(len(changes), len(changes) >= limit)
+
+    async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
+        """Forget published changes and fences that nobody needs any more."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            until = min(table.head - keep_changes, table.position)
+            before = table.clock.time() - keep_fences_s
+            old = [uuid for uuid, kept in table.consumers.items() if _is_over(kept, before)]
+            await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
+            transaction.will(lambda: _forget(table, until, before, old))
+
+    def _after(self, after: int, limit: int) -> list[Change]:
+        start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
+        return self._table.changes[start : start + limit]
+
+
+def _consumers_of(items: Sequence[ClaimItem]) -> list[str]:
+    named: dict[str, None] = {}
+    for item in items:
+        if isinstance(item, Claim | Release):
+            named[item.consumer] = None
+        else:
+            named.update(dict.fromkeys(entry.consumer for entry in item.consumers))
+    return list(named)
+
+
+def _keys(updates: Sequence[InventoryUpdate]) -> list[Key]:
+    return list(dict.fromkeys((update.root_uuid, update.source) for update in updates))
+
+
+def _claimed(provider: Provider) -> ClaimedProvider:
+    rooms = {
+        name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
+        for name, stock in provider.stocks.items()
+    }
+    return ClaimedProvider(provider.generation, provider.shape, rooms)
+
+
+def _write_trees(
+    table: MemoryBookTable, before: Mapping[str, Provider], after: Mapping[str, Provider], group: Group
+) -> None:
+    for uuid in before:
+        if uuid not in after:
+            del table.providers[uuid]
+    for uuid, provider in after.items():
+        if before.get(uuid) is not provider:
+            table.number(uuid)
+            table.providers[uuid] = provider
+    for root, source, version, digest, settled, providers in group.written:
+        table.sources[root, source] = Source(version, digest, settled, providers.split(",") if providers else [])
+    for root, source in group.changed:
+        for key, said in table.sources.items():
+            if key[0] == root and key[1] != source and said.settled:
+                table.sources[key] = replace(said, settled=False)
+
+
+def _is_over(kept: Kept, before: float) -> bool:
+    return kept.released_at is not None and kept.released_at < before
+
+
+def _know(table: MemoryBookTable, classes: Iterable[str], traits: Mapping[str, None]) -> None:
+    for name in classes:
+        table.classes.setdefault(name, len(table.classes))
+    table.traits.update(traits)
+
+
+def _forget(table: MemoryBookTable, until: int, before: float, fences: Sequence[str]) -> None:
+    table.changes = [change for change in table.changes if change.sequence > until]
+    for uuid in fences:
+        kept = table.consumers.get(uuid)
+        if kept is not None and _is_over(kept, before):
+            del table.consumers[uuid]

@@ -1,0 +1,230 @@
+"""Build requests in memory: for simulation and tests. It passes the same suite as PostgreSQL (tests/contract)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
+import structlog
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState, StoryLine
+from bus.outbox import Addressed, Relay
+from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from scheduler_worker.domain.records import Standing
+from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, Unit
+
+log = structlog.get_logger(__name__)
+
+
+class MemoryBuildTable(MemoryDatabase):
+    """The committed requests and the instance-to-cell map; they outlive the schedulers."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.records: dict[str, BuildRecord] = {}
+        self.standings: dict[str, Standing] = {}
+        self.digests: dict[str, bytes] = {}
+        self.deleting: set[str] = set()
+        self.cells: dict[str, str] = {}
+
+
+class MemoryUnit:
+    """One transaction."""
+
+    def __init__(self, table: MemoryBuildTable, transaction: Transaction) -> None:
+        self._table = table
+        self._transaction = transaction
+        self.said: list[Addressed] = []
+
+    async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
+        """In uuid order; who inserts what another transaction is inserting waits for its end."""
+        if not builds:
+            return set()
+        await self._transaction.statement()
+        rows = {build.request.instance_uuid: build for build in builds}
+        # Only of rows that are not there: an insert that meets a committed row waits for nobody.
+        await self._transaction.lock([("build", uuid) for uuid in sorted(rows) if uuid not in self._table.standings])
+        fresh = {uuid: build for uuid, build in rows.items() if uuid not in self._table.standings}
+        for build in fresh.values():
+            self._transaction.will(partial(_put, self._table, build, now))
+        return set(fresh)
+
+    async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
+        """Without locks."""
+        if not instances:
+            return {}
+        await self._transaction.statement()
+        table = self._table
+        return {
+            uuid: OnRecord(
+                state=table.standings[uuid].state,
+                digest=table.digests[uuid],
+                delete_requested=uuid in table.deleting,
+                project_id=table.standings[uuid].project_id,
+            )
+            for uuid in instances
+            if uuid in table.standings
+        }
+
+    async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
+        """The guard is what makes two schedulers with the same request dispatch it once."""
+        if not decided:
+            return set()
+        await self._transaction.statement()
+        table = self._table
+        rows = {one.instance_uuid: one for one in decided}
+        await self._transaction.lock([("build", uuid) for uuid in sorted(rows) if uuid in table.standings])
+        written = {
+            uuid: one
+            for uuid, one in sorted(rows.items())
+            if uuid in table.standings
+            and table.standings[uuid].state is BuildState.ACCEPTED
+            and uuid not in table.deleting
+        }
+        for one in written.values():
+            self._transaction.will(partial(_decide, table, one, now))
+        return set(written)
+
+    async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
+        """In uuid order."""
+        await self._transaction.statement()
+        table = self._table
+        found = [uuid for uuid in sorted(set(instances)) if uuid in table.standings]
+        await self._transaction.lock([("build", uuid) for uuid in found])
+        return {uuid: Kept(standing=table.standings[uuid], delete_requested=uuid in table.deleting) for uuid in found}
+
+    async def change(self, changes: Sequence[Change], now: float) -> None:
+        """Rows of this unit's own locks."""
+        if changes:
+            await self._transaction.statement()
+            for change in changes:
+                self._transaction.will(partial(_change, self._table, change, now))
+
+    def say(self, message: Addressed) -> None:
+        """Kept in the outbox with everything else of this unit."""
+        self.said.append(message)
+
+
+class MemoryBuilds:
+    """One scheduler's view of the requests."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.database, MemoryBuildTable)
+        self._table = session.database
+        self._session = session
+        self._relay: Relay | None = None
+        self.outbox = MemoryRows(session)
+        self.ready = False
+
+    async def open(self) -> None:
+        """Nothing to migrate."""
+        self.ready = True
+
+    async def close(self) -> None:
+        """The connections go; the rows stay."""
+        self.ready = False
+        self._session.cut()
+
+    def publish_through(self, relay: Relay) -> None:
+        """Who publishes what units say."""
+        self._relay = relay
+
+    def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
+        """A transaction; the relay gets what it said once it has committed."""
+        return self._unit()
+
+    @asynccontextmanager
+    async def _unit(self) -> AsyncIterator[Unit]:
+        assert self._relay is not None, "publish_through() first"
+        await self._relay.room()
+        async with self._session.transaction() as transaction:
+            unit = MemoryUnit(self._table, transaction)
+            yield unit
+            row = await transaction.send_later(unit.said)
+        self._relay.send(row, unit.said)
+
+    async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        """One build, or a page of them, newest first."""
+        async with self._session.transaction():
+            found = [
+                record
+                for record in self._table.records.values()
+                if query.instance_uuid in (None, record.instance_uuid)
+                and query.project_id in (None, record.project_id)
+                and query.state in (None, record.state)
+                and (query.before is None or record.created_at < query.before)
+            ]
+        return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
+
+
+def _put(table: MemoryBuildTable, build: NewBuild, now: float) -> None:
+    request = build.request
+    uuid = request.instance_uuid
+    table.standings[uuid] = Standing(
+        instance_uuid=uuid,
+        project_id=request.project_id,
+        state=build.state,
+        sequence=build.sequence,
+        terminal=build.terminal,
+        cell=None,
+        code=build.code,
+        reason=build.reason,
+    )
+    table.digests[uuid] = build.digest
+    table.records[uuid] = BuildRecord(
+        instance_uuid=uuid,
+        project_id=request.project_id,
+        flavor=request.flavor,
+        name=request.name,
+        state=build.state,
+        code=build.code,
+        reason=build.reason,
+        created_at=now,
+        updated_at=now,
+        story=build.story,
+    )
+
+
+def _decide(table: MemoryBuildTable, one: Decided, now: float) -> None:
+    uuid = one.instance_uuid
+    table.standings[uuid] = replace(
+        table.standings[uuid],
+        state=one.state,
+        sequence=one.sequence,
+        terminal=one.terminal,
+        cell=one.cell,
+        host=one.host,
+        code=one.code,
+        reason=one.reason,
+    )
+    table.records[uuid] = replace(_told(table, uuid, now, one.story), funnel=one.funnel)
+    if one.host_uuid is not None and one.cell is not None and table.cells.setdefault(uuid, one.cell) != one.cell:
+        log.error("instance.already_mapped", instances=[uuid])
+
+
+def _change(table: MemoryBuildTable, change: Change, now: float) -> None:
+    uuid = change.standing.instance_uuid
+    table.standings[uuid] = change.standing
+    if change.delete_requested:
+        table.deleting.add(uuid)
+    else:
+        table.deleting.discard(uuid)
+    table.records[uuid] = _told(table, uuid, now, change.story)
+
+
+def _told(table: MemoryBuildTable, uuid: str, now: float, story: tuple[StoryLine, ...]) -> BuildRecord:
+    """The record as the standing has it now, with more of its story."""
+    standing, record = table.standings[uuid], table.records[uuid]
+    return replace(
+        record,
+        state=standing.state,
+        cell=standing.cell,
+        host=standing.host,
+        code=standing.code,
+        reason=standing.reason,
+        history=standing.history,
+        story=(*record.story, *story),
+        updated_at=now,
+    )
