@@ -22,7 +22,7 @@ from bus import metrics
 from bus.clock import new_uuid
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_QUEUE, DEAD, QueueKind, taken_by
-from bus.faults import BrokenInvariant, Transient
+from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.link import Mode, Waiter
 from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
 from bus.port import BusError, BusForbidden, Delivery, Outgoing, Subscription, retry_queue
@@ -245,8 +245,8 @@ class Consumer:
         received = [item.received for item in items if isinstance(item.received, Received)]
         try:
             return await self._insist(number, lambda: self._call(received))
-        except BrokenInvariant:
-            raise
+        except (BrokenInvariant, BusForbidden, Forbidden):
+            raise  # not the message's fault: it goes back with the connection, and the process says why it ends
         except Exception as error:  # whatever a handler raises must not stop its neighbours
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)

@@ -33,6 +33,12 @@ class RequestTimeout(Transient):
     code = "request.timeout"
 
 
+class Forbidden(Fault):
+    """Our own credentials or settings are turned down. Neither waiting nor another message helps: the process stops."""
+
+    code = "fault.forbidden"
+
+
 class RequestRefused(Fault):
     """The other side answered with a Refusal; `code` is its code."""
 

@@ -32,8 +32,13 @@ TRACEPARENT = "traceparent"
 MAX_BODY_BYTES = 16 * 2**20
 # A batch with more items than this was not made by a link of ours.
 MAX_BATCH_ITEMS = 10_000
-# Ids and causes from outside are stored and logged, so they are bounded.
+# Ids and causes from outside are stored and logged, so they are bounded. AMQP allows names of as many bytes.
 MAX_ID = 255
+# A reply queue's name gets a prefix on some systems, and has to stay a name.
+MAX_REPLY_TO = 200
+# Times in seconds and attempts beyond these cannot be written into a header again.
+MAX_TIME_S = 2**43
+MAX_ATTEMPT = 1000
 
 REPLY_PREFIX = "berth.reply."
 
@@ -169,7 +174,7 @@ class Codec:
     def _read_batch(self, body: bytes, new_id: str) -> list[Read | Malformed]:
         try:
             items = self._batch.decode(body)
-            if len(items) <= MAX_BATCH_ITEMS:
+            if len(items) <= MAX_BATCH_ITEMS and all(_may_travel(item.meta) for item in items):
                 return [Read(item.body, item.meta) for item in items]
         except msgspec.DecodeError:
             pass
@@ -194,6 +199,8 @@ class Codec:
             meta = _decode_meta(item.meta)
         except msgspec.DecodeError as error:
             return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id))
+        if not _may_travel(meta):
+            return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id))
         return self._read_one(body, meta, None, "")
 
     def _read_one(self, body: bytes, meta: Meta, named: str | None, key: str) -> Read | Malformed:
@@ -226,6 +233,27 @@ def kind_of(name: str) -> type[Message] | None:
     return _ROWS_BY_TAG.get(name)
 
 
+def _may_travel(meta: Meta) -> bool:
+    """Whether metadata out of a batch fit the properties and headers in which a retry or a dead letter carries them.
+
+    What came as a single message has been in those already.
+    """
+    return (
+        _is_within(meta.id, MAX_ID)
+        and _is_within(meta.correlation_id or "", MAX_ID)
+        and _is_within(meta.reply_to or "", MAX_REPLY_TO)
+        and len(meta.cause) <= MAX_ID
+        and len(meta.traceparent or "") <= MAX_ID
+        and abs(meta.sent_at) < MAX_TIME_S
+        and abs(meta.deadline or 0.0) < MAX_TIME_S
+        and 0 <= meta.attempt <= MAX_ATTEMPT
+    )
+
+
+def _is_within(text: str, most_bytes: int) -> bool:
+    return len(text) * 4 <= most_bytes or len(text.encode()) <= most_bytes
+
+
 def _head(template: str) -> str:
     """The words of a key template before its first placeholder."""
     return template.partition(".{")[0]
@@ -250,7 +278,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         correlation_id=delivery.correlation_id or None,
         deadline=None if deadline is None else deadline / 1000,
         traceparent=_text(headers, TRACEPARENT),
-        attempt=max(0, min(1000, int(numbers[ATTEMPT] or 0))),
+        attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
     )
     return meta, problem
 

@@ -8,18 +8,21 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+# A `$` alone lets a newline follow in Python, and a uuid with one is another dictionary key but the same database row.
+_END = r"$(?!\n)"
+
 # A UUID is its canonical text: lower case, with dashes. One spelling means one dictionary key and one row.
-Uuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")]
+Uuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}" + _END)]
 
 # A word that is safe as one segment of a routing key and as part of a queue name.
-Word = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
+Word = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,64}" + _END)]
 
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
 
 # A resource class or a trait, as Placement spells them.
-ClassName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}$")]
-TraitName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}$")]
+ClassName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}" + _END)]
+TraitName = Annotated[str, Bound(pattern=r"^[A-Z0-9_]{1,255}" + _END)]
 
 # Amounts are bounded as Placement bounds them (a signed 32-bit integer in its database).
 MAX_AMOUNT = 2**31 - 1

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from bus.faults import DatabaseUnavailable, Fault, Transient
+from bus.faults import DatabaseUnavailable, Forbidden, Transient
 from bus.service import migrations
 
 log = structlog.get_logger(__name__)
@@ -55,7 +55,7 @@ TRANSIENT_STATES = {
 FORBIDDEN_STATES = ("28", "3D000", "42501")
 
 
-class DatabaseForbidden(Fault):
+class DatabaseForbidden(Forbidden):
     """These credentials or this database name are wrong. Waiting does not help."""
 
     code = "database.forbidden"

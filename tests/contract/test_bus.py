@@ -20,7 +20,8 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS
 from bus.contracts.cell import CellDelete
 from bus.faults import BrokenInvariant, DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
-from bus.port import Outgoing, Unroutable, dead_queue
+from bus.port import BusForbidden, Outgoing, Unroutable, dead_queue
+from bus.service.database import DatabaseForbidden
 from bus.wire import BATCH
 from tests.contract.rig import Collector, Rig, rig_for, until
 
@@ -467,6 +468,38 @@ async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
     assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
 
 
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"id": "i" * 300},
+        {"id": "ü" * 200},
+        {"id": "1", "reply_to": "r" * 256},
+        {"id": "1", "correlation_id": "c" * 300},
+        {"id": "1", "sent_at": 1e308},
+        {"id": "1", "deadline": 1e308},
+        {"id": "1", "attempt": 10**24},
+        {"id": "1", "attempt": -1},
+    ],
+    ids="-".join,
+)
+async def test_metadata_that_cannot_travel_ends_its_message_and_not_the_worker(
+    house: House, meta: dict[str, object]
+) -> None:
+    bus = await house.bus()
+    handler = Answering(lambda _: Done(BuildAccepted(instance_uuid=boot(1).instance_uuid)))
+    await house.consume(bus, REQUESTS, handler)
+    body = {"type": "build.request.v1", "instance_uuid": boot(1).instance_uuid, "flavor": "f", "project_id": "p"}
+    packed = json.dumps([{"meta": meta, "body": body}]).encode()
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=packed, content_type=BATCH)
+    )
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert letter.code == "message.invalid"
+    await bus.publish(boot(2))
+    assert [one.message for one in await handler.wait(1)] == [boot(2)]
+
+
 async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) -> None:
     bus = await house.bus()
 
@@ -519,6 +552,26 @@ async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
             await running
     await consumer.drain(0.1)
     await until(lambda: _depth(bus, REQUESTS, 1))
+
+
+@pytest.mark.parametrize("fault", [BusForbidden("no"), DatabaseForbidden("no")], ids=["bus", "database"])
+async def test_credentials_that_are_turned_down_end_the_consumer_and_not_its_messages(
+    house: House, fault: Exception
+) -> None:
+    bus = await house.bus()
+
+    def answer(_: Received) -> Outcome:
+        raise fault
+
+    consumer = await house.consume(bus, REQUESTS, Answering(answer))
+    running = asyncio.create_task(consumer.run())
+    await bus.publish(boot(1))
+    async with asyncio.timeout(10):
+        with pytest.raises(type(fault)):
+            await running
+    await consumer.drain(0.1)
+    await until(lambda: _depth(bus, REQUESTS, 1))
+    assert await dead_letters.list_dead(bus.transport, REQUESTS) == []
 
 
 async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: House) -> None:

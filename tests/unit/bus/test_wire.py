@@ -143,3 +143,11 @@ def test_a_body_past_the_bound_is_not_read() -> None:
 def test_a_batch_past_the_bound_is_not_read() -> None:
     (got,) = read(arrived(b"[" + b"{}," * wire.MAX_BATCH_ITEMS + b"{}]", content_type=wire.BATCH))
     assert isinstance(got, wire.Malformed) and got.code == wire.TOO_LARGE
+
+
+@pytest.mark.parametrize("field", ["instance_uuid", "project_id"])
+def test_a_newline_at_the_end_is_not_part_of_a_name(field: str) -> None:
+    """Python's `$` would let it through: one database row, and two dictionary keys that never meet."""
+    fields = {"instance_uuid": UUID, "project_id": "p"}
+    (got,) = read(arrived(json.dumps({**fields, field: fields[field] + "\n", "type": "build.delete.v1"}).encode()))
+    assert isinstance(got, wire.Malformed) and got.code == wire.INVALID
