@@ -6,7 +6,11 @@ routing key (`{project_id}`) is a field of the message; one in a queue name (`{s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 from msgspec import Struct
 
@@ -470,10 +474,18 @@ BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
 
 def routing_key(message: Message) -> str:
     """The routing key of a message, from its catalogue row and its own fields. KeyError: not in the catalogue."""
-    template = BY_TYPE[type(message)].key
-    if "{" not in template:
-        return template
-    return ".".join(str(getattr(message, part[1:-1])) if part.startswith("{") else part for part in template.split("."))
+    form, fields = _key_of(type(message))
+    key: str = form % fields(message)
+    return key
+
+
+@cache
+def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
+    """A key template as what `%` takes: the form, and what reads the fields (every message pays for this)."""
+    template = BY_TYPE[kind].key
+    names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
+    form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
+    return form, attrgetter(*names) if names else lambda _: ()
 
 
 def taken_by(queue: str) -> tuple[MessageRow, ...]:
