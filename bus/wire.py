@@ -163,9 +163,9 @@ class Codec:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id."""
         if len(delivery.body) > MAX_BODY_BYTES:
             reason = f"the body has {len(delivery.body)} bytes, {MAX_BODY_BYTES} are allowed"
-            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id))]
+            return [self._malformed(b"", TOO_LARGE, reason, _meta(delivery, new_id)[0])]
         if delivery.content_type == BATCH:
-            return self._read_batch(delivery.body, new_id)
+            return self._read_batch(delivery.body, (delivery.message_id or new_id)[:MAX_ID])
         meta, problem = _meta(delivery, new_id)
         if problem:
             return [self._malformed(delivery.body, INVALID, problem, meta)]

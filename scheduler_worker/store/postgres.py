@@ -215,7 +215,7 @@ def _new_row(build: NewBuild) -> tuple[Any, ...]:
         build.sequence,
         build.terminal,
         build.code,
-        build.reason,
+        clean(build.reason),
         story_text(build.story),
     )
 

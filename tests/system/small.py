@@ -1,0 +1,65 @@
+"""The smallest whole system: one worker of each role as a process on private real servers, for a module of tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from berth.crew import Crew
+from berth.servers import API_VHOST, Plan, RealServers, real_servers, start_all, variables
+from berth.settings import Settings
+from berth.site import Site
+from compute_sim.config import ComputeConfig
+
+PLAN = Plan(
+    cells=("cell1",), schedulers=1, placements=1, compute=ComputeConfig(hosts=4, heartbeat_s=0.5), durable=False
+)
+
+
+class Small(Struct):
+    """What a test holds in its hands."""
+
+    servers: RealServers
+    crew: Crew
+    settings: Settings
+
+    @property
+    def amqp_url(self) -> str:
+        """The API bus, as any AMQP client is given it."""
+        return self.servers.urls[API_VHOST]
+
+    @property
+    def site(self) -> Site:
+        """For clients and instruments of this loop."""
+        return Site(self.settings)
+
+    def ready(self, *names: str) -> None:
+        """Wait until all workers (or those named) are ready."""
+        asyncio.run(self.crew.ready(names or None))
+
+    def pids(self) -> dict[str, int]:
+        """Which process every worker is."""
+        return {name: worker.process.pid for name, worker in self.crew.workers.items() if worker.process.running}
+
+
+@contextlib.contextmanager
+def small_crew(*, start: bool = True) -> Iterator[Small]:
+    """The system, ready; with start=False nothing but the servers runs yet."""
+    with real_servers(PLAN.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-small-") as name:
+        settings = servers.settings(PLAN)
+        compute = msgspec.structs.replace(settings.compute, state_dir=f"{name}/machines")
+        settings = msgspec.structs.replace(settings, compute=compute)
+        small = Small(servers, Crew(Path(name), variables(settings)), settings)
+        try:
+            if start:
+                start_all(small.crew, PLAN)
+                small.ready()
+            yield small
+        finally:
+            small.crew.stop()

@@ -1,0 +1,315 @@
+"""Bad input to a whole system of real processes: each piece ends coded, the workers go on, nothing good is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aio_pika
+import pytest
+from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+
+from bus import dead_letters
+from bus.bus import API
+from bus.dead_letters import DeadLetter
+from tests.system.small import Small, small_crew
+
+PATIENCE_S = 10.0
+PROJECT = "bad"
+BATCH = "application/vnd.berth.batch+json"
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Small]:
+    with small_crew() as found:
+        before = found.pids()
+        yield found
+        assert found.pids() == before, "no worker died of anything it was sent"
+
+
+class Client:
+    """An AMQP client that knows nothing of berth: it publishes, and collects events and replies."""
+
+    def __init__(self, small: Small, channel: AbstractChannel) -> None:
+        self.small = small
+        self.events: list[dict[str, Any]] = []
+        self.replies: dict[str, dict[str, Any]] = {}
+        self._channel = channel
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        listening = await self._channel.declare_queue(exclusive=True)
+        await listening.bind("berth.events", f"build.event.*.{PROJECT}")
+        await listening.consume(self._event, no_ack=True)
+        answers = await self._channel.declare_queue(exclusive=True)
+        await answers.consume(self._reply, no_ack=True)
+        self._reply_to = answers.name
+
+    async def publish(
+        self,
+        body: bytes,
+        *,
+        key: str = f"build.request.{PROJECT}",
+        content_type: str = "application/json",
+        answer: bool = False,
+        **properties: Any,
+    ) -> str:
+        """Publish as it is; returns the message's id."""
+        message_id = str(uuid.uuid4())
+        message = aio_pika.Message(
+            body,
+            content_type=content_type,
+            delivery_mode=2,
+            message_id=message_id,
+            reply_to=self._reply_to if answer else None,
+            correlation_id=message_id,
+            **properties,
+        )
+        await (await self._channel.get_exchange("berth", ensure=False)).publish(message, key)
+        return message_id
+
+    async def terminal(self, instance: str) -> dict[str, Any]:
+        """The first terminal event of an instance."""
+
+        def found() -> dict[str, Any] | None:
+            return next((e for e in self.events if e["instance_uuid"] == instance and e.get("terminal")), None)
+
+        return await self._until(found)
+
+    async def reply(self, message_id: str) -> dict[str, Any]:
+        """The answer to one message."""
+        return await self._until(lambda: self.replies.get(message_id))
+
+    async def letter(self, queue: str, message_id: str) -> DeadLetter:
+        """The dead letter that a message became."""
+        transport = self.small.site.transport(API, process="test")
+        await transport.open()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    for letter in await dead_letters.list_dead(transport, queue, 1000):
+                        if letter.id == message_id:
+                            return letter
+                    await asyncio.sleep(0.02)  # a broker does not announce its depths
+        finally:
+            await transport.close()
+
+    async def assert_all_goes_on(self) -> None:
+        """A good request after the bad one is built."""
+        good = str(uuid.uuid4())
+        await self.publish(request(good))
+        assert (await self.terminal(good))["state"] == "active"
+
+    async def _until(self, found: Any) -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            while (result := found()) is None:
+                self._changed.clear()
+                await self._changed.wait()
+        return result
+
+    async def _event(self, message: AbstractIncomingMessage) -> None:
+        assert message.content_type == "application/json", "events on the API bus are for everybody"
+        self.events.append(json.loads(message.body))
+        self._changed.set()
+
+    async def _reply(self, message: AbstractIncomingMessage) -> None:
+        assert message.correlation_id is not None
+        self.replies[message.correlation_id] = {"type": message.type, **json.loads(message.body)}
+        self._changed.set()
+
+
+@pytest.fixture
+async def client(small: Small) -> AsyncIterator[Client]:
+    async with await aio_pika.connect(small.amqp_url) as connection:
+        client = Client(small, await connection.channel())
+        await client.open()
+        yield client
+
+
+def request(instance: str, **fields: Any) -> bytes:
+    return json.dumps({"instance_uuid": instance, "flavor": "m1.tiny", "project_id": PROJECT, **fields}).encode()
+
+
+UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
+    ("half an object", b'{"instance_uuid":', {}, "message.malformed"),
+    ("nothing", b"", {}, "message.malformed"),
+    ("not UTF-8", b'{"name":"\xff\xfe"}', {}, "message.malformed"),
+    ("nested deeply", b'{"a":' * 50_000 + b"1" + b"}" * 50_000, {}, "message.malformed"),
+    ("an array", b"[1,2]", {}, "message.invalid"),
+    ("a string", b'"boot me"', {}, "message.invalid"),
+    ("another language", b"<boot/>", {"content_type": "text/xml"}, "message.malformed"),
+    ("half a batch", b'[{"meta": {"id": "1"}}, {"bo', {"content_type": BATCH}, "message.malformed"),
+    ("no number at all", b'{"build_timeout_s": Infinity}', {}, "message.malformed"),
+    ("a field missing", b'{"project_id":"bad"}', {}, "message.invalid"),
+    ("a UUID that is none", request("the first one"), {}, "message.invalid"),
+    ("a UUID in capitals", request(str(uuid.UUID(int=2**128 - 1)).upper()), {}, "message.invalid"),
+    ("a project that is no word", request(str(uuid.uuid4()), project_id="a.#"), {}, "message.invalid"),
+    ("a header that is no number", b"{}", {"headers": {"berth-deadline-ms": "soon"}}, "message.invalid"),
+    ("a huge body", request(str(uuid.uuid4()), name="x" * 17 * 2**20), {}, "message.too_large"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "properties", "code"), [row[1:] for row in UNREADABLE], ids=[r[0] for r in UNREADABLE]
+)
+async def test_what_nobody_can_be_told_of_is_a_dead_letter(
+    client: Client, body: bytes, properties: dict[str, Any], code: str
+) -> None:
+    letter = await client.letter("scheduler.requests", await client.publish(body, **properties))
+    assert letter.code == code
+    assert letter.reason and letter.routing_key == f"build.request.{PROJECT}"
+    assert letter.body == body or letter.code == "message.too_large"
+    await client.assert_all_goes_on()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("an unknown type", {"type": "build.request.v99"}, "message.unknown_type"),
+    ("somebody else's type", {"type": "placement.claim.v1"}, "message.unknown_type"),
+    ("a number for a word", {"flavor": 7}, "message.invalid"),
+    ("a word for a number", {"max_attempts": "three"}, "message.invalid"),
+    ("a negative amount", {"build_timeout_s": -1}, "message.invalid"),
+    ("an absurd amount", {"max_attempts": 10**30}, "message.invalid"),
+    ("a name beyond its bound", {"name": "x" * 300}, "message.invalid"),
+    ("said to be a batch", {}, "message.malformed"),
+    ("an unknown flavor", {"flavor": "m9.colossal"}, "flavor.unknown"),
+    ("a flavor with a NUL", {"flavor": "m1\u0000"}, "flavor.unknown"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+async def test_a_request_whose_owner_is_known_is_refused_on_the_event_stream(
+    client: Client, fields: dict[str, Any], code: str
+) -> None:
+    instance = str(uuid.uuid4())
+    properties = {"content_type": BATCH} if fields == {} else {}
+    await client.publish(request(instance, **fields), **properties)
+    event = await client.terminal(instance)
+    assert (event["state"], event["code"]) == ("refused", code)
+    assert event["reason"]
+    await client.assert_all_goes_on()
+
+
+IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
+    ("an unknown host", {"host": "no.such.host"}),
+    ("an unknown zone", {"availability_zone": "moon"}),
+]
+
+
+@pytest.mark.parametrize("fields", [row[1] for row in IMPOSSIBLE], ids=[row[0] for row in IMPOSSIBLE])
+async def test_what_no_host_can_do_fails_with_an_explanation(client: Client, fields: dict[str, Any]) -> None:
+    instance = str(uuid.uuid4())
+    await client.publish(request(instance, **fields))
+    event = await client.terminal(instance)
+    assert (event["state"], event["code"]) == ("failed", "no_valid_host")
+    assert next(iter(fields.values())) in event["reason"] and event["funnel"]
+
+
+@pytest.mark.parametrize("name", ["a\u0000b", "\u202e\x1b[31m", "'; DROP TABLE build_requests; --", "ü" * 255])
+async def test_an_odd_name_is_only_a_name(client: Client, name: str) -> None:
+    instance = str(uuid.uuid4())
+    await client.publish(request(instance, name=name))
+    assert (await client.terminal(instance))["state"] == "active"
+
+
+async def test_a_lone_surrogate_ends_coded(client: Client) -> None:
+    """JSON can spell half a character; UTF-8 and PostgreSQL cannot."""
+    sent = await client.publish(request(str(uuid.uuid4()), name="\ud800"), answer=True)
+    answer = await client.reply(sent)
+    assert answer["type"] in {"refusal.v1", "build.accepted.v1"}
+    await client.assert_all_goes_on()
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "message.malformed"),
+        (b'{"type":"x"}', "message.unknown_type"),
+        (request(str(uuid.uuid4()), flavor="m9"), "flavor.unknown"),
+        (request(str(uuid.uuid4()), max_attempts=0), "message.invalid"),
+    ],
+)
+async def test_whoever_waits_for_an_answer_gets_a_coded_one(client: Client, body: bytes, code: str) -> None:
+    answer = await client.reply(await client.publish(body, answer=True))
+    assert (answer["type"], answer["code"]) == ("refusal.v1", code)
+    assert answer["reason"]
+
+
+async def test_a_uuid_under_which_something_else_was_asked(client: Client) -> None:
+    """The first request counts; the same again changes nothing; another under its uuid is refused."""
+    instance = str(uuid.uuid4())
+    assert (await client.reply(await client.publish(request(instance), answer=True)))["type"] == "build.accepted.v1"
+    assert (await client.terminal(instance))["state"] == "active"
+    assert (await client.reply(await client.publish(request(instance), answer=True)))["type"] == "build.accepted.v1"
+    clash = await client.reply(await client.publish(request(instance, flavor="m1.large"), answer=True))
+    assert (clash["type"], clash["code"]) == ("refusal.v1", "request.duplicate")
+    parked = await client.letter("scheduler.requests", await client.publish(request(instance, flavor="m1.large")))
+    assert parked.code == "request.duplicate"
+    ends = [event["state"] for event in client.events if event["instance_uuid"] == instance and event.get("terminal")]
+    assert ends == ["active"]
+
+
+async def test_one_bad_item_of_a_batch_harms_no_other(client: Client) -> None:
+    good, bad, parked = (str(uuid.uuid4()) for _ in range(3))
+    items = [
+        {"meta": {"id": good}, "body": json.loads(request(good, type="build.request.v1"))},
+        {"meta": {"id": bad}, "body": json.loads(request(bad, type="build.request.v1", max_attempts=-1))},
+        {"meta": {"id": parked}, "body": {"type": "build.request.v1"}},
+        {"meta": {"id": "d"}, "body": json.loads(request(str(uuid.uuid4()), type="build.request.v1"))},
+    ]
+    await client.publish(json.dumps(items).encode(), content_type=BATCH)
+    assert (await client.terminal(good))["state"] == "active"
+    assert (await client.terminal(items[3]["body"]["instance_uuid"]))["state"] == "active"
+    assert (await client.terminal(bad))["code"] == "message.invalid"
+    assert (await client.letter("scheduler.requests", parked)).code == "message.invalid"
+
+
+def update(root: str, *, root_uuid: str | None = None, version: object = 1, **provider: Any) -> bytes:
+    report = {"uuid": root, "name": f"host-{root}", **provider}
+    return json.dumps(
+        {"source": "test", "version": version, "root_uuid": root_uuid or root, "providers": [report]}
+    ).encode()
+
+
+ROOT = str(uuid.uuid4())
+INVENTORY: list[tuple[str, bytes, str]] = [
+    ("a negative total", update(ROOT, inventories={"VCPU": {"total": -4}}), "message.invalid"),
+    ("nothing of it", update(ROOT, inventories={"VCPU": {"total": 0}}), "message.invalid"),
+    ("an absurd total", update(ROOT, inventories={"VCPU": {"total": 2**40}}), "message.invalid"),
+    ("an absurd ratio", update(ROOT, inventories={"VCPU": {"total": 1, "allocation_ratio": 1e9}}), "message.invalid"),
+    ("half a unit", update(ROOT, inventories={"VCPU": {"total": 1.5}}), "message.invalid"),
+    (
+        "more reserved than there is",
+        update(ROOT, inventories={"VCPU": {"total": 1, "reserved": 2}}),
+        "inventory.reserved",
+    ),
+    ("an unknown trait", update(ROOT, traits=["HW_CPU_X86_TELEPATHY"]), "trait.unknown"),
+    ("a trait that is none", update(ROOT, traits=["no trait"]), "message.invalid"),
+    ("another root", update(ROOT, root_uuid=str(uuid.uuid4())), "inventory.root"),
+    ("a parent from nowhere", update(ROOT, parent_uuid=str(uuid.uuid4())), "inventory.root"),
+    ("a version that is no number", update(ROOT, version="newest"), "message.invalid"),
+    ("a NUL in a name", update(ROOT, name="a\u0000"), "provider.name"),
+]
+
+
+@pytest.mark.parametrize(("body", "code"), [row[1:] for row in INVENTORY], ids=[row[0] for row in INVENTORY])
+async def test_a_bad_inventory_update_is_refused_or_parked(client: Client, body: bytes, code: str) -> None:
+    key = f"inventory.update.{ROOT}"
+    answer = await client.reply(await client.publish(body, key=key, answer=True))
+    assert (answer["type"], answer["code"]) == ("refusal.v1", code), answer
+    letter = await client.letter("placement.inventory", await client.publish(body, key=key))
+    assert (letter.code, bool(letter.reason)) == (code, True)
+    assert json.loads(letter.body).items() >= json.loads(body).items(), "it can be mended and sent again"
+
+
+async def test_a_good_inventory_update_after_the_bad_ones(client: Client) -> None:
+    body = update(ROOT, inventories={"custom widget": {"total": 3}}, traits=["CUSTOM_FAST"])
+    answer = await client.reply(await client.publish(body, key=f"inventory.update.{ROOT}", answer=True))
+    assert (answer["type"], answer["outcome"]) == ("inventory.result.v1", "applied")
+    gone = json.dumps({"source": "test", "version": 2, "root_uuid": ROOT}).encode()
+    answer = await client.reply(await client.publish(gone, key=f"inventory.update.{ROOT}", answer=True))
+    assert answer["outcome"] == "applied"

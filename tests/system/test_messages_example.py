@@ -1,0 +1,37 @@
+"""The example of docs/messages.md, read out of the page and run as written, against real servers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.small import small_crew
+
+PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
+TIMEOUT_S = 60.0
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(180)]
+
+
+def test_the_example_publishes_a_build_and_receives_its_events(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    with small_crew() as small:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", script],
+            env={"PATH": os.environ["PATH"], "AMQP_URL": small.amqp_url},
+            cwd=tmp_path,  # nothing of berth's own is imported
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    events = [line.split() for line in done.stdout.splitlines()]
+    assert [state for _, state, *_ in events] == ["accepted", "scheduled", "building", "active"]
+    assert len({instance for instance, *_ in events}) == 1
+    assert events[-1][2].startswith("cell1-c1-")
