@@ -1,0 +1,78 @@
+"""Broker and database away: at start the workers wait and say so; in the middle they resume, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from berth.client import BuildClient
+from berth.gather import gather, rest
+from berth.invariants import judge
+from berth.load import LoadPlan, LoadReport, run_load
+from berth.servers import start_all
+from berth.site import process_name
+from tests.system.small import PLAN, Small, small_crew
+
+PATIENCE_S = 60.0
+BOOTS = 150
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(240)]
+
+
+def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() -> None:
+    with small_crew(start=False) as small:
+        small.servers.broker.shut_down()
+        small.servers.postgres.shut_down()
+        start_all(small.crew, PLAN)
+        says(small, "placement1", "database.waiting")
+        says(small, "scheduler1", "database.waiting", "bus.away")
+        says(small, "conductor-cell1-1", "database.waiting", "bus.away")
+        says(small, "compute-cell1-c1", "bus.away")
+        started = small.pids()
+        small.servers.postgres.start()
+        says(small, "placement1", "bus.away")
+        small.servers.broker.start()
+        small.ready()
+        assert small.pids() == started, "they waited, and did not die"
+
+        asyncio.run(load_while_the_database_restarts(small))
+        assert small.pids() == started
+
+
+async def load_while_the_database_restarts(small: Small) -> None:
+    process = process_name("test")
+    site = small.site
+    client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True)
+    await client.open()
+    try:
+        plan = LoadPlan(boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=100.0, timeout_s=PATIENCE_S)
+        loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
+        assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
+        await asyncio.to_thread(small.servers.postgres.kill)
+        await asyncio.to_thread(small.servers.postgres.start)
+        report: LoadReport = await loading
+        assert (report.active, report.unfinished, report.more_than_one_terminal) == (BOOTS, 0, 0), report
+        assert await rest(site, timeout_s=PATIENCE_S)
+        verdicts = judge(await gather(site, accepted=list(client.tracks), events=client.events))
+        assert [verdict for verdict in verdicts if not verdict.holds] == []
+    finally:
+        await client.close()
+
+
+def says(small: Small, name: str, *events: str) -> None:
+    """Wait until a worker's log holds one of these events, and the worker lives."""
+    worker = small.crew.workers[name]
+    until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} says {events}")
+    assert worker.process.running, worker.process.tail()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something that nothing announces to us."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
