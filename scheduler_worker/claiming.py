@@ -14,6 +14,7 @@ from typing import Protocol
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, stop_any
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
@@ -37,6 +38,7 @@ from scheduler_worker.domain.wanted import Wanted
 log = structlog.get_logger(__name__)
 
 FIRST_JITTER_S = 0.001  # the most that is waited before the second round, halved
+CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is somebody else's: never ours to release
 ATTEMPT = 1  # the scheduler's claim is the first attempt; the conductor's are the next
 
 
@@ -77,7 +79,13 @@ class Contended(Struct, frozen=True):
     claims: int
 
 
-Ending = Placed | NoHost | Stopped | Contended | Away
+class Stranded(Struct, frozen=True):
+    """It is claimed, by an earlier run of ours, on a host for which no compute service speaks (any more)."""
+
+    reason: str
+
+
+Ending = Placed | NoHost | Stopped | Contended | Stranded | Away
 
 
 class Asking(Struct, frozen=True, kw_only=True):
@@ -233,7 +241,7 @@ class Claiming:
 
     def _no_host(self, work: Work, now_s: float) -> None:
         metrics.DECISIONS.labels("no_host").inc()
-        work.ending = self._selector.explain(work.wanted, now_s, work.tried)
+        work.ending = replace(self._selector.explain(work.wanted, now_s, work.tried), claims=work.claims)
 
     def _impossible(self, wanted: Wanted) -> ClaimOption | None:
         """An option that never fits: a claim of it only tells whether this attempt holds an allocation already."""
@@ -305,7 +313,7 @@ class Claiming:
                 work.tried[choice.selected.row] = f"claim.{answer.outcome.value}"
             case ClaimOutcome.CONSUMER_CHANGED:
                 reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
-                work.ending = Stopped("claim.consumer_changed", reason)
+                work.ending = Stopped(CONSUMER_CHANGED, reason)
             case ClaimOutcome.INVALID:
                 work.ending = Stopped("claim.invalid", answer.reason or "the resource book cannot ever accept this")
 
@@ -338,7 +346,7 @@ class Claiming:
         self._book.settle(work.request.instance_uuid, None)
         main = self._earlier(work, answer)
         if main is None:
-            return Away("an earlier claim of this request holds a host that is not known here yet")
+            return Stranded("an earlier claim of this request holds a host that no compute service speaks for")
         cell = self._selector.cell_of(main.host_uuid)
         others = [
             alternate
@@ -360,7 +368,7 @@ class Claiming:
     ) -> Ending:
         cell = self._selector.cell_of(main.host_uuid)
         if cell is None:
-            return Away("the claimed host's compute service is not known here any more")
+            return Stranded("the claimed host's compute service is not known here any more")
         return Placed(
             cell=cell,
             selections=(main, *(self._selector.selection(alternate) for alternate in alternates)),

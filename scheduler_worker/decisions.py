@@ -13,7 +13,7 @@ from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.outbox import Addressed
 from bus.wire import Malformed
-from scheduler_worker.claiming import ATTEMPT, Away, Contended, Ending, Placed, Stopped
+from scheduler_worker.claiming import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
 from scheduler_worker.domain.explain import sentence, step
 from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
 from scheduler_worker.domain.select import NoHost
@@ -22,6 +22,7 @@ from scheduler_worker.store.port import Decided
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
+STRANDED = "claim.stranded"
 
 
 class Author(Struct, frozen=True):
@@ -47,6 +48,8 @@ def decision(request: BuildRequest, wanted: Wanted, ending: Ending, author: Auth
         case Contended():
             reason = f"{ending.claims} claims in the last delivery alone were lost to others, after every retry"
             return _failed(request, CONTENDED, reason, author)
+        case Stranded():
+            return _failed(request, STRANDED, ending.reason, author)
         case Away():
             raise AssertionError(ending)
 

@@ -25,10 +25,21 @@ from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.port import BusError
 from scheduler_worker import metrics
-from scheduler_worker.claiming import ATTEMPT, Asking, Away, Claiming, Contended, Placed
+from scheduler_worker.claiming import (
+    ATTEMPT,
+    CONSUMER_CHANGED,
+    Asking,
+    Away,
+    Claiming,
+    Contended,
+    Ending,
+    Placed,
+    Stranded,
+)
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.decisions import (
     CONTENDED,
+    STRANDED,
     Author,
     cell_build,
     decided_event,
@@ -61,6 +72,7 @@ class Item(Struct, kw_only=True):
     refused: tuple[str, str] | None = None  # (code, reason): recorded as refused at once
     fresh: bool = False
     cancelled: bool = False  # a delete came before the decision
+    doubtful: bool = False  # it has failed, and a claim of another run of it may stand, or may still land
     outcome: Outcome | None = None
 
 
@@ -146,6 +158,7 @@ class RequestHandler:
                 self._repeated(item, first)
             else:
                 self._found(item, known.get(item.request.instance_uuid))
+        await self._release([item for item in items if item.doubtful])
 
     def _new(self, item: Item, now: float) -> NewBuild:
         author = Author(self._who, now)
@@ -199,6 +212,7 @@ class RequestHandler:
         elif known.state is not BuildState.ACCEPTED or item.refused is not None:
             metrics.REQUESTS.labels("build", "repeated").inc()
             item.outcome = _accepted(item.request.instance_uuid)
+            item.doubtful = _is_undone(known)  # whoever wrote that may have died before it could release
         else:
             item.cancelled = known.delete_requested
 
@@ -216,6 +230,7 @@ class RequestHandler:
                 item.outcome = UNHEARD
             elif isinstance(wanted, Impossible):
                 hosts = int(self._selector.book.rows_of_roots().size)
+                item.doubtful = not item.fresh
                 decided.append(impossible(item.request, wanted, hosts, author))
             else:
                 asking.append((item, wanted))
@@ -232,7 +247,10 @@ class RequestHandler:
                 item.outcome = UNHEARD
             elif isinstance(ending, Contended) and item.received.meta.attempt < RETRIES:
                 item.outcome = Retry(CONTENDED, f"{ending.claims} claims were lost to others")
+            elif isinstance(ending, Stranded) and item.received.meta.attempt < RETRIES:
+                item.outcome = Retry(STRANDED, ending.reason)
             else:
+                item.doubtful = not item.fresh or _has_claimed(ending)
                 decided.append(decision(item.request, wanted, ending, author, nearest=self._config.max_funnel_nearest))
                 if isinstance(ending, Placed):
                     placed[item.request.instance_uuid] = ending
@@ -269,9 +287,12 @@ class RequestHandler:
                     code=one.code,
                     reason=one.reason,
                 )
-        beaten = [items[one.instance_uuid] for one in decided if one.instance_uuid not in written]
-        if beaten:
-            await self._beaten(beaten)
+        # Once it has failed nobody dispatches it; the release also fences a claim that is still on its way.
+        mine = [one for one in decided if one.instance_uuid in written and one.terminal]
+        await self._release(
+            [i for one in mine if (i := items[one.instance_uuid]).doubtful and one.code != CONSUMER_CHANGED]
+        )
+        await self._cancel([items[one.instance_uuid] for one in decided if one.instance_uuid not in written])
 
     def _dispatch(self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, now: float) -> None:
         if placed is not None:
@@ -279,25 +300,23 @@ class RequestHandler:
             unit.say(Addressed(placed.cell, command, one.instance_uuid))
         unit.say(to_clients(decided_event(one, request, now)))
 
-    async def _beaten(self, items: list[Item]) -> None:
-        """Somebody wrote first. Dispatched by another scheduler: the claim is the same one, leave it. Else: free it."""
+    async def _cancel(self, items: list[Item]) -> None:
+        """Deleted, or decided by somebody else first: free the claim, unless a cell has it.
+
+        Dispatched by another scheduler the claim is the same one, and the cell's: it is held until the machine is gone.
+        Freed before it is written down, so that a crash here repeats all of it (C-5, trap 8).
+        """
+        if not items:
+            return
         async with self._store.unit() as unit:
             known = await unit.read([item.request.instance_uuid for item in items])
         undone = [
-            item
-            for item in items
-            if (found := known.get(item.request.instance_uuid)) is not None
-            and (found.delete_requested or found.state in (BuildState.FAILED, BuildState.DELETED))
+            item for item in items if (found := known.get(item.request.instance_uuid)) is not None and _is_undone(found)
         ]
-        if undone:
-            await self._cancel(undone)
-
-    async def _cancel(self, items: list[Item]) -> None:
-        """Deleted while being scheduled: free the claim first, so that a crash here repeats all of it (C-5, trap 8)."""
-        await self._release([item.request.instance_uuid for item in items])
+        await self._release(undone)
         author = self._author()
         async with self._store.unit() as unit:
-            kept = await unit.lock([item.request.instance_uuid for item in items])
+            kept = await unit.lock([item.request.instance_uuid for item in undone])
             await unit.change(
                 [
                     never_built(unit, found.standing, author, "while it was being scheduled")
@@ -309,7 +328,11 @@ class RequestHandler:
         for item in items:
             item.outcome = _accepted(item.request.instance_uuid)
 
-    async def _release(self, instances: list[str]) -> None:
+    async def _release(self, items: Sequence[Item]) -> None:
+        """Give back what a run of ours may have claimed, and fence what it may yet claim."""
+        if not items:
+            return
+        instances = [item.request.instance_uuid for item in items]
         releases = [Release(consumer=uuid, attempt=ATTEMPT) for uuid in instances]
         try:
             answers = await self._bus.request_all(
@@ -323,6 +346,17 @@ class RequestHandler:
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())
+
+
+def _has_claimed(ending: Ending) -> bool:
+    """Whether placement was asked for a host: a claim may have been heard twice, and the second answer by nobody."""
+    return not isinstance(ending, NoHost) or ending.claims > 0
+
+
+def _is_undone(found: OnRecord) -> bool:
+    """It is over, or may only end, and no cell has it: nothing may stay claimed for it, but what is somebody else's."""
+    over = found.delete_requested or found.state in (BuildState.FAILED, BuildState.DELETED)
+    return over and found.cell is None and found.code != CONSUMER_CHANGED
 
 
 def _accepted(instance_uuid: str) -> Done:

@@ -25,10 +25,14 @@ UNANNOUNCED = "host.unannounced"
 
 
 class NoHost(Struct, frozen=True):
-    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's word."""
+    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's word.
+
+    claims: how often a host was asked for before that was known.
+    """
 
     funnel: tuple[FunnelStep, ...]
     unannounced: int = 0
+    claims: int = 0
 
 
 class Selector:

@@ -27,12 +27,14 @@ class NewBuild(Struct, frozen=True, kw_only=True):
 
 
 class OnRecord(Struct, frozen=True, kw_only=True):
-    """What the record says of a request that came (again)."""
+    """What the record says of a request that came (again). cell: it was dispatched there, so what is claimed is too."""
 
     state: BuildState
     digest: bytes
     delete_requested: bool
     project_id: str
+    cell: str | None = None
+    code: str = ""
 
 
 class Decided(Struct, frozen=True, kw_only=True):

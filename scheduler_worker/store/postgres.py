@@ -37,7 +37,7 @@ RETURNING instance_uuid
 """
 
 READ = """
-SELECT instance_uuid, state, digest, delete_requested, project_id
+SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
@@ -110,6 +110,8 @@ class PostgresUnit:
                 digest=row["digest"],
                 delete_requested=row["delete_requested"],
                 project_id=row["project_id"],
+                cell=row["cell"],
+                code=row["code"],
             )
             for row in await self._connection.fetch(READ, instances)
         }

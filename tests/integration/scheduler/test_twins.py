@@ -1,0 +1,143 @@
+"""One request in two hands: a lost connection gave it to another scheduler while the first one was still at it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from bus.bus import API
+from bus.clock import new_uuid
+from bus.contracts.build import BuildState
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from scheduler_worker import handlers
+from scheduler_worker.claiming import Claiming
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+CONFIG = SchedulerConfig(hosts_warmup_s=0.001, concurrency=1)
+ROOM_FOR_ONE = {"VCPU": 1, "MEMORY_MB": 4096, "DISK_GB": 100}
+
+
+@pytest.fixture
+async def world(postgres_url: str) -> AsyncIterator[World]:
+    made = World(postgres_url)
+    await made.open()
+    try:
+        await made.placement()
+        yield made
+    finally:
+        await made.close()
+
+
+class Gate:
+    """Holds the first call of a method until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+        real: Callable[..., Any] = getattr(owner, name)
+
+        async def held(this: Any, *arguments: Any) -> Any:
+            if not self.reached.is_set():
+                self.reached.set()
+                await self.open.wait()
+            return await real(this, *arguments)
+
+        monkeypatch.setattr(owner, name, held)
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.reached.wait()
+
+
+def take_requests_away(world: World) -> None:
+    """Cut the connection of whoever takes requests; it comes back, but takes none any more."""
+    for transport in list(world.brokers[API].transports):
+        kept = [one for one in transport.subscriptions if one._queue != "scheduler.requests"]
+        if len(kept) != len(transport.subscriptions):
+            transport.subscriptions[:] = kept
+            transport.lose()
+            transport.reconnect_soon()
+
+
+async def fill(world: World, host: str) -> str:
+    consumer = new_uuid(world.rng)
+    claim = Claim(consumer=consumer, options=(ClaimOption(allocations={host: {"VCPU": 1}}),), project_id="other")
+    answer = await world.buses[API].request(claim, ClaimResult, timeout_s=PATIENCE_S)
+    assert answer.outcome is ClaimOutcome.CLAIMED
+    return consumer
+
+
+async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = Gate(monkeypatch, Claiming, "_ask")
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    request = world.request()
+    await world.ask(request)
+    await asking.wait()
+    take_requests_away(world)
+    other = await fill(world, host)
+    await world.scheduler("s2", CONFIG)
+    assert (await world.ended(request.instance_uuid)).state is BuildState.FAILED
+    await world.buses[API].request(Release(consumer=other), ReleaseResult, timeout_s=PATIENCE_S)
+    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    asking.open.set()
+    await writing.wait()  # the claim was asked for and answered, and s1 dies before it writes anything down
+    await world.kill("s1")
+    assert await world.used() == {}
+
+
+async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    request = world.request()
+    await world.ask(request)
+    await writing.wait()
+    take_requests_away(world)
+    await world.scheduler("s2", CONFIG)
+    await world.until(lambda: world.builds)
+    await world.delete(request)
+    await world.until(lambda: world.deletes)
+    done = Gate(monkeypatch, handlers.RequestHandler, "_cancel")
+    done.open.set()
+    writing.open.set()
+    await done.wait()
+    await world.stop("s1")  # drained: it has finished what it had in hand
+    assert list(await world.used()) == [host]  # the cell frees it, once the host has destroyed what it builds
+
+
+async def test_a_claim_on_a_host_that_nobody_speaks_for_blocks_nobody_and_is_freed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "RETRIES", 1)
+    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    await world.scheduler("s1", CONFIG)
+    (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    stranded, healthy = world.request(), world.request(availability_zone=None)
+    await world.ask(stranded)
+    await writing.wait()
+    await world.kill("s1")
+    # The host's compute service has died with the scheduler, and does not come back.
+    del world.hosts["c1"][lost]
+    (alive,) = await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
+    await world.scheduler("s2", CONFIG)
+    await world.ask(healthy)
+    assert (await world.ended(healthy.instance_uuid, BuildState.SCHEDULED)).cell == "c2"
+    failed = await world.ended(stranded.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
+    await _until_used(world, {alive})
+
+
+async def _until_used(world: World, hosts: set[str]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while set(await world.used()) != hosts:
+            pass
