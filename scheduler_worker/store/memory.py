@@ -63,6 +63,8 @@ class MemoryUnit:
                 digest=table.digests[uuid],
                 delete_requested=uuid in table.deleting,
                 project_id=table.standings[uuid].project_id,
+                cell=table.standings[uuid].cell,
+                code=table.standings[uuid].code,
             )
             for uuid in instances
             if uuid in table.standings
