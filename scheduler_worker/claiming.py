@@ -27,6 +27,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
+from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
@@ -248,7 +249,7 @@ class Claiming:
         roots = self._book.rows_of_roots()
         if not roots.size:
             return None
-        resource_class = min(wanted.query.resources)
+        resource_class = min(asked_in_all(wanted.query))
         return ClaimOption(allocations={self._book.uuid_of(int(roots[0])): {resource_class: MAX_AMOUNT}})
 
     # --- claiming
@@ -389,13 +390,14 @@ class Claiming:
 
     def _earlier(self, work: Work, answer: ClaimResult) -> Selection | None:
         providers = sorted(answer.generations)
-        held = adopted(self._book, work.wanted.query.resources, providers)
+        held = answer.holding or adopted(self._book, asked_in_all(work.wanted.query), providers)
         rows = {provider: row for provider in providers if (row := self._book.row_of(provider)) is not None}
-        if held is None or not rows:
+        # What shares with the host is no host: of the trees that give something, only the host's is in the table.
+        roots = dict.fromkeys(self._book.uuid_of(self._book.root_of(row)) for row in rows.values())
+        hosts = [root for root in roots if self._selector.table.index_of(root) is not None]
+        if held is None or len(hosts) != 1:
             return None
-        host_uuid = self._book.uuid_of(self._book.root_of(rows[providers[0]]))
-        if self._selector.table.index_of(host_uuid) is None:
-            return None
+        host_uuid = hosts[0]
         shapes = {provider: self._book.shape_of(row) for provider, row in rows.items()}
         return self._selector.placed(host_uuid, held, shapes)
 

@@ -15,7 +15,11 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     """What a client may ask for by name (N-2).
 
     extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
-    forbidden, everything else (plain, or `capabilities:name`) is for the filters.
+    forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
+    `group_policy` = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or
+    `resources:CLASS` = preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET"
+    (several sets: "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Everything else (plain, or
+    `capabilities:name`) is for the filters.
     """
 
     vcpus: Annotated[int, Bound(ge=0)] = 0
@@ -60,6 +64,7 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_ram.RAMWeigher",
     "scheduler_worker.weighers.free_cpu.CPUWeigher",
     "scheduler_worker.weighers.free_disk.DiskWeigher",
+    "scheduler_worker.weighers.preferences.PreferenceWeigher",
     "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",
 )
 

@@ -121,6 +121,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     consumer_generation: the generation the consumer has now (None: it holds nothing).
     generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
     sequence: the change feed's number of this claim's changes (0: nothing changed).
+    holding: what an earlier claim of this attempt holds, when that is none of the options offered now.
     """
 
     outcome: ClaimOutcome
@@ -130,6 +131,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     generations: dict[Uuid, Generation] = {}
     sequence: int = 0
     reason: Reason = ""
+    holding: dict[Uuid, dict[str, Amount]] = {}
 
 
 class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):

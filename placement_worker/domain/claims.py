@@ -41,6 +41,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     generations: dict[str, int] = {}
     changed: bool = False
     reason: str = ""
+    holding: Holding = {}
 
 
 class Decision(Struct, frozen=True):
@@ -177,6 +178,7 @@ def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> Verdict:
         option=option,
         consumer_generation=known.generation,
         generations=ledger.generations_of(known.holding),
+        holding=known.holding if option is None else NOTHING,
     )
 
 

@@ -8,7 +8,7 @@ as much as eight steps, not as 8^8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -32,8 +32,8 @@ class Site(Struct, frozen=True):
     eligible: list[list[int]]
     kinds: list[int]
     apart: frozenset[int] = frozenset()
-    needs: list[tuple[int, ...]] = []
-    limits: list[tuple[int, ...]] = []
+    needs: Sequence[tuple[int, ...]] = []
+    limits: Sequence[tuple[int, ...]] = []
     covering: frozenset[int] = frozenset()
     covers: list[int] = []
     everything: int = 0

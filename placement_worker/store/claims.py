@@ -271,6 +271,7 @@ def reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:
             generations=verdict.generations,
             sequence=number,
             reason=verdict.reason,
+            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
         )
     if isinstance(item, Release):
         return ReleaseResult(outcome=verdict.outcome, sequence=number)

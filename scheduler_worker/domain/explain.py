@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bus.contracts.build import FunnelStep
+from placement_worker.replica.query import asked_in_all
 from scheduler_worker.domain.wanted import Wanted
 
 # What the stable words of the funnel mean, for a person. A word that is not here is shown as it is.
@@ -27,10 +28,18 @@ AMOUNTS = {
     "in use": "have too little {} free",
 }
 
+# ... and about a numbered group, which one provider of the host has to give whole.
+GROUPS = {
+    "none here": "have no provider for {}",
+    "capacity too small": "have only providers that are too small for {}",
+    "in use": "have no provider with enough free for {}",
+    "traits not met": "have no provider with the traits of {}",
+}
+
 
 def sentence(wanted: Wanted, funnel: Sequence[FunnelStep], nearest: int) -> str:
     """Why no host took it, in one line, the reasons that felled most (last steps first) named with their numbers."""
-    amounts = ", ".join(f"{amount} {name}" for name, amount in sorted(wanted.query.resources.items()))
+    amounts = ", ".join(f"{amount} {name}" for name, amount in asked_in_all(wanted.query).items())
     asked = f"{wanted.flavor} ({amounts})"
     hosts = funnel[0].left + sum(funnel[0].fell.values()) if funnel else 0
     if hosts == 0:
@@ -56,6 +65,8 @@ def phrase(step: str, reason: str) -> str:
     """One reason in words. `step` is a resource class where the replica's search says one of AMOUNTS."""
     if reason in PHRASES:
         return PHRASES[reason]
+    if step.startswith("group ") and reason in GROUPS:
+        return GROUPS[reason].format(step)
     if reason in AMOUNTS:
         return AMOUNTS[reason].format(step)
     if reason.startswith("capability."):

@@ -1,88 +1,22 @@
-"""From a flavor's words to a candidate query (N-2), and the pre-filters that shape it (R-1, R-2, R-4)."""
+"""From a request and its flavor to what is wanted: the pre-filters that shape the query (R-1, R-2, R-4)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
 from placement_worker.replica.search import Query
-from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
+from scheduler_worker.config import Aggregate, SchedulerConfig
+from scheduler_worker.domain.flavor_words import Asked, FlavorInvalid, parse
 from scheduler_worker.domain.view import Membership
 from scheduler_worker.domain.wanted import Impossible, Wanted
 from scheduler_worker.filters.tenant_is_allowed import KEY as TENANT_KEY
 from scheduler_worker.filters.tenant_is_allowed import tenants
 
-DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"
+__all__ = ["Asked", "FlavorInvalid", "parse", "want"]
+
 ZONE_KEY = "availability_zone"
 HOST_UNKNOWN = "host.unknown"
-_GROUPED = re.compile(r"^(resources|trait)(\d+|_[A-Za-z0-9_-]+):|^group_policy$")
-_NAME = re.compile(r"^[A-Z0-9_]{1,255}$")
-
-
-class FlavorInvalid(ValueError):
-    """A configured flavor that can never be asked for; found at start."""
-
-    code = "flavor.invalid"
-
-
-class Asked(Struct, frozen=True):
-    """A flavor as a query, without anything that depends on the request."""
-
-    query: Query
-    extra_specs: Mapping[str, str]
-
-
-def parse(name: str, flavor: Flavor) -> Asked:
-    """The query of a flavor. Amounts given as `resources:` win over the flavor's own sizes; 0 takes a class away."""
-    resources = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
-    required: list[tuple[str, ...]] = []
-    forbidden: list[str] = []
-    others: dict[str, str] = {}
-    for key, value in flavor.extra_specs.items():
-        if _GROUPED.match(key):
-            raise FlavorInvalid(f"flavor {name}: {key}: numbered groups are not supported yet")
-        kind, colon, word = key.partition(":")
-        if colon and kind == "resources":
-            resources[_known(name, word)] = _amount(name, key, value)
-        elif colon and kind == "trait":
-            _sort_trait(name, _known(name, word), value, required, forbidden)
-        else:
-            others[key] = value
-    resources = {resource_class: amount for resource_class, amount in resources.items() if amount}
-    if not resources:
-        raise FlavorInvalid(f"flavor {name} asks for nothing")
-    query = Query(
-        resources=resources,
-        required=tuple(required),
-        forbidden=tuple(forbidden),
-        root_forbidden=(DISABLED_TRAIT,),  # R-4, always
-    )
-    return Asked(query, others)
-
-
-def _known(flavor: str, word: str) -> str:
-    if not _NAME.match(word):
-        raise FlavorInvalid(f"flavor {flavor}: {word!r} is no resource class or trait")
-    return word
-
-
-def _amount(flavor: str, key: str, value: str) -> int:
-    if not value.isdecimal() or int(value) >= 2**31:
-        raise FlavorInvalid(f"flavor {flavor}: {key} = {value!r} is no amount")
-    return int(value)
-
-
-def _sort_trait(flavor: str, trait: str, value: str, required: list[tuple[str, ...]], forbidden: list[str]) -> None:
-    if value == "required":
-        required.append((trait,))
-    elif value == "forbidden":
-        forbidden.append(trait)
-    else:
-        raise FlavorInvalid(f"flavor {flavor}: trait:{trait} = {value!r}; it is `required` or `forbidden`")
 
 
 def want(
@@ -104,6 +38,8 @@ def want(
         flavor=request.flavor,
         project_id=request.project_id,
         extra_specs=asked.extra_specs,
+        preferred_traits=asked.preferred_traits,
+        preferred_classes=asked.preferred_classes,
         availability_zone=request.availability_zone,
         key=(request.flavor, request.project_id, request.availability_zone or "", request.host or ""),
     )

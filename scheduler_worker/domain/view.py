@@ -115,6 +115,13 @@ class HostsView:
         """Whether each host is in an aggregate."""
         return self.book.in_aggregate(uuid, self.rows)
 
+    def has_trait(self, trait: str) -> Mask:
+        """Whether any provider of each host's tree has a trait."""
+        rows, owners = self.book.members(self.rows)
+        has = np.zeros(len(self), dtype=np.bool_)
+        has[owners[self.book.with_trait(trait, rows)]] = True
+        return has
+
     def host(self, position: int) -> HostView:
         """One host of the view, with its words."""
         at = int(self.index[position])

@@ -10,13 +10,18 @@ from placement_worker.replica.search import Query
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """What is wanted. Requests with an equal `key` see the same hosts in the same light and share one ranking."""
+    """What is wanted. Requests with an equal `key` see the same hosts in the same light and share one ranking.
+
+    preferred_traits, preferred_classes: what the flavor would like and does not insist on; a weigher looks at them.
+    """
 
     query: Query
     flavor: str
     project_id: str
     extra_specs: Mapping[str, str] = {}
     availability_zone: str | None = None
+    preferred_traits: tuple[str, ...] = ()
+    preferred_classes: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.book import Book
+from placement_worker.replica.book import SWEEP_FROM, Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.granular import MAX_SLOTS
 from placement_worker.replica.sharing import SHARING_TRAIT
+from placement_worker.replica.ways import Site, Ways
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 from tests.unit.replica.candidates_oracle import all_candidates, found
 from tests.unit.replica.worlds import loaded, random_request, random_world
@@ -82,6 +84,51 @@ def test_stays_right_while_the_book_moves(seed: int) -> None:
         for request in requests:
             answer = {found(candidate) for candidate in candidates(book, request)}
             assert answer == all_candidates(states.values(), request)
+
+
+def test_tables_follow_when_distinct_values_are_numbered_anew() -> None:
+    states = [provider(number, inventories={"VCPU": 8}, traits=("CUSTOM_A",), aggregates=("a",)) for number in range(3)]
+    book = loaded(states)
+    request = CandidatesRequest(
+        groups=(Group(suffix="1", resources={"VCPU": 1}, required=(("CUSTOM_B",),), member_of=(("b",),)),)
+    )
+    epoch = book.epoch
+    for turn in range(SWEEP_FROM):
+        state = structs.replace(states[0], generation=2 + turn, traits=(f"CUSTOM_{turn}",), aggregates=(f"x{turn}",))
+        book.apply([changed(book.sequence + 1, state)])
+        assert turn % 500 or not len(candidates(book, request))
+    assert book.epoch > epoch
+    found = structs.replace(states[1], generation=2, traits=("CUSTOM_B",), aggregates=("b",))
+    book.apply([changed(book.sequence + 1, found)])
+    assert candidates(book, request).columns() == [[uuid(1)]]
+
+
+def test_trees_of_like_members_hung_differently_are_not_alike() -> None:
+    """A device under its NUMA cell, and the same device beside it."""
+    states = []
+    for host, above in ((0, 1), (10, 10)):
+        states += [
+            provider(host),
+            provider(host + 1, root=host, parent=host, inventories={"VCPU": 8}),
+            provider(host + 2, root=host, parent=above, inventories={"VF": 8}),
+        ]
+    for first in (states, list(reversed(states))):
+        request = numbered({"VCPU": 1}, {"VF": 1}, same_subtree=(("_0", "_1"),))
+        assert candidates(loaded(first), request).columns() == [[uuid(1)], [uuid(2)]]
+
+
+def test_like_members_with_unlike_children_are_not_alike() -> None:
+    """The group that does not care must leave the cell with the device to those that do."""
+    states = [
+        provider(0),
+        provider(1, root=0, parent=0, inventories={"VCPU": 8}),
+        provider(2, root=0, parent=0, inventories={"VCPU": 8}),
+        provider(3, root=0, parent=1, inventories={"VF": 8}),
+    ]
+    for with_device, other in ((1, 2), (2, 1)):
+        states[3] = structs.replace(states[3], parent_uuid=uuid(with_device))
+        request = numbered({"VCPU": 1}, {"VCPU": 1}, {"VF": 1}, group_policy="isolate", same_subtree=(("_1", "_2"),))
+        assert candidates(loaded(states), request).columns() == [[uuid(other)], [uuid(with_device)], [uuid(3)]]
 
 
 # --- limits, order, chance
@@ -293,3 +340,24 @@ def test_nothing_asked_and_an_empty_book_find_nothing() -> None:
     assert candidates(Book(), plain(VCPU=1)).exhausted
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=(Group(),)))) == 0
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=()))) == 0
+
+
+class CountedWays(Ways):
+    """Refuses to try forever."""
+
+    tries = 0
+
+    def _take(self, state: Any, place: int, member: int) -> Any:
+        self.tries += 1
+        assert self.tries < 100_000, "lost in dead ends"
+        return super()._take(state, place, member)
+
+
+def test_a_walk_looks_ahead() -> None:
+    """Eight devices of 4; eight slots of 1, then eight of 3: greedy choices of the first eight lead nowhere."""
+    site = Site(eligible=[list(range(8))] * 16, kinds=[0] * 8, needs=[(1,)] * 8 + [(3,)] * 8, limits=[(4,)] * 8)
+    ways = CountedWays(site)
+    assert ways.look(50, 1000) == 50
+    assert not ways.cut
+    for way in ways.found:
+        assert sorted(way[:8]) == sorted(way[8:]) == list(range(8))

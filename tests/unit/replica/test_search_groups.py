@@ -197,3 +197,13 @@ def test_what_one_claim_takes_the_next_search_sees() -> None:
         (option,) = options(book, query, int(roots[0]))
         book.assume(f"k{taken}", option.allocations)
     assert not np.any(search(book, query).roots)
+
+
+def test_a_pool_that_loses_a_trait_loses_the_requests_for_it() -> None:
+    pool = provider(0, inventories={"DISK_GB": 10}, traits=(SHARING_TRAIT, "CUSTOM_SSD"), aggregates=("a",))
+    hosts = [provider(number, inventories={"VCPU": 8}, aggregates=("a",)) for number in range(1, 40)]
+    book = loaded([pool, *hosts])
+    query = Query(resources={"VCPU": 1, "DISK_GB": 4}, required=(("CUSTOM_SSD",),))
+    assert len(search(book, query).roots) == 39
+    book.apply([changed(book.sequence + 1, structs.replace(pool, generation=2, traits=(SHARING_TRAIT,)))])
+    assert len(search(book, query).roots) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from msgspec import structs
+
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidatesRequest, Group
@@ -16,17 +18,42 @@ AGGREGATES = tuple(uuid(900 + number) for number in range(3))
 
 
 def random_world(rng: random.Random) -> list[ProviderState]:
-    """A few trees, some deep, some of whose members share."""
+    """A few trees, some deep, some of whose members share, some nearly alike."""
     states: list[ProviderState] = []
     sharing = rng.random() < 0.5
     deep = rng.random() < 0.8
     for _ in range(rng.randint(1, 4)):
+        if states and rng.random() < 0.4:
+            states += _alike(rng, states)
+            continue
         tree: list[ProviderState] = []
         for _ in range(rng.randint(1, 4) if deep else 1):
             parent = rng.choice(tree) if tree else None
             tree.append(_member(rng, len(states) + len(tree), tree[0] if tree else None, parent, sharing=sharing))
         states += tree
     return states
+
+
+def _alike(rng: random.Random, states: list[ProviderState]) -> list[ProviderState]:
+    """The last tree once more, with one member hung or used differently."""
+    old = [state for state in states if state.root_uuid == states[-1].root_uuid]
+    at = rng.randrange(len(old))
+    to = {state.uuid: uuid(len(states) + number) for number, state in enumerate(old)}
+    tree = [
+        structs.replace(
+            state,
+            uuid=to[state.uuid],
+            name=f"p{len(states) + number}",
+            root_uuid=to[state.root_uuid],
+            parent_uuid=None if state.parent_uuid is None else to[state.parent_uuid],
+        )
+        for number, state in enumerate(old)
+    ]
+    if at and rng.random() < 0.7:
+        tree[at] = structs.replace(tree[at], parent_uuid=tree[rng.randrange(at)].uuid)
+    elif tree[at].inventories:
+        tree[at] = structs.replace(tree[at], used={name: rng.randint(0, 3) for name in tree[at].inventories})
+    return tree
 
 
 def _member(

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 
 from bus.bus import API, Bus
-from bus.clock import SystemClock
+from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
 from scheduler_worker.claiming import Asking, Away, Claiming, Contended, Ending, Placed, Stopped
@@ -225,6 +225,34 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> 
     assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
     assert list(hosts.book.assumed_keys()) == []
+
+
+async def test_an_earlier_claim_says_itself_what_it_holds(street: Street) -> None:
+    """Two children of one host that have the same classes, and a pool elsewhere: only the book knows who gave what."""
+    hosts = street.hosts
+    cells, pool = [new_uuid(street.hosts.rng) for _ in range(2)], new_uuid(street.hosts.rng)
+    for uuid in (*cells, pool):
+        root = pool if uuid == pool else hosts.uuids[1]
+        parent = None if uuid == pool else root
+        state = ProviderState(
+            uuid=uuid,
+            name=uuid,
+            root_uuid=root,
+            parent_uuid=parent,
+            generation=1,
+            shape=4,
+            inventories={"VCPU": (8.0, 1, 8, 1, 8, 0, 1.0), "DISK_GB": (8.0, 1, 8, 1, 8, 0, 1.0)},
+        )
+        hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=1, state=state)])
+    holding = {cells[1]: {"VCPU": 1}, cells[0]: {"VCPU": 2}, pool: {"DISK_GB": 3}}
+    street.answer = lambda _: ClaimResult(
+        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
+    )
+    (placed,) = await street.place(hosts.request(), fresh=False)
+    assert isinstance(placed, Placed)
+    main = placed.selections[0]
+    assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
+    assert main.shapes == dict.fromkeys(holding, 4)
 
 
 async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(street: Street) -> None:

@@ -1,0 +1,34 @@
+"""How many of the preferred traits and classes does the host have?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+
+class PreferenceWeigher:
+    """Likes hosts with what the flavor prefers; by default more than anything but health, so that a wish is heard.
+
+    A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without wishes weighs
+    nothing here.
+    """
+
+    name: ClassVar[str] = "preferred"
+    multiplier: ClassVar[float] = 10.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+        """The number of wishes that each host meets."""
+        met = np.zeros(len(view), dtype=np.float64)
+        for trait in wanted.preferred_traits:
+            met += view.has_trait(trait)
+        for resource_class in wanted.preferred_classes:
+            met += view.free(resource_class) > 0
+        return met
