@@ -66,6 +66,7 @@ class Entangled:
 
     def ways(self, root: int, limit: int) -> Rows:
         """Up to so many ways on one root, best first: per way and slot, the row that gives it."""
+        self.search.refresh()
         return self.search.ways(root, limit, BUDGET)
 
     def misses(self, roots: Rows) -> NDArray[np.int64]:

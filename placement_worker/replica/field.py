@@ -49,8 +49,12 @@ class Field:
         self.covers = members.covers[order]
         self.trees = members.trees[order]
         owners = members.owners[order]
-        self._starts = np.flatnonzero(np.r_[True, np.diff(owners) > 0])
-        self._counts = np.diff(np.r_[self._starts, len(order)])
+        first = np.ones(len(order), dtype=np.bool_)
+        np.not_equal(owners[1:], owners[:-1], out=first[1:])
+        self._starts = np.flatnonzero(first)
+        self._counts = np.empty_like(self._starts)
+        self._counts[:-1] = self._starts[1:] - self._starts[:-1]
+        self._counts[-1] = len(order) - self._starts[-1]
         self._owners = owners[self._starts]
         columns = [word[order] for word in words]
         if nearest is not None:
@@ -63,7 +67,7 @@ class Field:
 
     def alike(self) -> Iterator[tuple[bytes, Rows, NDArray[np.intp]]]:
         """Trees that look the same: a key of the looks, the trees' positions, and per tree its members as indices."""
-        for many in np.unique(self._counts).tolist():
+        for many in sorted(set(self._counts.tolist())):
             trees = np.flatnonzero(self._counts == many)
             members = self._starts[trees][:, None] + np.arange(many)
             blob = np.ascontiguousarray(self.codes[members]).tobytes()

@@ -212,6 +212,8 @@ class Search:
     def ways(self, root: int, limit: int, budget: int) -> Rows:
         """Up to so many ways on one root, best first: per way and slot, the row that gives it."""
         roots = np.array([root], dtype=np.intp)
+        if not self.possible:
+            return np.zeros((0, len(self.slots)), dtype=np.intp)
         if not self.entangled(roots)[0]:
             return np.repeat(self.flat(roots)[:, None], len(self.slots), axis=1)
         known: dict[bytes, Pattern] = {}

@@ -240,6 +240,18 @@ class Plan:
         codes[open_ones] = np.array([self.unfit, self.passes, self.unknown])[verdicts]
         return codes.astype(np.uint16)
 
+    def ways(self, root: int, limit: int) -> Rows | None:
+        """Up to so many ways on an entangled root, best first, as it is now; None when it is not entangled.
+
+        Verdicts need not be fresh: what moved meanwhile is judged by the next search, all at once.
+        """
+        one = np.array([root], dtype=np.intp)
+        if not self.entangled.concerns(one)[0]:
+            return None
+        if not self.book.is_root[root] or self.root_traits(self.book.traits[one])[0] != self.passes:
+            return np.zeros((0, len(self.entangled.search.slots)), dtype=np.intp)
+        return self.entangled.ways(root, limit)
+
     def explained(self) -> Codes:
         """The verdicts, with the nearest miss of each entangled root that falls."""
         unfit = np.flatnonzero(self.verdicts == self.unfit)
@@ -332,6 +344,13 @@ class Plan:
 
 def plan_of(book: Book, query: Query) -> Plan:
     """The query's plan, refreshed."""
+    plan = kept_plan(book, query)
+    plan.refresh()
+    return plan
+
+
+def kept_plan(book: Book, query: Query) -> Plan:
+    """The query's plan as it was last; its tables are right, its verdicts may be old."""
     key = (
         tuple(sorted(query.resources.items())),
         query.required,
@@ -352,7 +371,8 @@ def plan_of(book: Book, query: Query) -> Plan:
             book.plans.popitem(last=False)
     else:
         book.plans.move_to_end(key)
-    plan.refresh()
+    if plan.epoch != book.epoch:
+        plan.begin()
     return plan
 
 

@@ -18,7 +18,7 @@ from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import NOBODY, Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.covers import unions
-from placement_worker.replica.plan import Codes, Plan, plan_of
+from placement_worker.replica.plan import Codes, Plan, kept_plan, plan_of
 from placement_worker.replica.query import Found, Query
 from placement_worker.replica.request import Slot
 
@@ -57,13 +57,13 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     Best: from few providers, then from those with most room. The provider with the widest choice changes first from
     option to option, so that the second option is a real alternative to the first.
     """
-    plan = plan_of(book, query)
+    plan = kept_plan(book, query)
+    ways = plan.ways(root_row, min(limit, MAX_OPTIONS))
+    if ways is not None:
+        return [_merged(book, plan.entangled.search.slots, way) for way in ways.tolist()]
+    plan.refresh()
     if plan.verdicts[root_row] != plan.passes:
         return []
-    if plan.entangled.concerns(np.array([root_row], dtype=np.intp))[0]:
-        slots = plan.entangled.search.slots
-        ways = plan.entangled.ways(root_row, min(limit, MAX_OPTIONS))
-        return [_merged(book, slots, way) for way in ways.tolist()]
     if book.first_member[root_row] == NOBODY:
         return [_option(book, plan, [root_row] * len(plan.asked))]
     found = []
