@@ -189,3 +189,32 @@ def test_a_url_that_is_not_postgresql_is_refused(url: str) -> None:
 def test_a_schema_name_is_checked(schema: str) -> None:
     with pytest.raises(DatabaseForbidden):
         Database("postgresql://u@h/d", schema)
+
+
+async def test_connections_are_kept_between_transactions_and_clean(postgres_url: str) -> None:
+    database = Database(postgres_url, "kept", pool_size=1)
+    await database.open()
+    async with database.raw() as connection:
+        first = await connection.fetchval("SELECT pg_backend_pid()")
+    started = asyncio.Event()
+
+    async def interrupted() -> None:
+        async with database.raw() as connection:
+            await connection.execute("CREATE TABLE t (n integer)")
+            started.set()
+            await connection.execute("SELECT pg_sleep(30)")
+
+    task = asyncio.create_task(interrupted())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with database.transaction() as core:
+        assert (await core.execute(text("SELECT to_regclass('t')"))).scalar_one() is None
+        assert (await core.execute(text("SELECT pg_backend_pid()"))).scalar_one() == first
+    async with database.raw() as connection:
+        await connection.execute("COMMIT")  # whoever does such a thing must not hand it on
+        await connection.execute("BEGIN")
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT 1") == 1
+    await database.close()
