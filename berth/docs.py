@@ -113,19 +113,19 @@ def _fields(message: type[Message]) -> Iterator[str]:
             yield f"| `{field}` | {_type(spec)} | {'required' if field in required else _default(spec)} |"
     yield ""
     for other in _referenced(body, components):
-        yield f"`{other}`: " + ", ".join(
-            f"`{field}` {_type(spec)}" for field, spec in components[other].get("properties", {}).items()
-        )
+        spec = components[other]
+        parts = [f"`{field}` {_type(part)}" for field, part in spec.get("properties", {}).items()]
+        yield f"`{other}`: " + (", ".join(parts) or "one of " + _type(spec))
         yield ""
 
 
 def _referenced(body: dict[str, Any], components: dict[str, Any]) -> list[str]:
-    """Structs that a message's fields are made of, in the order they are met."""
+    """Structs and enumerations that a message's fields are made of, in the order they are met."""
     found: list[str] = []
     waiting = [body]
     while waiting:
         for name in _references(waiting.pop(0)):
-            if name in components and name not in found and "properties" in components[name]:
+            if name in components and name not in found and components[name].keys() & {"properties", "enum"}:
                 found.append(name)
                 waiting.append(components[name])
     return found
@@ -148,7 +148,7 @@ def _type(spec: dict[str, Any]) -> str:
     if "anyOf" in spec:
         return " or ".join(_type(part) for part in spec["anyOf"])
     if "enum" in spec:
-        return " ".join(f"`{value}`" for value in spec["enum"])
+        return ", ".join(f"`{value}`" for value in spec["enum"])
     kind = str(spec.get("type", "any"))
     if kind == "array":
         items = spec.get("prefixItems")
@@ -167,7 +167,8 @@ def _type(spec: dict[str, Any]) -> str:
         if key in spec
     ]
     if "pattern" in spec:
-        bounds.append(f"`{spec['pattern']}`".replace("|", "\\|"))
+        pattern = spec["pattern"].removesuffix(r"(?!\n)")  # Python's `$` takes a line end; others need not know
+        bounds.append(f"`{pattern}`".replace("|", "\\|"))
     return kind + (f" ({', '.join(bounds)})" if bounds else "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from bus.port import BusError
 MAX_FAILURES_SHOWN = 50
 # With a rate, requests that fell due while the publisher was busy leave together, at most so many.
 MAX_BURST = 500
+# At its very time a request is due, whatever floating point makes of it.
+A_HAIR = 1e-6
 PROGRESS_EVERY_S = 0.25
 # However late publishing ended, the builds' ends are waited for so long at least.
 MIN_WAIT_S = 0.001
@@ -129,7 +132,7 @@ async def _open_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[Bui
     sent = 0
     while sent < len(requests):
         now = clock.monotonic()
-        due = min(len(requests), int((now - start) * plan.rate_per_s) + 1)
+        due = min(len(requests), int((now - start) * plan.rate_per_s + A_HAIR) + 1)
         part = requests[sent : min(due, sent + MAX_BURST)]
         if part:
             await client.boot(part, patience_s=plan.timeout_s)
@@ -185,7 +188,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
 
     def rank(share: float) -> float:
-        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
+        return round(ordered[math.ceil(share * len(ordered)) - 1], 3)
 
     return {
         "p50": rank(0.50),

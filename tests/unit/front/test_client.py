@@ -1,0 +1,102 @@
+"""The client that `berth` is: follows its builds to their ends, and asks when it hears nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from berth import client as client_module
+from berth.load import LoadPlan, draw_requests
+from bus.contracts.build import BuildRecord, BuildRequest, BuildState
+from bus.port import BusUnavailable
+from tests.unit.front.world import ClientWorld
+
+
+def requests(count: int) -> list[BuildRequest]:
+    return draw_requests(LoadPlan(boots=count, mix={"f": 1.0}), random.Random(7))
+
+
+def record(request: BuildRequest, state: BuildState) -> BuildRecord:
+    return BuildRecord(
+        instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=request.flavor, state=state
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_S", 0.01)
+
+
+async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> None:
+    tracks = await client_world.client.boot(requests(5))
+    assert await client_world.client.wait(20)
+    assert [track.state for track in tracks] == ["active"] * 5
+    assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_an_event_that_was_missed_is_asked_for(client_world: ClientWorld) -> None:
+    client_world.mute = True
+    (track,) = await client_world.client.boot(requests(1))
+    assert await client_world.client.wait(20)
+    assert (track.state, track.last) == ("active", None)
+    assert client_world.queries >= 1
+
+
+async def test_a_repeated_or_late_event_changes_nothing(client_world: ClientWorld) -> None:
+    client_world.answer_at_once = False
+    (request,) = requests(1)
+    (track,) = await client_world.client.boot([request])
+    await client_world.say(request, BuildState.ACTIVE, 12)
+    await client_world.say(request, BuildState.ACTIVE, 12)
+    await client_world.say(request, BuildState.BUILDING, 10, terminal=False)
+    await until(lambda: track.repeats == 2)
+    assert (track.terminals, track.state) == (1, "active")
+
+
+async def test_a_delete_ends_when_the_machine_is_gone_and_not_before(client_world: ClientWorld) -> None:
+    """The build that it overtakes may still end first."""
+    (request,) = requests(1)
+    client_world.answer_at_once = False
+    client_world.records[request.instance_uuid] = record(request, BuildState.BUILDING)
+    (track,) = await client_world.client.delete([record(request, BuildState.BUILDING)])
+    await client_world.say(request, BuildState.ACTIVE, 12)
+    assert not await client_world.client.wait(0.0)
+    await client_world.say(request, BuildState.DELETED, 15)
+    await until(lambda: track.ended_at is not None)
+    assert track.state == "deleted"
+
+
+async def test_a_delete_of_what_is_gone_has_ended(client_world: ClientWorld) -> None:
+    (request,) = requests(1)
+    (track,) = await client_world.client.delete([record(request, BuildState.DELETED)])
+    assert await client_world.client.wait(0.0)
+    assert track.state == "deleted"
+
+
+async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) -> None:
+    publish = client_world.client.bus.publish_all
+    failures = 3
+
+    async def away(messages):  # type: ignore[no-untyped-def]
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise BusUnavailable("away")
+        await publish(messages)
+
+    client_world.client.bus.publish_all = away  # type: ignore[method-assign]
+    with pytest.raises(BusUnavailable):
+        await client_world.client.boot(requests(1))
+    later = requests(3)[1:]
+    tracks = await client_world.client.boot(later, patience_s=60.0)
+    await until(lambda: all(track.ended_at is not None for track in tracks))
+    assert failures < 0

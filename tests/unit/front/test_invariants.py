@@ -1,0 +1,113 @@
+"""Each invariant, seen to hold on sound facts and to break on facts with one thing wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.placement import Change
+
+ONE, TWO, GONE = "one", "two", "gone"
+HOST, NESTED, OTHER = "host", "host.gpu", "other"
+
+
+def ended(uuid: str, sequence: int, state: BuildState = BuildState.ACTIVE) -> BuildEvent:
+    return BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=sequence, terminal=True)
+
+
+# `one` is active on `host`, `two` failed, `gone` was built and deleted.
+SOUND = Facts(
+    inventories=[InventoryFact(HOST, "VCPU", 4, 0, 2.0, 8.0, 2), InventoryFact(NESTED, "VGPU", 8, 0, 1.0, 8.0, 1)],
+    allocations={ONE: {HOST: {"VCPU": 2}, NESTED: {"VGPU": 1}}},
+    roots={HOST: HOST, NESTED: HOST, OTHER: OTHER},
+    requests={ONE: "active", TWO: "failed", GONE: "deleted"},
+    cells={ONE: "cell1", GONE: "cell1"},
+    instances=[InstanceFact(ONE, "cell1", "active", HOST, 2), InstanceFact(GONE, "cell1", "deleted", HOST, 1)],
+    running=[RunningFact(ONE, 2, HOST)],
+    feed=(3, 7, 5),
+    accepted=[ONE, TWO, GONE],
+    events=[
+        ended(ONE, 12),
+        ended(TWO, 3, BuildState.FAILED),
+        ended(GONE, 11),
+        ended(GONE, 13, BuildState.DELETED),
+        ended(ONE, 12),  # said twice: at least once is what was promised
+    ],
+    changes=[Change(sequence=3, provider=HOST, generation=1), Change(sequence=4, provider=HOST, generation=2)],
+    connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
+)
+
+
+def broken(facts: Facts) -> set[str]:
+    return {verdict.name for verdict in judge(facts) if not verdict.holds}
+
+
+def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
+    verdicts = judge(SOUND)
+    assert [verdict for verdict in verdicts if not verdict.holds] == []
+    assert len(verdicts) == 9
+    assert all(verdict.checked for verdict in verdicts)
+
+
+AGREE, ONCE, CAUSE, TERMINAL = (
+    "hosts_instances_allocations_agree",
+    "built_once",
+    "effects_have_a_cause",
+    "one_terminal_state",
+)
+HERE = SOUND.instances[0]
+
+BREACHES: list[tuple[str, str, dict[str, Any]]] = [
+    ("more used than fits", "capacity", {"inventories": [InventoryFact(HOST, "VCPU", 4, 0, 2.0, 8.0, 9)]}),
+    ("used that nobody holds", "book_adds_up", {"audit": ["host VCPU: the book says 3, its allocations 2"]}),
+    ("lost by the schedulers", TERMINAL, {"requests": {ONE: "active", GONE: "deleted"}}),
+    ("still under way", TERMINAL, {"requests": {**SOUND.requests, TWO: "building"}}),
+    ("never told to have ended", TERMINAL, {"events": [*SOUND.events[:1], *SOUND.events[2:]]}),
+    ("told to have ended twice", TERMINAL, {"events": [*SOUND.events, ended(ONE, 14, BuildState.FAILED)]}),
+    ("in two cells", ONCE, {"instances": [*SOUND.instances, replace(SOUND.instances[1], cell="cell2")]}),
+    ("runs twice", ONCE, {"running": [RunningFact(ONE, 2, HOST), RunningFact(ONE, 1, OTHER)]}),
+    ("not at rest", AGREE, {"instances": [replace(HERE, state="building")]}),
+    ("active on nothing", AGREE, {"allocations": {}}),
+    ("active here, allocated there", AGREE, {"allocations": {ONE: {OTHER: {"VCPU": 2}}}}),
+    ("allocated for nobody", AGREE, {"allocations": {**SOUND.allocations, GONE: {HOST: {"VCPU": 1}}}}),
+    ("active, but runs nowhere", AGREE, {"running": []}),
+    ("runs elsewhere", AGREE, {"running": [RunningFact(ONE, 2, OTHER)]}),
+    ("an older attempt runs", AGREE, {"running": [RunningFact(ONE, 1, HOST)]}),
+    ("a deleted one runs", AGREE, {"running": [*SOUND.running, RunningFact(GONE, 1, HOST)]}),  # type: ignore[misc]
+    ("a hole in the feed", "feed_has_no_hole", {"feed": (3, 7, 4)}),
+    ("an allocation nobody asked for", CAUSE, {"requests": {TWO: "failed", GONE: "deleted"}, "accepted": [TWO, GONE]}),
+    ("mapped to another cell", CAUSE, {"cells": {ONE: "cell2"}}),
+    ("a generation again", "generations_rise", {"changes": [SOUND.changes[1], SOUND.changes[1]]}),  # type: ignore[index]
+    ("a cell that looks up", "no_upcall", {"connections": [("conductor-cell1", "api", True)]}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), [row[1:] for row in BREACHES], ids=[row[0] for row in BREACHES])
+def test_one_wrong_thing_breaks_its_invariant(name: str, wrong: dict[str, Any]) -> None:
+    verdicts = {verdict.name: verdict for verdict in judge(replace(SOUND, **wrong))}
+    assert not verdicts[name].holds
+    assert verdicts[name].breaches >= len(verdicts[name].examples) > 0
+
+
+def test_an_inventory_that_shrank_under_its_use_is_no_breach() -> None:
+    """A node taken out of service while something runs on it is wholly reserved (P-1.26)."""
+    shrunk = [InventoryFact(HOST, "CUSTOM_GOLD", 1, 1, 1.0, 0.0, 1)]
+    assert "capacity" not in broken(replace(SOUND, inventories=shrunk))
+
+
+def test_a_provider_that_was_removed_may_begin_again() -> None:
+    changes = [
+        Change(sequence=3, provider=HOST, generation=5),
+        Change(sequence=4, provider=HOST, generation=6, removed=True),
+        Change(sequence=5, provider=HOST, generation=1),
+    ]
+    assert broken(replace(SOUND, changes=changes)) == set()
+
+
+def test_what_nobody_listened_to_is_not_judged() -> None:
+    names = {verdict.name for verdict in judge(replace(SOUND, events=None, changes=None, connections=None))}
+    assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 7

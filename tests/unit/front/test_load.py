@@ -1,0 +1,92 @@
+"""The load generator's arithmetic, and that it never forgives itself for being late."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+
+from berth.client import Track
+from berth.load import LoadPlan, draw_requests, percentiles, report, run_load
+from bus.contracts.build import BuildEvent, BuildState, FunnelStep
+from tests.unit.front.world import ClientWorld
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentiles([]) == {}
+    assert percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p95": 7.0, "p99": 7.0, "max": 7.0, "mean": 7.0}
+    found = percentiles([float(number) for number in range(100, 0, -1)])
+    assert found == {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0, "mean": 50.5}
+    assert percentiles([1.0, 2.0, 3.0, 4.0])["p50"] == 2.0
+
+
+def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
+    plan = LoadPlan(boots=2000, mix={"a": 3.0, "b": 1.0, "never": 0.0})
+    drawn = draw_requests(plan, random.Random(1))
+    assert drawn == draw_requests(plan, random.Random(1)) != draw_requests(plan, random.Random(2))
+    share = sum(request.flavor == "a" for request in drawn) / 2000
+    assert 0.7 < share < 0.8 and all(request.flavor != "never" for request in drawn)
+    assert len({request.instance_uuid for request in drawn}) == 2000
+
+
+def ended(uuid: str, state: BuildState, intended: float, at: float, *, attempt: int = 1, code: str = "") -> Track:
+    last = BuildEvent(
+        instance_uuid=uuid, project_id="p", state=state, sequence=9, terminal=True, attempt=attempt, code=code,
+        funnel=(FunnelStep(step="providers", left=0),) if code else (),
+    )  # fmt: skip
+    track = Track(instance_uuid=uuid, flavor="f", intended_at=intended, last=last, stages={state.value: at})
+    track.state, track.ended_at, track.terminals = state.value, at, 1
+    return track
+
+
+def test_a_report_counts_every_build_once() -> None:
+    tracks = [
+        ended("1", BuildState.ACTIVE, 10.0, 10.5),
+        ended("2", BuildState.ACTIVE, 10.0, 11.5, attempt=3),
+        ended("3", BuildState.FAILED, 10.0, 12.0, attempt=2, code="max_retries_exceeded"),
+        ended("4", BuildState.REFUSED, 10.0, 10.1, code="flavor.unknown"),
+        Track(instance_uuid="5", flavor="f", intended_at=10.0, stages={}),
+    ]
+    tracks[1].terminals = 2
+    found = report(tracks, started=10.0, now=20.0)
+    assert (found.requests, found.active, found.failed, found.refused, found.unfinished) == (5, 2, 1, 1, 1)
+    assert (found.seconds, found.boots_per_s) == (2.0, 1.0)
+    assert (found.latency_ms["p50"], found.latency_ms["max"]) == (500.0, 1500.0)
+    assert (found.alternates_used, found.attempts) == (3, {"1": 1, "3": 1})
+    assert found.failures_by_code == {"max_retries_exceeded": 1, "flavor.unknown": 1}
+    assert found.more_than_one_terminal == 1
+
+
+def test_a_report_of_nothing_that_ended() -> None:
+    found = report([Track(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
+    assert (found.seconds, found.boots_per_s, found.unfinished, found.latency_ms) == (8.0, 0.0, 1, {})
+
+
+async def test_a_constant_rate_counts_from_the_intended_times(client_world: ClientWorld) -> None:
+    """Publishing stalls for a second; what fell due meanwhile waited that long, and the report says so."""
+    world = client_world
+    world.stall_s = {5: 1.0}  # the fifth publish takes a second of the world's time
+    plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
+    found = await run_load(world.client, plan, clock=world.clock, rng=random.Random(3))
+    intended = sorted(track.intended_at for track in world.client.tracks.values())
+    steps = {round(later - earlier, 6) for earlier, later in itertools.pairwise(intended)}
+    assert steps == {0.1}, "late publishing shifts no intention"
+    assert (found.active, found.unfinished) == (40, 0)
+    assert found.latency_ms["max"] == pytest.approx(1000, abs=100)
+    late = [track for track in world.client.tracks.values() if (track.latency_s or 0) > 0.05]
+    assert 8 <= len(late) <= 12, "about a second's worth of requests fell due during the stall"
+
+
+async def test_a_closed_loop_keeps_so_many_in_flight(client_world: ClientWorld) -> None:
+    world = client_world
+    world.answer_at_once = False
+    plan = LoadPlan(boots=20, mix={"f": 1.0}, concurrency=4, timeout_s=60.0)
+    loading = asyncio.create_task(run_load(world.client, plan, clock=world.clock, rng=random.Random(3)))
+    most = 0
+    while not loading.done():
+        await world.asked_more()
+        most = max(most, world.client.unfinished)
+        await world.finish(1)
+    assert (most, (await loading).active) == (4, 20)

@@ -1,0 +1,51 @@
+"""What a person is shown: nothing cut off, nothing that speaks to the terminal behind their back."""
+
+from __future__ import annotations
+
+import io
+import uuid
+
+from rich.console import Console
+from rich.text import Text
+
+from berth.load import Failure
+from berth.render import printable, render_failures, render_rows
+from bus.contracts.build import FunnelStep
+
+
+def shown(render, width: int = 20) -> str:  # type: ignore[no-untyped-def]
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    render(console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_columns_line_up_and_are_never_cut() -> None:
+    name = str(uuid.uuid4())
+    rows = [[name, Text("active", "green")], ["x", "[b]no markup[/b]"], ["日本", "wide"]]
+    lines = shown(lambda console: render_rows(console, ["instance", "state"], rows)).splitlines()
+    assert len(lines) == 4
+    assert lines[1] == f"{name}  active"
+    assert lines[2] == f"{'x':36}  [b]no markup[/b]"
+    assert lines[3] == f"日本{' ' * 32}  wide"
+
+
+def test_control_characters_stay_out_of_the_terminal() -> None:
+    assert printable("a\x1b[31mb\u202e\r\nc") == "a\ufffd[31mb\ufffd\ufffd\nc"
+
+
+def test_like_failures_are_told_once() -> None:
+    funnel = (FunnelStep(step="VCPU", left=0, fell={"in use": 3}),)
+
+    def failure(number: int, reason: str, funnel: tuple[FunnelStep, ...] = ()) -> Failure:
+        return Failure(
+            instance_uuid=f"i{number}", flavor="f", state="failed", code="c", reason=reason, attempts=1, funnel=funnel
+        )
+
+    tried = [failure(1, "h1 failed"), failure(2, "h2 failed")]
+    nowhere = [failure(3, "no host", funnel), failure(4, "no host", funnel)]
+    text = shown(lambda console: render_failures(tried + nowhere, console), width=200)
+    assert text.splitlines() == [
+        "2 x f c: for example h1 failed (i1, ...)",
+        "2 x f c: no host (i3, ...)",
+        f"      {'VCPU':36}      0 left   fell: 3 in use",
+    ]

@@ -1,0 +1,143 @@
+"""A client of berth on a memory bus, with a scheduler of a few lines on the other side, on a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Sequence
+
+from berth.client import BuildClient
+from bus.bus import API, Bus
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+
+# Turns of the loop after which everybody who could run without waiting for the time has run.
+TURNS = 200
+
+
+class HandClock:
+    """Stands still while anybody can run; then it is as late as the first of the sleepers wanted."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._sleepers: list[tuple[float, int, asyncio.Event]] = []
+        self._asleep = 0
+        self._moves = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self._asleep += 1
+        awake = asyncio.Event()
+        heapq.heappush(self._sleepers, (self.now + seconds, self._asleep, awake))
+        while not awake.is_set():
+            moves = self._moves
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if moves == self._moves and not awake.is_set():
+                self._moves += 1
+                until, _, first = heapq.heappop(self._sleepers)
+                self.now = max(self.now, until)
+                first.set()
+
+
+class ClientWorld:
+    """The client, and what the scheduler on the other side does."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        self.stall_s: dict[int, float] = {}  # {number of a publish: how long it takes}
+        self.answer_at_once = True
+        self.mute = False  # events get lost; the record still knows
+        self.records: dict[str, BuildRecord] = {}
+        self.waiting: list[BuildRequest] = []
+        self.queries = 0
+        self._published = 0
+        self._asked = asyncio.Event()
+        broker = MemoryBroker(self.clock)
+        self.scheduler = self._bus(broker, "scheduler")
+        self.client = BuildClient(self._bus(broker, "client"), clock=self.clock, process="client", keep_events=True)
+
+    async def open(self) -> None:
+        await self.scheduler.open()
+        self._consumers = [
+            self.scheduler.consumer("scheduler.requests", self._requests),
+            self.scheduler.consumer("scheduler.queries", self._queries),
+        ]
+        for consumer in self._consumers:
+            await consumer.start()
+        await self.client.open()
+        publish = self.client.bus.publish_all
+
+        async def stalled(messages: Sequence[tuple[Message, str]]) -> None:
+            self._published += 1
+            self.clock.now += self.stall_s.get(self._published, 0.0)
+            await publish(messages)
+
+        self.client.bus.publish_all = stalled  # type: ignore[method-assign]
+
+    async def close(self) -> None:
+        await self.client.close()
+        for consumer in self._consumers:
+            await consumer.drain(1.0)
+        await self.scheduler.close()
+
+    async def asked_more(self) -> None:
+        """Until there is something to finish, or nothing comes any more."""
+        for _ in range(100):
+            if self.waiting:
+                return
+            await asyncio.sleep(0)
+
+    async def finish(self, count: int) -> None:
+        """End some builds, the oldest first."""
+        for request in self.waiting[:count]:
+            await self.say(request, BuildState.ACTIVE, 12)
+        del self.waiting[:count]
+
+    async def say(self, request: BuildRequest, state: BuildState, sequence: int, *, terminal: bool = True) -> None:
+        """An event, and the record of it."""
+        self.records[request.instance_uuid] = BuildRecord(
+            instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=request.flavor, state=state
+        )
+        if self.mute:
+            return
+        await self.scheduler.publish(
+            BuildEvent(
+                instance_uuid=request.instance_uuid,
+                project_id=request.project_id,
+                state=state,
+                sequence=sequence,
+                terminal=terminal,
+                attempt=1,
+            )
+        )
+
+    async def _requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if not isinstance(received.message, BuildRequest):
+                continue  # a delete: the test says what comes of it
+            if self.answer_at_once:
+                await self.say(received.message, BuildState.ACTIVE, 12)
+            else:
+                self.waiting.append(received.message)
+        return [Done()] * len(batch)
+
+    async def _queries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.queries += len(batch)
+        pages = []
+        for received in batch:
+            assert isinstance(received.message, BuildQuery)
+            record = self.records.get(received.message.instance_uuid or "")
+            pages.append(BuildPage(builds=(record,) if record else ()))
+        return [Done(page) for page in pages]
+
+    def _bus(self, broker: MemoryBroker, process: str) -> Bus:
+        return Bus(API, broker.transport(API), process=process, clock=self.clock, rng=random.Random(process))
