@@ -15,15 +15,19 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     ask_timeout_s: how long one answer of placement is waited for; ask_again_s: after this an instance that still waits
     for placement (a crash, an outage) is asked for again by the sweep. destroy_again_s: between two Destroy commands to
-    a host that does not confirm. report_grace_s: a host's report only counts against an instance when it was made this
-    long after the instance's last command, so that a report on its way cannot kill a young build.
+    a host that does not confirm, at first; destroy_longest_s: later. report_grace_s: a host's report only counts
+    against an instance when it was made this long after the instance's last command, so that a report on its way
+    cannot kill a young build.
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
     destroy_unknown: destroy what a host runs and no record of this cell owns.
+    deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
+    than any message can be under way. forget_every_s: between two looks for those that are older.
     """
 
     ask_timeout_s: Seconds = 10.0
     ask_again_s: Seconds = 15.0
     destroy_again_s: Seconds = 30.0
+    destroy_longest_s: Seconds = 600.0
     report_grace_s: Seconds = 30.0
     report_every_s: Seconds = 300.0
     sweep_every_s: Seconds = 0.5
@@ -32,3 +36,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
     destroy_unknown: bool = True
+    deleted_keep_s: Seconds = 86_400.0
+    forget_every_s: Seconds = 60.0
+    forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000

@@ -83,6 +83,7 @@ class Engine:
             cell=cell,
             ask_again_s=config.ask_again_s,
             destroy_again_s=config.destroy_again_s,
+            destroy_longest_s=config.destroy_longest_s,
             report_grace_s=config.report_grace_s,
         )
 

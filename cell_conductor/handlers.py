@@ -66,10 +66,10 @@ class HostHandlers:
         for received in batch:
             message = received.message
             if isinstance(message, ComputeHosts) and self._newest.take(message):
-                await self._compare(message, received.meta.sent_at)
+                await self._compare(message, message.seen_at or received.meta.sent_at)
         return [Done()] * len(batch)
 
-    async def _compare(self, report: ComputeHosts, sent_at: float) -> None:
+    async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
         said = [host for host in report.hosts if host.running is not None]
         if not said:
             return
@@ -80,7 +80,7 @@ class HostHandlers:
             briefs,
             now=self._clock.time(),
             # A report without a time could be of any age: it proves what runs, never what is missing.
-            seen_at=sent_at,
+            seen_at=seen_at,
             grace_s=self._config.report_grace_s,
             destroy_unknown=self._config.destroy_unknown,
         )

@@ -14,6 +14,7 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .engine import Engine
+from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +35,18 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             continue
         if swept < config.sweep_batch:
             await clock.sleep(config.sweep_every_s)
+
+
+async def forget_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
+    """Drop instances that were deleted long ago; a full batch is followed by the next at once."""
+    while True:
+        forgotten = 0
+        try:
+            forgotten = await store.forget_deleted(clock.time() - config.deleted_keep_s, config.forget_batch)
+        except Transient as fault:
+            log.warning("forget.waiting", code=fault.code, reason=str(fault))
+        if forgotten < config.forget_batch:
+            await clock.sleep(config.forget_every_s)
 
 
 class Reporter:

@@ -205,6 +205,7 @@ class Reporter:
             )
 
     async def _say_hosts(self, hosts: list[str] | None) -> None:
+        seen_at = self._clock.time()  # before looking: a slow driver must not prove a young machine missing
         # Asked once: a host that is announced is one whose builds are taken.
         known = await self._work.learn_hosts()
         running = await self._work.running(hosts)
@@ -223,6 +224,7 @@ class Reporter:
                         sequence=self._sequence,
                         hosts=tuple(page),
                         complete=hosts is None and len(pages) == 1,
+                        seen_at=seen_at,
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))

@@ -106,8 +106,12 @@ class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
     why: str = ""
 
 
+# The attempt of a machine whose host does not know it (bare metal, after its service has lost its memory).
+UNKNOWN_ATTEMPT = 0
+
+
 class Running(Struct, frozen=True, kw_only=True):
-    """One instance that a host runs, and the attempt that built it."""
+    """One instance that a host runs, and the attempt that built it (0: the host does not know)."""
 
     instance_uuid: Uuid
     attempt: int
@@ -132,7 +136,8 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, when asked, when one changes. Pages of at most 1000.
 
     epoch: rises with every start of the service; sequence rises within it: older ones lose. `complete`: this
-    page is all its hosts; otherwise only those listed have changed.
+    page is all its hosts; otherwise only those listed have changed. seen_at: seconds since the epoch before which the
+    service had not begun to look; what came to be later may be missing here (0: when it was sent).
     """
 
     service: Word
@@ -141,6 +146,7 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     sequence: int
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
+    seen_at: float = 0.0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):

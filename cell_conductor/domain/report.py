@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.cell import ComputeHosts
+from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts
 
 from .events import Event, HostMissing, HostRuns
 from .instance import State
@@ -93,7 +93,7 @@ def differences(
 
 
 def _agrees(record: Recorded, host_uuid: str, attempt: int) -> bool:
-    return record.state in AT_HOME and record.host_uuid == host_uuid and record.attempt == attempt
+    return record.state in AT_HOME and record.host_uuid == host_uuid and attempt in (record.attempt, UNKNOWN_ATTEMPT)
 
 
 def _runs(attempt: int, host_uuid: str, service: str, now: float, seen_at: float) -> HostRuns:

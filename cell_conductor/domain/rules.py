@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Message
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.cell import Destroy, Selection, Spawn
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 
 from .events import (
@@ -36,6 +36,7 @@ class Patience(Struct, frozen=True, kw_only=True):
     cell: str
     ask_again_s: float = 15.0
     destroy_again_s: float = 30.0
+    destroy_longest_s: float = 600.0
     report_grace_s: float = 30.0
 
 
@@ -69,7 +70,7 @@ def refuse_build(instance: Instance, event: BuildAsked, patience: Patience) -> S
 
 def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
     """The current attempt runs: active. Any other attempt is destroyed, never doubled."""
-    if not _is_current(instance, event.attempt, event.host_uuid):
+    if not _is_ours(instance, event):
         return disown(instance, event, patience)
     here = instance.here
     up = replace(
@@ -94,7 +95,7 @@ def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) ->
 
 def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
     """The current attempt runs, as known. Any other is destroyed."""
-    if _is_current(instance, event.attempt, event.host_uuid):
+    if _is_ours(instance, event):
         return Step(instance)
     return disown(instance, event, patience)
 
@@ -180,8 +181,12 @@ def destroy(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
 
 
 def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
-    """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed."""
-    return Step(replace(instance, deadline=event.at + patience.destroy_again_s), (_destroy_here(instance),))
+    """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
+
+    Less and less often: the orders wait in the service's queue while it is away, so their number has to stay small.
+    """
+    wait_s = min(max(patience.destroy_again_s, event.at - instance.since), patience.destroy_longest_s)
+    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance),))
 
 
 def let_go(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
@@ -348,6 +353,12 @@ def _destroy_here(instance: Instance) -> Destroy:
 
 def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
     return attempt == instance.attempt and host_uuid == instance.host_uuid
+
+
+def _is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
+    """Whether it is the current attempt that runs. A host that cannot tell which one it was is believed."""
+    nameless = isinstance(event, HostRuns) and event.attempt == UNKNOWN_ATTEMPT
+    return _is_current(instance, instance.attempt if nameless else event.attempt, event.host_uuid)
 
 
 def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> bool:

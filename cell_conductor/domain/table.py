@@ -206,7 +206,7 @@ def step(instance: Instance, event: Event, patience: Patience) -> Step:
     rule = TABLE[instance.state][type(event)]
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in ASKS_A_CLAIM):
+    if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in MAY_HAVE_ASKED):
         # A claim that no record of ours has asked for would leak: nobody would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     stepped = rule.apply(instance, event, patience)
@@ -217,6 +217,9 @@ def step(instance: Instance, event: Event, patience: Patience) -> Step:
 
 ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING})
 ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING})
+# A question may be asked twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
+# there is room meanwhile. What the first answer led to asks for the release of that very attempt: nothing leaks.
+MAY_HAVE_ASKED = ASKS_A_CLAIM | ASKS_A_RELEASE | {State.FAILED, State.DELETED}
 
 
 def wanted(instance: Instance) -> Claim | Release | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 from bus.outbox import Addressed
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
@@ -118,3 +119,19 @@ class MemoryInstances:
                 for i in self._table.instances.values()
                 if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
             ]
+
+    async def forget_deleted(self, before: float, limit: int) -> int:
+        """Drop instances that were deleted before, at most so many."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            instances = self._table.instances
+            over = [i for i in instances.values() if i.state in (State.DELETED, State.TOMBSTONE) and i.since < before]
+            gone = [i.uuid for i in over if transaction.is_free(("instance", i.uuid))][:limit]
+            await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
+            transaction.will(partial(_drop, instances, gone))
+            return len(gone)
+
+
+def _drop(instances: dict[str, Instance], gone: Sequence[str]) -> None:
+    for uuid in gone:
+        del instances[uuid]

@@ -54,6 +54,14 @@ SELECT uuid, state, host_uuid, attempt, since FROM instances WHERE uuid = ANY($2
 """
 
 
+# Whatever somebody holds is not over. The states are the partial index's condition.
+FORGET_DELETED = """
+DELETE FROM instances WHERE uuid IN (
+    SELECT uuid FROM instances WHERE state IN ('deleted', 'tombstone') AND since < $1
+    ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
+"""
+
+
 class PostgresTransaction:
     """One transaction on one connection."""
 
@@ -124,6 +132,12 @@ class PostgresInstances:
         async with self._database.raw() as connection:
             rows = await connection.fetch(BRIEFS, host_uuids, instance_uuids)
         return [Brief(row[0], State(row[1]), row[2], row[3], row[4]) for row in rows]
+
+    async def forget_deleted(self, before: float, limit: int) -> int:
+        """Drop instances that were deleted before, at most so many."""
+        async with self._database.raw() as connection:
+            status: str = await connection.execute(FORGET_DELETED, before, limit)
+        return int(status.rpartition(" ")[2])
 
 
 def _columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts.cell import ComputeHosts, HostReport, Running
+from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import Newest, differences
@@ -35,6 +35,14 @@ def test_agreement_says_nothing() -> None:
     assert found(report(said=False), brief(State.ACTIVE)) == []
     assert found(report(), brief(State.BUILDING)) == []
     assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
+
+
+def test_a_host_that_does_not_know_the_attempt_is_believed() -> None:
+    """Bare metal after its service has lost its memory: what is active there stays active."""
+    assert found(report((A, UNKNOWN_ATTEMPT)), brief(State.ACTIVE, attempt=3)) == []
+    for state, host in ((State.BUILDING, HOST), (State.ACTIVE, OTHER), (State.FAILED, HOST)):
+        (event,) = found(report((A, UNKNOWN_ATTEMPT)), brief(state, host))
+        assert isinstance(event, HostRuns)
 
 
 def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
@@ -332,3 +332,31 @@ def test_sequence_rises_with_every_announcement() -> None:
         instance = stepped.instance
         numbers += [s.sequence for s in said(stepped)]
     assert numbers == list(range(FIRST_SEQUENCE, FIRST_SEQUENCE + 5))
+
+
+def test_a_machine_of_an_unknown_attempt_is_the_current_one_on_its_own_host_only() -> None:
+    def runs(n: int) -> e.HostRuns:
+        return e.HostRuns(at=120.0, attempt=UNKNOWN_ATTEMPT, host_uuid=host(n), service="s1", seen_at=120.0)
+
+    building = run(asked()).instance
+    assert step(building, runs(1), PATIENCE).instance.state is State.ACTIVE
+    active = run(asked(), spawned()).instance
+    assert step(active, runs(1), PATIENCE) == Step(active)
+    (order,) = step(active, runs(2), PATIENCE).commands
+    assert isinstance(order, Destroy) and order.host_uuid == host(2)
+
+
+def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
+    """Each order waits in the queue of a service that is away: at one every 30 s a day would fill it."""
+    now = 200.0
+    instance = run(asked(), spawned(), e.DeleteAsked(at=now)).instance
+    orders, day = 0, now + 86_400.0
+    waits: list[float] = []
+    while instance.deadline is not None and instance.deadline < day:
+        waits.append(instance.deadline - now)
+        now = instance.deadline
+        stepped = step(instance, e.TimedOut(at=now), PATIENCE)
+        instance, orders = stepped.instance, orders + len(stepped.commands)
+    assert waits[:5] == [30.0, 30.0, 60.0, 120.0, 240.0]
+    assert max(waits) == PATIENCE.destroy_longest_s
+    assert orders < 160

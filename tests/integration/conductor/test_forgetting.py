@@ -1,0 +1,65 @@
+"""What is forgotten, and what an old report does not prove."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildState
+from bus.contracts.cell import CellDelete, ComputeHosts, HostReport
+from bus.outcome import Received
+from cell_conductor.domain.events import DeleteAsked
+from cell_conductor.domain.instance import State
+from cell_conductor.engine import Arrival
+from tests.integration.conductor.neighbours import CELL, Cell, opened
+
+
+@pytest.fixture
+async def cell(postgres_url: str) -> AsyncIterator[Cell]:
+    async with opened(postgres_url) as made:
+        yield made
+
+
+async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(cell: Cell) -> None:
+    cell.around.fails = {cell.host(3)}
+    gone, kept, failed = cell.build(1), cell.build(2), cell.build(3)
+    uuids = [build.spec.instance_uuid for build in (gone, kept, failed)]
+    tombstone = new_uuid(cell.rng)
+    await cell.around.bus.publish_all([(build, "") for build in (gone, kept, failed)])
+    await cell.around.until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
+    await cell.around.until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
+    await cell.engine.take([Arrival(tombstone, DeleteAsked(at=cell.clock.time()))], source="test")
+    day_s = cell.config.deleted_keep_s
+    assert await cell.store.forget_deleted(cell.clock.time() - day_s, 10) == 0
+    cell.clock.offset += day_s + 1.0
+    assert await cell.store.forget_deleted(cell.clock.time() - day_s, 1) == 1
+    assert await cell.store.forget_deleted(cell.clock.time() - day_s, 10) == 1
+    assert await cell.store.forget_deleted(cell.clock.time() - day_s, 10) == 0
+    states = [await cell.state(uuid) for uuid in (*uuids, tombstone)]
+    assert states == [State.ABSENT, State.ACTIVE, State.FAILED, State.ABSENT]
+
+
+async def test_an_old_look_that_is_told_late_does_not_prove_a_young_machine_missing(cell: Cell) -> None:
+    """A driver that lists for a minute: the machine came to be after its host was looked at."""
+    looked = cell.clock.time()
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    cell.clock.offset += 60.0
+    report = ComputeHosts(
+        service="s1",
+        cell=CELL,
+        epoch=1,
+        sequence=1,
+        hosts=(HostReport(uuid=cell.host(1), name="host-1", running=()),),
+        seen_at=looked,
+    )
+    meta = Meta(id="1", sent_at=cell.clock.time())
+    await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
+    assert await cell.state(uuid) is State.ACTIVE
+    assert cell.around.running

@@ -1,0 +1,73 @@
+"""What the reporter says of its own looking."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from bus.contracts.base import Message
+from bus.contracts.cell import ComputeHosts
+from compute_sim.driver import DriverHost
+from compute_sim.records import Records
+from compute_sim.reporter import Reporter
+
+HOST = "10000000-0000-4000-8000-000000000001"
+
+
+class SlowWorld:
+    """A driver that takes a minute to list, its clock, and a bus that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.said: list[Message] = []
+        self.told = asyncio.Event()
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+    async def learn_hosts(self) -> Sequence[DriverHost]:
+        self.now += 30.0
+        return [DriverHost(uuid=HOST, name="h", enabled=True, disabled_reason="", attributes={})]
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
+        self.now += 30.0
+        return {}
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        self.said.append(message)
+        self.told.set()
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        raise AssertionError
+
+
+async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
+    world: Any = SlowWorld()
+    reporter = Reporter(
+        world,
+        service="s",
+        cell="c1",
+        driver=world,
+        work=world,
+        records=Records(),
+        clock=world,
+        rng=random.Random(1),
+        heartbeat_s=1.0,
+        report_s=60.0,
+    )
+    task = asyncio.create_task(reporter.announce())
+    async with asyncio.timeout(10):
+        await world.told.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    (report,) = world.said
+    assert isinstance(report, ComputeHosts)
+    assert (report.seen_at, world.now) == (1000.0, 1060.0)
