@@ -71,11 +71,19 @@ class RestServer:
         )
         self.application = Application(self.api, auth, Policy(self.config.policy, clock), Cors(self.config.cors))
         self._server: _Server | None = None
+        self._ended = asyncio.Event()
         self.ready = False
 
     async def run(self) -> None:
         """Serve until drained. Raises CannotListen."""
         listening = self._listen()
+        try:
+            await self._serve(listening)
+        finally:
+            listening.close()
+            self._ended.set()
+
+    async def _serve(self, listening: socket.socket) -> None:
         await self.api.replica.fresh()  # the first search shall not pay for loading the book
         self._server = _Server(
             uvicorn.Config(
@@ -105,6 +113,7 @@ class RestServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.api.drain()
+                await self._ended.wait()
 
     def _listen(self) -> socket.socket:
         try:
