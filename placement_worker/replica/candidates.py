@@ -21,11 +21,11 @@ from placement_worker.replica.sharing import sharing_of
 
 __all__ = ["UNNUMBERED", "Candidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
-# Dead ends looked into, and candidates beyond each root's first, before a search stops and says so.
+# Steps that lead nowhere, and candidates beyond each root's first, before a search stops and says so.
 BUDGET = 100_000
 
-# Dead ends that every pattern may look into, however many patterns share the budget.
-LEAST_SHARE = 64
+# Steps that every pattern may waste, however many patterns share the budget.
+LEAST_SHARE = 256
 
 # Roots looked at first; each further step looks at as many as all before it.
 FIRST_STEP = 2048
@@ -108,8 +108,8 @@ def candidates(
 ) -> CandidateSet:
     """Up to `limit` candidates, in the stated order; with `rng`, a random sample of them all, in random order.
 
-    budget: dead ends looked into, and candidates beyond each root's first. Every root that can take the request
-    is found within it or `exhausted` is False, and so is "none" when dead ends hid the answer.
+    budget: steps that lead nowhere, and candidates beyond each root's first. When it runs out, `exhausted` is False:
+    then "none" only means that none was found.
     """
     search = search_for(book, request)
     if not search.possible:
@@ -133,7 +133,7 @@ class _Hunt:
         self._budget = budget
         self._patterns: dict[bytes, Pattern] = {}
         self._flat: list[Rows] = []
-        self._shared_only = False  # whether one candidate may be found on several roots
+        self._may_repeat = False  # whether one candidate may be found on several roots
         self.exhausted = True
 
     def rows(self, limit: int | None) -> Rows:
@@ -144,7 +144,7 @@ class _Hunt:
             return self._empty()
         roots = book.rows_of_roots()
         sharing = sharing_of(book)
-        self._shared_only = bool(sharing.rows.size)
+        self._may_repeat = bool(sharing.rows.size)
         position, step = 0, FIRST_STEP
         while position < len(roots):
             self._look_at(self._search.anchors(roots[position : position + step]))
@@ -215,7 +215,7 @@ class _Hunt:
 
     def _once(self, rows: Rows) -> Rows:
         """Leave out repetitions: only what sharing providers give alone can be found on more roots than one."""
-        if not self._shared_only or not len(rows):
+        if not self._may_repeat or not len(rows):
             return rows
         shared = np.flatnonzero(sharing_of(self._book).are_sharers(rows).all(axis=1))
         if len(shared) < 2:

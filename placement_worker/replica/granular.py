@@ -8,6 +8,8 @@ steps that make a difference), the required traits it meets. Trees with equal li
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,9 @@ COMPILED_KEPT = 64
 
 # Patterns whose verdict is kept.
 VERDICTS_KEPT = 10_000
+
+# Patterns whose first ways are kept, the oldest forgotten first.
+WALKS_KEPT = 256
 
 # Bits that tell trees apart (a row and one).
 TREE_BITS = 32
@@ -90,6 +95,7 @@ class Search:
         self.subtrees = self._subtrees()
         self.contended = self._contended()
         self._known: dict[bytes, int] = {}
+        self._walked: OrderedDict[bytes, Ways] = OrderedDict()
         self._begin()
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
@@ -216,14 +222,18 @@ class Search:
             return np.zeros((0, len(self.slots)), dtype=np.intp)
         if not self.entangled(roots)[0]:
             return np.repeat(self.flat(roots)[:, None], len(self.slots), axis=1)
-        known: dict[bytes, Pattern] = {}
-        self.patterns(roots, known)
-        for pattern in known.values():
-            pattern.ways.look(limit, budget)
-            found = np.array(pattern.ways.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))
-            rows: Rows = pattern.gather()[1][0][found]
-            return rows
-        return np.zeros((0, len(self.slots)), dtype=np.intp)
+        field = self._field(roots)
+        if field is None:
+            return np.zeros((0, len(self.slots)), dtype=np.intp)
+        key, _, members = next(field.alike())
+        ways = self._walked.get(key)
+        if ways is None:
+            ways = self._walked[key] = Ways(self._site(field, members[0]))
+            while len(self._walked) > WALKS_KEPT:
+                self._walked.popitem(last=False)
+        ways.look(limit, budget)
+        found: Rows = field.rows[members[0]][np.array(ways.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))]
+        return found
 
     def given_by(self, rows: Rows) -> NDArray[np.int64]:
         """Per row, all that decides what it can give to one request: equal columns mean equal verdicts."""

@@ -59,7 +59,10 @@ class OutOfBudget(Exception):
 
 
 class Ways:
-    """The ways found so far, and the rest on demand. `done`: there are no others; `cut`: the budget ended it."""
+    """The ways found so far, and the rest on demand. `done`: there are no others; `cut`: the budget ended it.
+
+    dead_ends: steps of looking ahead that led nowhere; the budget is for them alone.
+    """
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -69,6 +72,7 @@ class Ways:
         self.dead_ends = 0
         self._allowed = 0
         self._known: dict[tuple[object, ...], bool] = {}
+        self._by_kind = [_by_kind(site, slot) for slot in _order(site)]
         self._order = _order(site)
         self._tracked = [_is_tracked(site, slot) for slot in self._order]
         self._open = [_open_subtrees(site, self._order, place) for place in range(len(self._order) + 1)]
@@ -214,7 +218,7 @@ class Ways:
             return known
         known = False
         seen: set[object] = set()
-        for member in self.site.eligible[self._order[place]]:
+        for member in self._one_of_each(place, state):
             after = self._take(state, place, member)
             if after is None:
                 continue
@@ -227,10 +231,27 @@ class Ways:
                 break
         self._known[situation] = known
         if not known:
-            self.dead_ends += 1
+            self.dead_ends += 1 + len(seen)
             if self.dead_ends > self._allowed:
                 raise OutOfBudget
         return known
+
+    def _one_of_each(self, place: int, state: _State) -> Iterator[int]:
+        """The members to try: all that were touched by a choice, and of the others one of each kind."""
+        touched = 0
+        for member in (*state.left, *state.givers.values()):
+            touched |= 1 << member
+        for common in state.common:
+            if common != ANYWHERE:
+                touched |= common
+        for members in self._by_kind[place]:
+            fresh = False
+            for member in members:
+                if touched >> member & 1:
+                    yield member
+                elif not fresh:
+                    fresh = True
+                    yield member
 
     def _condition(self, state: _State, after: _State, place: int, member: int) -> object:
         """Equal for members whose choice leaves the rest in like situations."""
@@ -255,6 +276,14 @@ def _order(site: Site) -> list[int]:
     slots = range(len(site.eligible))
     pivot = max(slots, key=lambda slot: (len(site.eligible[slot]), -slot))
     return [pivot, *sorted((s for s in slots if s != pivot), key=lambda slot: (len(site.eligible[slot]), slot))]
+
+
+def _by_kind(site: Site, slot: int) -> list[list[int]]:
+    """The members that can give the slot, like ones together."""
+    kinds: dict[int, list[int]] = {}
+    for member in site.eligible[slot]:
+        kinds.setdefault(site.kinds[member], []).append(member)
+    return list(kinds.values())
 
 
 def _is_tracked(site: Site, slot: int) -> bool:
