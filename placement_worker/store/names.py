@@ -43,7 +43,8 @@ class Names:
         async with self._database.raw() as connection:
             await _add(connection, "resource_classes", new_classes)
             await _add(connection, "traits", new_traits)
-            await self._read(connection)
+        # Read when it is committed: a number seen in a transaction that was lost would be believed for ever.
+        await self.refresh()
 
     async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
         """Class names by number, with at least these in it: another process may have created one since."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.build import AttemptRecord, BuildEvent, BuildState, StoryLine
+from bus.contracts.build import TERMINAL_STATES, AttemptRecord, BuildEvent, BuildState, StoryLine
 
 # The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
 MALFORMED, ACCEPTED, SCHEDULED, DECIDED, DELETED = 0, 1, 2, 3, 4
@@ -31,7 +31,9 @@ def record(standing: Standing, event: BuildEvent, cell: str) -> tuple[Standing, 
     """Fold one announcement of a cell in; None: it is old, or not this cell's to say, and nothing is announced."""
     if event.sequence <= standing.sequence or standing.state is BuildState.DELETED or standing.cell != cell:
         return standing, None
-    terminal = event.terminal and (event.state is BuildState.DELETED or not standing.terminal)
+    # Whatever the cell called it: the one it meant as the end may have been overtaken, and is late from now on.
+    ends = event.terminal or event.state in TERMINAL_STATES
+    terminal = ends and (event.state is BuildState.DELETED or not standing.terminal)
     # A delete is under way: what the build still does is told, but the record keeps saying so.
     deleting = standing.state is BuildState.DELETING and event.state is not BuildState.DELETED
     folded = replace(

@@ -6,10 +6,12 @@ import asyncio
 import random
 from collections.abc import Callable
 
+import asyncpg
 import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release
+from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
 from placement_worker.store.port import Refused
 from placement_worker.store.postgres import PostgresStore
@@ -173,3 +175,24 @@ async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(bo
         assert {type(a), type(b)} == {InventoryResult, Refused}
     assert sorted(await names_in_book(book)) == sorted(names)
     await second.close()
+
+
+async def test_names_of_a_transaction_that_was_lost_are_not_believed(
+    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes away between a new name's row and its commit: the number this process has seen does not exist."""
+    commit = asyncpg.transaction.Transaction.__aexit__
+    killer = await asyncpg.connect(book.url)
+
+    async def lost(this: asyncpg.transaction.Transaction, *error: object) -> object:
+        monkeypatch.setattr(asyncpg.transaction.Transaction, "__aexit__", commit)
+        await killer.execute("SELECT pg_terminate_backend($1, 5000)", this._connection.get_server_pid())
+        return await commit(this, *error)
+
+    monkeypatch.setattr(asyncpg.transaction.Transaction, "__aexit__", lost)
+    update = book.host(new_uuid(rng), CUSTOM_NEW=1)
+    with pytest.raises(DatabaseUnavailable):
+        await book.store.report([update])
+    (result,) = await book.store.report([update])  # as the consumer asks again
+    assert isinstance(result, InventoryResult) and result.outcome == "applied"
+    await killer.close()

@@ -39,6 +39,12 @@ def test_late_and_doubled_ones_are_ignored() -> None:
     assert (standing.state, standing.sequence) == (BuildState.ACTIVE, 12)
 
 
+def test_an_end_that_was_overtaken_by_what_followed_it_still_ends_its_request() -> None:
+    """Active, then lost: the cell calls the failure no end, because it has told one; that one comes too late."""
+    standing, said = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
+    assert said == [("failed", True)] and standing.terminal
+
+
 def test_another_cell_has_no_say() -> None:
     assert play(event(BuildState.FAILED, 99, terminal=True), cell="c2") == (AT, [])
 
