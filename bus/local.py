@@ -21,15 +21,18 @@ from msgspec import Struct
 
 from bus import port
 from bus.contracts.catalogue import QueueRow
-from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
+from bus.port import BusError, BusUnavailable, Delivery, Outgoing, PublishRefused, Subscription, Transport
 
-MAX_FRAME = 16 * 1024 * 1024
+# What one side sends in one call; and what the other reads at most, which is a little more than was sent to it.
+MAX_CALL = 32 * 1024 * 1024
+MAX_FRAME = MAX_CALL + 64 * 1024
 MAX_CALLS_IN_FLIGHT = 10_000
 MAX_CONNECTIONS = 64
+CLOSE_TIMEOUT_S = 5.0
 
 _FAULTS: dict[str, type[BusError]] = {
     fault.code: fault
-    for fault in (BusUnavailable, port.Unroutable, port.PublishRefused, port.QueueMissing, port.BusForbidden)
+    for fault in (BusUnavailable, port.Unroutable, PublishRefused, port.QueueMissing, port.BusForbidden)
 }
 
 
@@ -70,6 +73,10 @@ async def _read(reader: asyncio.StreamReader) -> list[Any]:
     return parts
 
 
+def _done(held: Delivery) -> None:
+    held.ack()
+
+
 def _give_back(held: Delivery, *, requeue: bool) -> None:
     held.nack(requeue=requeue)
 
@@ -82,7 +89,7 @@ class LocalServer:
         self.path = path
         self._connect = connect
         self._server: asyncio.Server | None = None
-        self._sessions: set[asyncio.Task[None]] = set()
+        self._sessions: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self) -> None:
         """Listen. A socket left by a process that is no more is replaced; a live one is an error."""
@@ -98,9 +105,10 @@ class LocalServer:
         """Stop listening and end every session."""
         if self._server is not None:
             self._server.close()
-        for session in list(self._sessions):
-            session.cancel()
-        await asyncio.gather(*self._sessions, return_exceptions=True)
+        for writer in self._sessions.values():
+            writer.close()  # its session reads the end
+        if self._sessions:
+            await asyncio.wait(list(self._sessions), timeout=CLOSE_TIMEOUT_S)
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
@@ -110,7 +118,7 @@ class LocalServer:
         if len(self._sessions) >= MAX_CONNECTIONS:
             writer.close()
             return
-        self._sessions.add(task)
+        self._sessions[task] = writer
         try:
             hello = await _read(reader)
             transport = self._connect(str(hello[2]), str(hello[3]))
@@ -122,7 +130,7 @@ class LocalServer:
         except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, IndexError):
             pass  # the client has gone, or is no client of ours
         finally:
-            self._sessions.discard(task)
+            self._sessions.pop(task, None)
             writer.close()
 
 
@@ -153,7 +161,7 @@ class _Session:
             while True:
                 number, what, *arguments = await _read(self._reader)
                 if what == "ack":
-                    self._settle(arguments[0], Delivery.ack)
+                    self._settle(arguments[0], _done)
                 elif what == "nack":
                     self._settle(arguments[0], partial(_give_back, requeue=bool(arguments[1])))
                 elif len(self._calls) < MAX_CALLS_IN_FLIGHT:
@@ -342,7 +350,7 @@ class LocalTransport:
         """Never called: this transport does not reconnect."""
 
     def forget(self, subscription: int) -> None:
-        """Drop deliveries of a subscription from now on; they go back when the connection closes."""
+        """Take no deliveries of a subscription from now on; what is on its way goes back."""
         self._callbacks.pop(subscription, None)
 
     async def call(self, what: str, *arguments: object) -> Any:
@@ -350,9 +358,13 @@ class LocalTransport:
         if not self.connected:
             raise BusUnavailable(f"the berth at {self._path} has gone")
         self._number += 1
+        frame = _frame(self._number, what, *arguments)
+        if len(frame) > MAX_CALL:
+            raise PublishRefused(f"{len(frame)} bytes are too many for one call, {MAX_CALL} are allowed")
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[self._number] = answer
-        self._send(self._number, what, *arguments)
+        assert self._writer is not None
+        self._writer.write(frame)
         return await answer
 
     def _send(self, *parts: object) -> None:
@@ -365,9 +377,7 @@ class LocalTransport:
             while True:
                 number, what, *rest = await _read(reader)
                 if what == "deliver":
-                    callback = self._callbacks.get(rest[0])
-                    if callback is not None:
-                        callback(_Held(msgspec.convert(rest[1], Parcel), self._send))
+                    self._deliver(rest[0], _Held(msgspec.convert(rest[1], Parcel), self._send))
                     continue
                 answer = self._waiting.pop(number, None)
                 if answer is None or answer.done():
@@ -381,6 +391,13 @@ class LocalTransport:
                 self._writer.close()
         finally:
             self._lost()
+
+    def _deliver(self, subscription: int, delivery: Delivery) -> None:
+        callback = self._callbacks.get(subscription)
+        if callback is None:
+            delivery.nack(requeue=True)  # it was on its way when its subscription was cancelled
+        else:
+            callback(delivery)
 
     def _lost(self) -> None:
         waiting, self._waiting = self._waiting, {}

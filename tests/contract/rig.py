@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from yarl import URL
 
 from bus.clock import SystemClock
+from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker
 from bus.port import Delivery, Transport
 from bus.rabbitmq import RabbitTransport
@@ -160,6 +163,30 @@ class MemoryRig(Rig):
         self.broker.start()
 
 
+class LocalRig(MemoryRig):
+    """A memory broker behind the socket that `berth up` serves it at. Its clients do not reconnect."""
+
+    kind = "local"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A socket's name is short, and a test's own directory is not.
+        self._directory = tempfile.TemporaryDirectory(prefix="berth-bus-")
+        self.socket = Path(self._directory.name) / "bus.sock"
+        self.server = LocalServer(self.socket, lambda name, prefix: self.broker.transport(name, prefix=prefix))
+
+    async def open(self) -> None:
+        await self.server.open()
+
+    def make(self, name: str, prefix: str = "") -> Transport:
+        return LocalTransport(self.socket, name=name, prefix=prefix)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.server.close()
+        self._directory.cleanup()
+
+
 class RabbitRig(Rig):
     kind = "rabbitmq"
 
@@ -207,6 +234,9 @@ async def rig_for(kind: str, amqp: Callable[[], tuple[str, str]]) -> AsyncIterat
     rig: Rig
     if kind == "memory":
         rig = MemoryRig()
+    elif kind == "local":
+        rig = LocalRig()
+        await rig.open()
     else:
         rig = RabbitRig(*amqp())
         await rig.open()

@@ -1,9 +1,9 @@
-"""What a transport must do, asked of the memory and the RabbitMQ adapter alike."""
+"""What a transport must do, asked of every adapter alike: memory, memory behind a socket, RabbitMQ."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -20,7 +20,18 @@ from bus.port import (
 )
 from tests.contract.rig import Collector, Rig, rig_for, until
 
-pytestmark = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+LASTING = ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)]
+
+
+def reconnects(test: Callable[..., object]) -> Callable[..., object]:
+    """A test of reconnection: the socket's broker goes with its process, so there is nothing to come back to."""
+    test.reconnects = True  # type: ignore[attr-defined]
+    return test
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test of this module is asked of every adapter that it applies to."""
+    metafunc.parametrize("kind", LASTING if hasattr(metafunc.function, "reconnects") else ["local", *LASTING])
 
 
 @pytest.fixture
@@ -320,6 +331,7 @@ async def test_expiration_ends_a_message(rig: Rig) -> None:
     assert left is not None and left.body == b"2"
 
 
+@reconnects
 async def test_a_lost_connection_comes_back_with_everything(rig: Rig) -> None:
     transport = await rig.transport()
     durable, private = await declare(transport), await declare(transport, QueueKind.PRIVATE, name="mine")
@@ -347,6 +359,7 @@ async def test_a_lost_connection_comes_back_with_everything(rig: Rig) -> None:
     await replies.wait(1)
 
 
+@reconnects
 async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)
@@ -363,6 +376,7 @@ async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:
     assert await transport.depth(queue) == 1
 
 
+@reconnects
 async def test_open_waits_for_a_broker_that_is_away(rig: Rig) -> None:
     await rig.shut()
     opening = asyncio.create_task(rig.transport())
