@@ -66,6 +66,9 @@ class Process:
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
+NOBODY = copy_context()
+
+
 class _Step:
     """One callback of one process, run only while its process does."""
 
@@ -109,6 +112,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.now = 0.0
         self.turns = 0
         self.processes: list[Process] = []
+        # asyncio knows its tasks only weakly: one of a dead process would be collected, and run its `finally` then.
+        self._alive: dict[asyncio.Task[Any], None] = {}
         self._turns_now = 0
         jump = _Jump()
         jump.loop = self
@@ -117,6 +122,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self.now
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Every task that has not ended, oldest first."""
+        return list(self._alive)
+
+    def create_task(self, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
+        """As ever; and it is remembered until it ends."""
+        task = super().create_task(*arguments, **named)
+        self._alive[task] = None
+        task.add_done_callback(self._forget, context=NOBODY)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._alive.pop(task, None)
 
     def advance(self, timeout: float | None) -> None:
         """Called once a turn with how long the next timer is away."""
@@ -181,7 +201,7 @@ def _unseen(context: dict[str, Any]) -> str:
 def _unwind(loop: VirtualLoop) -> None:
     """Let every task end, the dead ones' too: a coroutine that is thrown away would run its `finally` at any time."""
     loop.set_exception_handler(lambda *_: None)
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    tasks = loop.tasks
     for task in tasks:
         task.cancel()
     for process in loop.processes:

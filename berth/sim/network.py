@@ -22,6 +22,8 @@ SETUP_PATIENCE_S = 20.0
 SETUP_WAIT_S = 0.2
 # A connection that broke comes back after this long at most.
 REPAIR_S = 2.0
+# A doubled message comes again within this.
+DOUBLE_S = 5.0
 
 
 class Weather:
@@ -29,6 +31,7 @@ class Weather:
 
     def __init__(self, rates: Rates, rng: random.Random) -> None:
         self.rates = rates
+        self.crash: Callable[[str], bool] = lambda _: False  # kills a process soon; False: this one may live
         self._rng = rng
 
     def calm(self) -> None:
@@ -38,6 +41,11 @@ class Weather:
     def strikes(self, rate: float) -> bool:
         """Whether it happens this time."""
         return rate > 0 and self._rng.random() < rate
+
+    async def fate(self, process: str) -> None:
+        """An await of a process: it may be its last."""
+        if self.strikes(self.rates.crash) and self.crash(process):
+            await asyncio.get_running_loop().create_future()  # never: none of its code runs any more
 
     def latency(self) -> float:
         """How long one message takes to the broker, or from it: in good weather none overtakes another."""
@@ -143,10 +151,11 @@ class SimTransport:
             raise BusUnavailable(f"{self.name}: lost before it was sent")
         await self._inner.publish(message)
         if weather.strikes(weather.rates.duplicate):
-            later = weather.between(0.0, weather.rates.delay_s)
+            later = weather.between(0.0, DOUBLE_S)
             asyncio.get_running_loop().call_later(later, self._again, message, context=self._broker.context)
         if weather.strikes(weather.rates.lost_after):
             self.cut(weather.between(0.0, REPAIR_S))
+        await weather.fate(self.name)
         await asyncio.sleep(weather.latency())
         if self._life != life:
             raise BusUnavailable(f"{self.name}: lost before the confirm")
@@ -209,6 +218,7 @@ class SimTransport:
 
     async def _trip(self) -> int:
         life = self._life
+        await self._weather.fate(self.name)
         await asyncio.sleep(self._weather.latency() + self.slow_s)
         if life != self._life or not self._inner.connected:
             raise BusUnavailable(f"{self.name}: not connected")

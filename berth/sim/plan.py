@@ -21,9 +21,9 @@ PROJECTS = ("red", "blue")
 FLAVORS = ("m1.tiny", "m1.small", "m1.medium", "m1.large", "gpu.small", "no.such")
 FLAVOR_WEIGHTS = (4, 6, 4, 2, 2, 0.2)
 SIZES = (
-    HostSize(vcpus=4, memory_mb=9_216, disk_gb=100, cpu_ratio=2.0),
+    HostSize(vcpus=3, memory_mb=32_768, disk_gb=400, cpu_ratio=1.0),
     HostSize(vcpus=8, memory_mb=16_896, disk_gb=200, cpu_ratio=1.5),
-    HostSize(vcpus=16, memory_mb=33_280, disk_gb=400, cpu_ratio=1.0),
+    HostSize(vcpus=5, memory_mb=65_536, disk_gb=800, cpu_ratio=1.0),
 )
 
 
@@ -88,6 +88,7 @@ class Rates(Struct, frozen=True, kw_only=True):
     store_lost: float = 0.0
     commit_lost_before: float = 0.0
     commit_lost_after: float = 0.0
+    crash: float = 0.0  # the process is killed at this very await
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -179,21 +180,23 @@ def _rates(rng: random.Random) -> Rates:
     some = _sometimes(rng)
     return Rates(
         delay=some(0.2),
-        delay_s=rng.uniform(0.01, 1.0),
-        duplicate=some(0.05),
+        delay_s=rng.choice((0.01, 0.3, 2.0)),
+        duplicate=some(0.1),
         lost_before=some(0.01),
         lost_after=some(0.01),
         conflict=some(0.01),
         store_lost=some(0.01),
         commit_lost_before=some(0.02),
         commit_lost_after=some(0.02),
+        crash=some(0.002),
     )
 
 
 def _orders(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
     orders: list[Order] = []
+    bursts = [rng.uniform(0.0, LOAD_S * 0.8) for _ in range(rng.randint(3, 30))]
     for _ in range(rng.randint(10, 60)):
-        at = rng.uniform(0.0, LOAD_S * 0.8)
+        at = _pick(rng, bursts) + _pick(rng, (0.0, 0.001, 0.5))
         uuid, project = new_uuid(rng), _pick(rng, PROJECTS)
         flavor = rng.choices(FLAVORS, FLAVOR_WEIGHTS)[0]
         attempts = _pick(rng, (None, None, None, 1, 5))
@@ -228,7 +231,7 @@ def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
     buses = ["api", *(cell.name for cell in plan.cells)]
     schemas = ["placement", "scheduler", *(f"cell_{cell.name}" for cell in plan.cells)]
     blows = []
-    for _ in range(rng.randint(0, 14)):
+    for _ in range(rng.randint(0, 20)):
         kind = _pick(rng, kinds)
         target = _pick(rng, {Kind.BROKER: buses, Kind.DATABASE: schemas}.get(kind, plan.processes))
         seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else 8.0)

@@ -26,12 +26,21 @@ def unsettled(world: World, confirmed: Sequence[str], deleted: Collection[str]) 
         if table.deadlocks:
             found.append(f"no_deadlock: {table.deadlocks} in {schema}")
     found += _breaches(facts_of(world, confirmed))
+    found += list(_leftovers(world))
     found += [f"no_upcall: {words}" for words in world.listener.upward]
     found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
     for name, replica in world.replicas.items():
         if words := _replica_differs(world.book, replica):
             found.append(f"replica_agrees: {name}: {words}")
     return found
+
+
+def _leftovers(world: World) -> Iterator[str]:
+    """What a failed build left half-built on its host is cleared away too."""
+    for fleet in world.fleets.values():
+        for host, guest in fleet.guests():
+            if not guest.complete:
+                yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
 
 
 def _requests(world: World, confirmed: Sequence[str], deleted: Collection[str]) -> Iterator[str]:

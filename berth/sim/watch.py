@@ -27,8 +27,7 @@ class BookWatch:
     def __init__(self, table: MemoryBookTable) -> None:
         self._table = table
         self._seen: dict[str, Provider] = {}
-        self._generations: dict[str, int] = {}
-        self._consumers: dict[str, int] = {}
+        self._versions: dict[tuple[str, str], int] = {}
         self._head = 0
 
     def __call__(self) -> None:
@@ -44,6 +43,10 @@ class BookWatch:
             self._seen[uuid] = provider
         for uuid in [uuid for uuid in self._seen if uuid not in table.providers]:
             del self._seen[uuid]
+        for key, source in table.sources.items():
+            if source.version < self._versions.get(key, 0):
+                raise Breach("stale_never_applied", f"{key}: {source.version} after {self._versions[key]}")
+            self._versions[key] = source.version
         if table.head < self._head:
             raise Breach("feed_has_no_hole", f"the head went from {self._head} to {table.head}")
         new = [change.sequence for change in table.changes if change.sequence > self._head]

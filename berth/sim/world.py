@@ -15,7 +15,7 @@ import cell_conductor.app
 import compute_sim.app
 import placement_worker.app
 import scheduler_worker.app
-from berth.sim.loop import PROCESS, Process
+from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.network import Broker, SimTransport, Weather
 from berth.sim.plan import SIZES, Cell, Plan
 from berth.sim.story import Story
@@ -44,6 +44,8 @@ log = structlog.get_logger("sim")
 EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
 STATEMENT_S = 0.0005
 BUILD_TIMEOUT_S = 20.0
+# Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
+MAX_CRASHES = 5
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
 PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=20.0, feed_keep=1000, cell_wait_s=1.0)
@@ -124,8 +126,10 @@ class World:
         self.fleets: dict[str, Fleet] = {}
         self.lives: dict[str, Life] = {}
         self.counts: dict[str, int] = {}
+        self.weather.crash = self._crash
         self.connections: dict[tuple[str, str], None] = {}  # (process, bus): who ever connected to what
         self.expected_down: set[str] = set()
+        self.crashes: dict[str, int] = {}
         self.over = False
         watch = BookWatch(self.book)
         for name, table in self.schemas.items():
@@ -207,6 +211,16 @@ class World:
             return
         self.fail(Breach("worker_died", f"{name}: {type(error).__name__}: {error}"))
 
+    def _crash(self, name: str) -> bool:
+        """Kill a process at the await where it is now, unless it has been killed often enough."""
+        crashes = self.crashes[name] = self.crashes.get(name, 0) + 1
+        if name not in self.counts or crashes > MAX_CRASHES:
+            return False
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.kill, name, context=NOBODY)
+        loop.call_later(self.rng.uniform(0.05, 4.0), self._supervise, name, context=NOBODY)
+        return True
+
     def _supervise(self, name: str) -> None:
         if not self.over and name not in self.lives and name not in self.expected_down:
             self.start(name)
@@ -264,6 +278,9 @@ class World:
         """One statement of one process: its latency, and what may go wrong with it."""
         slow_s = max((transport.slow_s for transport in transports), default=0.0)
         await asyncio.sleep(STATEMENT_S * (0.5 + rng.random()) + slow_s)
+        process = PROCESS.get()
+        if process is not None:
+            await self.weather.fate(process.name)
         if self.away.get(schema):
             raise DatabaseUnavailable(f"{schema} is away")
         rates, strikes = self.weather.rates, self.weather.strikes
