@@ -228,6 +228,8 @@ class Relay:
         self._lanes = {name: _Lane(bus, clock, self._settle) for name, bus in buses.items()}
         self._clock = clock
         self._max_rows = max_rows
+        # So much waits in memory for a bus that is away: it must not take the room of all the others.
+        self._lane_share = max_rows // (2 * max(1, len(self._lanes)))
         self._sweep_every_s = sweep_every_s
         self._sweep_age_s = sweep_age_s
         self._tickets: dict[int, _Ticket] = {}
@@ -253,6 +255,9 @@ class Relay:
         if unknown:
             log.error("outbox.unknown_bus", row=row_id, buses=sorted(unknown))
             _left.labels("unknown_bus").inc()
+            return
+        if any(self._lanes[item.bus].is_behind(self._lane_share) for item in outgoing):
+            _left.labels("bus_away").inc()
             return
         ticket = self._tickets[row_id] = _Ticket(row_id, len(outgoing))
         _held.inc()
@@ -364,6 +369,11 @@ class _Lane:
         self._settle = settle
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
+        self._is_away = False
+
+    def is_behind(self, most: int) -> bool:
+        """Whether its bus is away and so much waits for it that more is better left to the sweep."""
+        return self._is_away and len(self._waiting) >= most
 
     def put(self, item: _Item) -> None:
         self._waiting.append(item)
@@ -384,14 +394,17 @@ class _Lane:
             try:
                 await self._bus.publish_all([(message, cause) for _ticket, message, cause in items])
             except BusUnavailable as error:  # nobody knows which of them arrived: all of them again, when it is back
+                self._is_away = True
                 log.warning("outbox.bus_away", bus=self._bus.name, messages=len(items), reason=str(error))
                 await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_MAX_S)
             except BusError as error:
+                self._is_away = False
                 log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
                 await self._one_by_one(items)
                 return
             else:
+                self._is_away = False
                 _published.labels(self._bus.name).inc(len(items))
                 self._settle(items)
                 return

@@ -347,6 +347,22 @@ async def test_an_expired_request_is_skipped(house: House) -> None:
     assert len(await handler.wait(1)) == 1
 
 
+async def test_a_request_that_cannot_be_served_is_given_up_when_nobody_waits_for_it_any_more(house: House) -> None:
+    """A statement that always takes too long is a passing fault, too; it must not hold the queue for ever."""
+    asker, server = await house.bus(), await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        if received.message == boot(1):
+            raise DatabaseUnavailable("again and again")
+        return accepted(received)
+
+    await house.consume(server, REQUESTS, Answering(answer), concurrency=1)
+    with pytest.raises(RequestTimeout):
+        await asker.request(boot(1), BuildAccepted, timeout_s=0.3)
+    reply = await asker.request(boot(2), BuildAccepted, timeout_s=10)
+    assert reply.instance_uuid == boot(2).instance_uuid
+
+
 async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,26 @@ async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Databas
     assert await rows(database) == 0
 
 
+async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database: Database) -> None:
+    api, cell = StubBus("api"), StubBus("cell1")
+    cell.away = 10**9
+    to_cell = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
+    task = asyncio.create_task(relay.run())
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(40):
+            await relay.room()
+            relay.send(await commit(database, to_cell), to_cell)
+            while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
+                await asyncio.sleep(0)
+        await relay.room()
+        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        await api.until(1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert await rows(database) >= 40  # none is lost
+
+
 async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(database: Database) -> None:
     api = StubBus("api")
     api.refused = {"nobody"}
