@@ -48,6 +48,7 @@ class Asked:
         self.amount = amount
         self.none = _code(steps, name, "none here")
         self.never = _code(steps, name, "capacity too small")
+        self.reserved = _code(steps, name, "reserved")
         self.unit = _code(steps, name, UNIT)
         self.full = _code(steps, name, "in use")
         self.column: ClassColumns | None = None
@@ -63,7 +64,8 @@ class Asked:
         if numbers.capacity <= 0 and numbers.total == 0:
             return self.none
         if numbers.capacity < self.amount:
-            return self.never
+            # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
+            return self.reserved if int(numbers.total * numbers.allocation_ratio) >= self.amount else self.never
         fits = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
         return passes if fits else self.unit
 

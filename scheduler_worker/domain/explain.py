@@ -25,6 +25,7 @@ PHRASES = {
 AMOUNTS = {
     "none here": "have no {}",
     "capacity too small": "are too small in {}",
+    "reserved": "have their {} held back (in use, in maintenance, or not ready)",
     "in use": "have too little {} free",
 }
 

@@ -199,6 +199,13 @@ def test_the_funnel_says_why() -> None:
     ]
 
 
+def test_what_is_held_back_is_not_called_too_small() -> None:
+    """A bare-metal node in use or being cleaned has its one unit reserved (I-3, I-4)."""
+    held = structs.replace(provider(0), inventories={"CUSTOM_GOLD": (0.0, 1, 1, 1, 1, 1, 1.0)})
+    query = Query(resources={"CUSTOM_GOLD": 1})
+    assert search(told(held), query, explain=True).funnel[-1].fell == {"reserved": 1}
+
+
 def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
     book = told(provider(0, inventories={"VCPU": 2 * PLANS_KEPT}))
     for _ in range(2):
