@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import asyncpg
 from prometheus_client import REGISTRY, generate_latest
 
+PROFILE_HZ = 250
+PROFILE_S = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SAMPLE = re.compile(r"^(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
@@ -50,6 +55,17 @@ def counters(text: str, names: Iterable[str]) -> Counter[str]:
 def own_counters(names: Iterable[str]) -> Counter[str]:
     """The same of this process."""
     return counters(generate_latest(REGISTRY).decode(), names)
+
+
+def profile(pids: Mapping[str, int], directory: Path) -> None:
+    """Let py-spy watch these processes for a while, one file of folded stacks each. py-spy must be installed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = Path(sys.executable).with_name("py-spy")
+    py_spy = str(beside) if beside.exists() else "py-spy"
+    for name, pid in pids.items():
+        command = [py_spy, "record", "-r", str(PROFILE_HZ), "-d", str(PROFILE_S), "-f", "raw", "-p", str(pid)]
+        output = str(directory / f"{name}.raw")
+        subprocess.Popen([*command, "-o", output], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 async def transactions(url: str) -> float:

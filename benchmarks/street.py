@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import statistics
 import sys
@@ -173,8 +174,9 @@ async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, 
 class Instruments:
     """Reads what every process has used, before and after; the difference is what the load cost."""
 
-    def __init__(self, servers: RealServers, crew: Crew) -> None:
+    def __init__(self, servers: RealServers, crew: Crew, *, profiles: Path | None) -> None:
         self._crew = crew
+        self._profiles = profiles
         self._url = servers.database_url
         self._pids = {
             "broker": servers.broker.pid,
@@ -191,6 +193,9 @@ class Instruments:
         self._messages = await self._counters()
         self._statements = await probe.statements(self._url)
         self._transactions = await probe.transactions(self._url)
+        if self._profiles is not None:
+            workers = {name: worker.process.pid for name, worker in self._crew.workers.items()}
+            probe.profile({"client": os.getpid(), **workers}, self._profiles)
         self._cpu = self._used()
 
     async def after(self, boots: int) -> Costs:
@@ -282,13 +287,10 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
             await probe.count_statements(servers.database_url)
         bare_rate = await bare.boots_per_s(servers.urls["berth"], BARE_BOOTS) if options.bare else None
         async with running_crew(servers, plan) as (crew, here), connected(here) as client:
-            reads = Instruments(servers, crew)
+            reads = Instruments(servers, crew, profiles=options.profiles)
             what = Measured(
                 boots=options.boots, hosts=options.hosts, rates=options.rates, before=reads.before, after=reads.after
             )
-            if options.pause:
-                for name, worker in crew.workers.items():
-                    print(name, worker.process.pid, flush=True)
             result = await measure(client, here, "real", what)
     return replace(
         result,
@@ -327,9 +329,7 @@ def main() -> int:
     parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True, help="measure the bare pipeline")
     parser.add_argument("--rates", action="store_true", help="latency at 50 %% and 80 %% of the highest rate")
     parser.add_argument("--statements", action="store_true", help="count SQL statements")
-    parser.add_argument(
-        "--pids", dest="pause", action="store_true", help="say the workers' process ids, for a profiler"
-    )
+    parser.add_argument("--profiles", type=Path, help="py-spy's profile of each process under load, in this directory")
     parser.add_argument("--json", type=Path, help="write the real system's figures (memory's under `memory`) here")
     options = parser.parse_args()
     configure_logging(process="bench", role="bench", level="error", style="pretty")
