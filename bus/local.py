@@ -130,15 +130,21 @@ class LocalServer:
         except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, IndexError):
             pass  # the client has gone, or is no client of ours
         finally:
-            self._sessions.pop(task, None)
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            self._sessions.pop(task, None)
 
 
 async def _answers(path: Path) -> bool:
     try:
-        _, writer = await asyncio.open_unix_connection(str(path))
+        reader, writer = await asyncio.open_unix_connection(str(path))
     except (ConnectionError, FileNotFoundError):
         return False
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            writer.write_eof()
+            await reader.read()  # until it has seen us go
     writer.close()
     return True
 
