@@ -107,10 +107,11 @@ class Response:
         self.path = path
         return self
 
-    def modified(self, request: Request, at: float) -> Response:
-        """Say when it last changed, from 1.15 on, where all is fresh and nothing is to be cached."""
+    def modified(self, request: Request, at: float | None) -> Response:
+        """Say when it last changed (None: nothing is there that could), from 1.15 on; nothing is to be cached."""
         if request.version >= SINCE_CACHE_HEADERS:
-            self.headers.append((b"last-modified", formatdate(at, usegmt=True).encode()))
+            if at is not None:
+                self.headers.append((b"last-modified", formatdate(at, usegmt=True).encode()))
             self.headers.append((b"cache-control", b"no-cache"))
         return self
 

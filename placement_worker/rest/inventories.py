@@ -67,8 +67,7 @@ async def show_all(api: Api, request: Request) -> Response:
         "resource_provider_generation": generation,
         "inventories": {row.resource_class: shown(row) for row in rows},
     }
-    modified = max((row.updated_at for row in rows), default=api.clock.time())
-    return json_response(data).modified(request, modified)
+    return json_response(data).modified(request, max((row.updated_at for row in rows), default=None))
 
 
 async def show(api: Api, request: Request) -> Response:
@@ -102,7 +101,7 @@ async def set_all(api: Api, request: Request) -> Response:
         "resource_provider_generation": provider.generation,
         "inventories": {name: shown(provider.stocks[name]) for name in body.inventories},
     }
-    return json_response(data).modified(request, api.clock.time())
+    return json_response(data).modified(request, api.clock.time() if stocks else None)
 
 
 async def create(api: Api, request: Request) -> Response:
