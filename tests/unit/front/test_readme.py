@@ -1,0 +1,67 @@
+"""What the README shows is what berth takes: every command line, the settings file, the request."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import uuid
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from berth.cli import app
+from berth.settings import read_settings
+from bus.contracts.build import BuildRequest
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def command_lines() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line.removeprefix(".venv/bin/").startswith("berth ")]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_a_command_of_the_readme_is_understood(line: str) -> None:
+    words = shlex.split(line.replace("UUID", str(uuid.UUID(int=1))))[1:]
+    command = typer.main.get_command(app)
+    context = command.make_context("berth", list(words))
+    while hasattr(command, "resolve_command"):
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None and name is not None
+        context = command.make_context(name, list(words), parent=context)
+
+
+def test_every_command_is_in_the_readme() -> None:
+    command = typer.main.get_command(app)
+    shown = "\n".join(command_lines())
+    missing = [name for name in command.commands if f"berth {name}" not in shown]  # type: ignore[attr-defined]
+    assert missing == []
+
+
+def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
+    (text,) = blocks("toml")
+    path = tmp_path / "berth.toml"
+    path.write_text(text)
+    found = read_settings(path, {})
+    assert (found.bus.url[:7], tuple(found.cells), found.database.url[:13]) == ("amqp://", ("cell1",), "postgresql://")
+
+
+def test_the_request_of_the_readme_is_a_request() -> None:
+    (text,) = blocks("json")
+    assert msgspec.json.decode(text, type=BuildRequest).flavor == "m1.small"
+
+
+def test_what_the_readme_points_at_exists() -> None:
+    for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (ROOT / target).exists(), target
+        for script in re.findall(r"`(scripts/\w+)", text):
+            assert (ROOT / script).exists(), script
