@@ -18,6 +18,7 @@ from placement_worker.replica.columns import Rows
 from placement_worker.replica.granular import Pattern, Search, search_for
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
+from placement_worker.replica.ways import ENDLESS
 
 __all__ = ["UNNUMBERED", "Candidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
@@ -26,6 +27,10 @@ BUDGET = 100_000
 
 # Steps that every pattern may waste, however many patterns share the budget.
 LEAST_SHARE = 256
+
+# Tries for candidates beyond each root's first: some, and some per unit of budget.
+LEAST_TRIES = 200_000
+TRIES = 5
 
 # Roots looked at first; each further step looks at as many as all before it.
 FIRST_STEP = 2048
@@ -131,6 +136,7 @@ class _Hunt:
         self._book = book
         self._search = search
         self._budget = budget
+        self._tries = LEAST_TRIES + TRIES * budget
         self._patterns: dict[bytes, Pattern] = {}
         self._flat: list[Rows] = []
         self._may_repeat = False  # whether one candidate may be found on several roots
@@ -170,17 +176,19 @@ class _Hunt:
     def _seek(self, patterns: list[Pattern], count: int) -> None:
         """Walk each pattern up to so many ways; what one does not need of the budget is left to the others."""
         for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
-            before = pattern.ways.dead_ends
-            pattern.ways.look(count, max(LEAST_SHARE, self._budget // left))
-            self._budget = max(0, self._budget - (pattern.ways.dead_ends - before))
-            self.exhausted = self.exhausted and not pattern.ways.cut
+            ways = pattern.ways
+            before, tried = ways.dead_ends, ways.tries
+            ways.look(count, max(LEAST_SHARE, self._budget // left), self._tries if count > 1 else ENDLESS)
+            self._budget = max(0, self._budget - (ways.dead_ends - before))
+            self._tries -= ways.tries - tried if count > 1 else 0
+            self.exhausted = self.exhausted and not ways.cut
 
     def _all(self, limit: int | None) -> Rows:
         """Further ways of every pattern, twice as many each time, until the limit is reached or there are no more."""
         count = 1
         most = self._gather(1)
         bound = len(most) + self._budget if limit is None else limit
-        while len(most) < bound and (open_ones := self._open(count)):
+        while len(most) < bound and self._tries > 0 and (open_ones := self._open(count)):
             trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
             # No more than the bound can use: a tree may have more ways than there is room to list.
             count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))

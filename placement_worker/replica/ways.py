@@ -13,10 +13,18 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from placement_worker.replica.matching import can_match
+
 Way = tuple[int, ...]  # per slot, the member that gives it
 
 # Bits of a set of ancestors before anything was chosen: all of them.
 ANYWHERE = -1
+
+# Dead ends after which it pays to prove that slots cannot all be apart before trying.
+MATCH_AFTER = 32
+
+# More tries than anybody makes.
+ENDLESS = 1 << 62
 
 
 class Site(Struct, frozen=True):
@@ -61,7 +69,8 @@ class OutOfBudget(Exception):
 class Ways:
     """The ways found so far, and the rest on demand. `done`: there are no others; `cut`: the budget ended it.
 
-    dead_ends: steps of looking ahead that led nowhere; the budget is for them alone.
+    dead_ends: steps of looking ahead that led nowhere; the budget is for them alone. tries: all steps, for those who
+    want to stop early.
     """
 
     def __init__(self, site: Site) -> None:
@@ -70,8 +79,10 @@ class Ways:
         self.done = False
         self.cut = False
         self.dead_ends = 0
+        self.tries = 0
         self._allowed = 0
         self._known: dict[tuple[object, ...], bool] = {}
+        self._bits = [sum(1 << member for member in members) for members in site.eligible]
         self._by_kind = [_by_kind(site, slot) for slot in _order(site)]
         self._order = _order(site)
         self._tracked = [_is_tracked(site, slot) for slot in self._order]
@@ -80,11 +91,17 @@ class Ways:
         self._loose = not (any(self._tracked) or site.subtrees or site.everything or site.trees is not None)
         self._source = self._spread()
 
-    def look(self, count: int, budget: int) -> int:
-        """Find up to `count` in all, at no more than `budget` further dead ends; how many are found."""
+    def look(self, count: int, budget: int, tries: int = ENDLESS) -> int:
+        """Find up to `count` in all, at no more than `budget` further dead ends; how many are found.
+
+        No further way is looked for after so many `tries`; there may be more then.
+        """
         self._allowed = self.dead_ends + budget
+        last_try = self.tries + tries
+        if not self.found and not self._can_match(0, 0):
+            self.done = True
         try:
-            while len(self.found) < count and not (self.done or self.cut):
+            while len(self.found) < count and not (self.done or self.cut) and self.tries < last_try:
                 way = next(self._source, None)
                 if way is None:
                     self.done = True
@@ -161,6 +178,7 @@ class Ways:
     def _take(self, state: _State, place: int, member: int) -> _State | None:
         """The state after the slot at this place takes the member; None when a rule forbids it."""
         site, slot = self.site, self._order[place]
+        self.tries += 1
         if self._loose:
             return state
         left, taken, common, tops, cover, givers = state
@@ -218,6 +236,10 @@ class Ways:
             return known
         known = False
         seen: set[object] = set()
+        if self.dead_ends > MATCH_AFTER and not self._can_match(place, state.taken):
+            self._known[situation] = False
+            self.dead_ends += 1
+            return False
         for member in self._one_of_each(place, state):
             after = self._take(state, place, member)
             if after is None:
@@ -235,6 +257,10 @@ class Ways:
             if self.dead_ends > self._allowed:
                 raise OutOfBudget
         return known
+
+    def _can_match(self, place: int, taken: int) -> bool:
+        """Whether the slots that must be apart can be, if nothing else stood in the way."""
+        return can_match([self._bits[slot] & ~taken for slot in self._order[place:] if slot in self.site.apart])
 
     def _one_of_each(self, place: int, state: _State) -> Iterator[int]:
         """The members to try: all that were touched by a choice, and of the others one of each kind."""

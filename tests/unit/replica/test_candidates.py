@@ -204,18 +204,18 @@ def test_a_budget_that_ends_the_search_is_admitted_and_hides_no_other_root() -> 
     names = [f"CUSTOM_{number}" for number in range(12)]
     hard = [
         provider(0),
-        *(provider(n + 1, root=0, parent=0, inventories={"VF": 1}, traits=(name,)) for n, name in enumerate(names)),
+        *(provider(n + 1, root=0, parent=0, inventories={"VF": 4}, traits=(name,)) for n, name in enumerate(names)),
     ]
     easy = [
         structs.replace(state, traits=tuple(names)) if state.inventories.get("VF") else state
         for state in devices(13, host=100)
     ]
-    # Thirteen groups, each for all but one of the traits: on twelve devices they fit nowhere, in very many ways.
+    # Thirteen groups of 3, each for all but one of the traits: on twelve devices of 4 they fit nowhere, in many ways.
     groups = tuple(
-        Group(suffix=f"_{n}", resources={"VF": 1}, required=(tuple(name for name in names if name != f"CUSTOM_{n}"),))
+        Group(suffix=f"_{n}", resources={"VF": 3}, required=(tuple(name for name in names if name != f"CUSTOM_{n}"),))
         for n in range(13)
     )
-    request = CandidatesRequest(groups=groups, group_policy="isolate")
+    request = CandidatesRequest(groups=groups, group_policy="none")
     cut = candidates(loaded(hard), request, budget=100)
     assert (len(cut), cut.exhausted) == (0, False)
     whole = candidates(loaded(hard), request)

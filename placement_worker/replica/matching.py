@@ -1,0 +1,56 @@
+"""Whether every slot can have a member of its own: a matching of slots to members (Kuhn's algorithm on bits)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def can_match(choices: Sequence[int]) -> bool:
+    """Whether each slot can be given one of its choices (members as bits), no member twice."""
+    holders: dict[int, int] = {}  # member's bit -> the slot that has it
+    taken = 0
+    for slot, members in enumerate(choices):
+        free = members & ~taken
+        if free:
+            bit = free & -free
+            holders[bit] = slot
+            taken |= bit
+        elif not _make_room(slot, choices, holders):
+            return False
+        else:
+            taken = sum(holders)
+    return True
+
+
+def _make_room(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
+    """Find a chain of slots that each move on to another member, so that the first gets one; breadth first."""
+    came_from: dict[int, int] = {}  # member's bit -> the slot that would take it
+    frontier = [slot]
+    seen = 0
+    while frontier:  # ends: each member is looked at once
+        onward = []
+        for taker in frontier:
+            fresh = choices[taker] & ~seen
+            seen |= fresh
+            while fresh:
+                bit = fresh & -fresh
+                fresh ^= bit
+                came_from[bit] = taker
+                if bit not in holders:
+                    _move_along(bit, slot, came_from, holders)
+                    return True
+                onward.append(holders[bit])
+        frontier = onward
+    return False
+
+
+def _move_along(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
+    """Each slot of the chain takes the member it came for, and leaves the one it had to the slot before it."""
+    while True:  # ends: a chain visits a member once
+        taker = came_from[bit]
+        had = next((held for held, holder in holders.items() if holder == taker), None)
+        holders[bit] = taker
+        if taker == first or had is None:
+            return
+        del holders[had]
+        bit = had
