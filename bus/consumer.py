@@ -123,15 +123,20 @@ class Consumer:
         oldest = min(self._stalled_since.values(), default=None)
         return oldest is None or self._bus.clock.monotonic() - oldest < NOT_READY_AFTER_S
 
+    @property
+    def started(self) -> bool:
+        """Whether it consumes."""
+        return self._subscription is not None
+
     async def start(self) -> None:
-        """Declare the queue and begin."""
+        """Declare the queue and begin. When the bus goes away meanwhile it may be called again."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
+        self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._workers = [loop.create_task(self._work(number)) for number in range(self._concurrency)]
         for worker in self._workers:
             worker.add_done_callback(self._worker_ended)
-        self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
 
     async def run(self) -> None:
         """Until drained; raises what ended the consumer otherwise. Cancelled, it stops where it stands."""

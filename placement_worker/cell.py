@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import structlog
+
 from bus.bus import Bus
 from bus.consumer import Consumer
+from bus.port import BusUnavailable
+
+log = structlog.get_logger("placement")
+
+AGAIN_S = 0.5  # the cell went away again while its queues were being declared
 
 
 class CellLink:
@@ -25,18 +32,24 @@ class CellLink:
 
     async def run(self) -> None:
         """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
-        await self._bus.open()
-        for consumer in self._consumers:
-            await consumer.start()
-        self.up.set()
+        await self._bus.transport.open()
+        while not self.up.is_set():
+            try:
+                await self._bus.transport.declare_exchanges()
+                for consumer in self._consumers:
+                    if not consumer.started:
+                        await consumer.start()
+                self.up.set()
+            except BusUnavailable as error:
+                log.warning("cell.away", cell=self.name, reason=str(error))
+                await self._bus.clock.sleep(AGAIN_S)
         async with asyncio.TaskGroup() as running:
             for consumer in self._consumers:
                 running.create_task(consumer.run())
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, finish what is in hand."""
-        if self.up.is_set():
-            await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers))
+        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
 
     async def close(self) -> None:
         """Close the connection."""

@@ -17,6 +17,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker import metrics, plugins
 from scheduler_worker.announcements import AnnouncementHandler
+from scheduler_worker.cell import CellLink, wait_for
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.decisions import refused_event
@@ -55,7 +56,8 @@ class HostsListener:
         self._asked = False
 
     async def run(self) -> None:
-        """Ask again: soon after a reconnection, else now and then, each scheduler at its own times."""
+        """Ask, and again: soon after a reconnection, else now and then, each scheduler at its own times."""
+        self._asked = await self.ask()
         due = self._clock.monotonic() + self._pause()
         while True:
             await self._clock.sleep(RECONNECT_LOOK_S)
@@ -111,8 +113,7 @@ def build(
     )
 
     service.resource(store.open, store.close)
-    for bus in buses.values():
-        service.resource(bus.open, bus.close)
+    service.resource(buses[API].open, buses[API].close)
     service.resource(follower.start, follower.close)
     service.task("outbox", relay.run)
     service.drain(relay.drain)
@@ -120,52 +121,48 @@ def build(
     service.prepare(follower.ready.wait)
     service.check("replica", follower.ready.is_set)
 
-    for cell in cells:
-        _listen(service, env, buses[cell], selector, config)
-        _announcements(service, env, buses[cell], store, config)
+    links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
+    service.prepare(lambda: wait_for(links, config.cell_wait_s))
     _requests(service, env, buses[API], store=store, selector=selector, claiming=claiming, config=config)
     return service
 
 
-def _listen(service: Service, env: Environment, bus: Bus, selector: Selector, config: SchedulerConfig) -> None:
-    """Hosts first, so that the first request finds them."""
+def _link(
+    service: Service, env: Environment, bus: Bus, selector: Selector, *, store: SchedulerStore, config: SchedulerConfig
+) -> CellLink:
+    """What is heard from one cell: its hosts, and what became of builds."""
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_again_s)
-    consumer = bus.consumer(
-        "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
-    )
     bus.transport.on_reconnect(listener.reconnected)
-
-    async def start() -> None:
-        await consumer.start()
-        await listener.ask()
-
-    async def stop() -> None:
-        await consumer.drain(0.0)
-
-    async def run() -> None:
-        await consumer.run()
-
-    service.resource(start, stop)
-    service.task(f"hosts of {bus.name}", run)
-    service.task(f"ask hosts of {bus.name}", listener.run)
-    service.check(f"bus {bus.name}", lambda: bus.transport.connected)
-
-
-def _announcements(
-    service: Service, env: Environment, bus: Bus, store: SchedulerStore, config: SchedulerConfig
-) -> None:
-    # Declared before the first dispatch: what a cell announces is kept from the beginning, whoever is up.
-    service.declares(lambda: bus.declare("scheduler.builds"))
-    service.consumer(
+    # Announcements first: hosts are asked for, and so builds dispatched, when what a cell announces is kept already.
+    consumers = [
         bus.consumer(
             "scheduler.builds",
             AnnouncementHandler(store, bus.name, clock=env.clock),
             max_batch=config.batch,
             concurrency=1,  # two would wait for each other's locks on the same instances
             prefetch=config.prefetch,
-        )
-    )
+        ),
+        bus.consumer(
+            "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch
+        ),
+    ]
+    link = CellLink(bus, consumers)
+
+    async def listen() -> None:
+        await link.up.wait()
+        await listener.run()
+
+    service.resource(nothing, link.close)
+    service.task(f"cell {bus.name}", link.run)
+    service.task(f"ask hosts of {bus.name}", listen)
+    service.drain(link.drain)
+    service.check(f"bus {bus.name}", lambda: bus.transport.connected)
+    return link
+
+
+async def nothing() -> None:
+    """A cell's bus is opened by its own side task."""
 
 
 def _requests(

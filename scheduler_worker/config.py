@@ -99,6 +99,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Hosts
     service_down_time_s: Seconds = 60.0
     hosts_warmup_s: Seconds = 5.0  # after a start, unknown hosts may still announce themselves: retry, do not refuse
+    cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are away; they are listened to when they come
     report_again_s: Seconds = 300.0  # hosts are asked again now and then, in case an announcement was lost
 
     # Claiming

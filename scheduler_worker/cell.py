@@ -1,0 +1,60 @@
+"""A scheduler's presence on one cell's bus. A cell that is away holds nobody up: it is listened to when it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.consumer import Consumer
+from bus.port import BusUnavailable
+
+log = structlog.get_logger(__name__)
+
+AGAIN_S = 0.5  # the cell went away again while its queues were being declared
+
+
+class CellLink:
+    """Opens one cell's bus and consumes there, as a side task of the service."""
+
+    def __init__(self, bus: Bus, consumers: Sequence[Consumer]) -> None:
+        self.name = bus.name
+        self._bus = bus
+        self._consumers = consumers
+        self.up = asyncio.Event()
+
+    async def run(self) -> None:
+        """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
+        await self._bus.transport.open()
+        while not self.up.is_set():
+            try:
+                await self._bus.transport.declare_exchanges()
+                for consumer in self._consumers:
+                    if not consumer.started:
+                        await consumer.start()
+                self.up.set()
+            except BusUnavailable as error:
+                log.warning("cell.away", cell=self.name, reason=str(error))
+                await self._bus.clock.sleep(AGAIN_S)
+        async with asyncio.TaskGroup() as running:
+            for consumer in self._consumers:
+                running.create_task(consumer.run())
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing more, finish what is in hand."""
+        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._bus.close()
+
+
+async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
+    """Give the cells a moment, so that a system that starts together is whole when it says ready."""
+    try:
+        async with asyncio.timeout(wait_s):
+            await asyncio.gather(*(link.up.wait() for link in links))
+    except TimeoutError:
+        log.warning("scheduler.cells_away", cells=[link.name for link in links if not link.up.is_set()])

@@ -1,0 +1,59 @@
+"""A worker's side task on a cell's bus, when the cell goes away in the very moment in which it has been reached."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.contracts.placement import Release, ReleaseResult
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from placement_worker.cell import CellLink as PlacementLink
+from scheduler_worker.cell import CellLink as SchedulerLink
+
+PATIENCE_S = 10.0
+RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")
+
+
+class Fickle(MemoryBroker):
+    """Goes down when its queues are declared for the first time."""
+
+    fell = False
+
+    def declare(self, planned: object, owner: object) -> None:
+        if not self.fell:
+            self.fell = True
+            self.stop()
+        super().declare(planned, owner)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("link_of", [PlacementLink, SchedulerLink], ids=["placement", "scheduler"])
+async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes(
+    link_of: type[PlacementLink] | type[SchedulerLink],
+) -> None:
+    clock = SystemClock()
+    broker = Fickle(clock)
+    theirs = Bus("c1", broker.transport("c1"), process="worker", clock=clock, rng=random.Random(1))
+
+    async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
+        return [Done(ReleaseResult(outcome="absent"))] * len(batch)
+
+    link = link_of(theirs, [theirs.consumer("placement.requests", answer)])
+    running = asyncio.create_task(link.run())
+    async with asyncio.timeout(PATIENCE_S):
+        while not broker.fell:  # noqa: ASYNC110  (a broker does not announce it)
+            await asyncio.sleep(0)
+        broker.start()
+        await link.up.wait()
+    asker = Bus("c1", broker.transport("c1"), process="asker", clock=clock, rng=random.Random(2))
+    await asker.open()
+    assert (await asker.request(RELEASE, ReleaseResult, timeout_s=PATIENCE_S)).outcome == "absent"
+    await link.drain(1.0)
+    await running
+    await link.close()
+    await asker.close()
