@@ -141,8 +141,17 @@ def test_the_same_attempt_again_is_answered_with_what_it_holds() -> None:
     (verdict,) = decision.verdicts
     assert (verdict.outcome, verdict.option, verdict.consumer_generation, verdict.changed) == ("claimed", 1, 1, False)
     assert verdict.generations == {A: 10}
+    assert not verdict.holding  # the option says it
     assert not decision.generations
     assert not decision.consumers
+
+
+def test_an_earlier_claim_of_something_else_says_what_it_holds() -> None:
+    decision = run(
+        claim({B: {"VCPU": 1}}), providers={A: provider(VCPU=room(2, 2)), B: provider()}, consumers={VM: holder(HELD)}
+    )
+    (verdict,) = decision.verdicts
+    assert (verdict.outcome, verdict.option, verdict.holding) == ("claimed", None, HELD)
 
 
 def test_the_same_attempt_of_another_project_is_somebody_else() -> None:
