@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Container
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -17,14 +18,19 @@ from msgspec import Struct
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
 from placement_worker.replica.search import options
-from scheduler_worker.domain.hosts import Rows
+from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.domain.weights import score, score_again
 
-CHUNK = 128  # hosts sorted at a time; more are drawn in when these are used up
+CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
+LEAST_CHUNK = 16  # ... of one cell
 ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer (C-7)
+
+
+# (minus the score, a tie-breaker, position in the view): the smallest is the best.
+Entry = tuple[float, float, int]
 
 
 class Chance(Protocol):
@@ -72,13 +78,10 @@ class Ranking:
         self.wanted = wanted
         self.funnel = funnel
         self._chance = chance
-        self._shuffle = shuffle
         self._max_options = max_options
         self._cells = view.cell
         self._scores, self._scales = score(view, wanted, weighings)
-        self._heap: list[tuple[float, float, int]] = []
-        self._rest = self._start()
-        self._threshold = np.inf if self._rest.size else -np.inf  # best score among the rest
+        self._piles = self._sorted(chance, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.view)
@@ -88,7 +91,7 @@ class Ranking:
 
         `subset`: the choice is by chance among so many of the best (N-5).
         """
-        drawn: list[tuple[float, float, int]] = []
+        drawn: list[Entry] = []
         viable: list[Candidate] = []
         while len(viable) < subset and (found := self._next(excluded, drawn, self._max_options)):
             viable.append(found)
@@ -104,10 +107,11 @@ class Ranking:
         """A claim on this host was assumed in the book: weigh it again."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = float(score_again(one, self.wanted, self._scales)[0])
-        for at, (_, tie, position) in enumerate(self._heap):
+        heap = self._piles[int(self._cells[candidate.position])].heap
+        for at, (_, tie, position) in enumerate(heap):
             if position == candidate.position:
-                self._heap[at] = (-new, tie, position)
-                heapq.heapify(self._heap)
+                heap[at] = (-new, tie, position)
+                heapq.heapify(heap)
                 break
 
     def _alternates(
@@ -115,7 +119,7 @@ class Ranking:
         selected: Candidate,
         others: list[Candidate],
         excluded: Container[int],
-        drawn: list[tuple[float, float, int]],
+        drawn: list[Entry],
         wanted: int,
     ) -> tuple[Candidate, ...]:
         """Hosts of the selected one's cell, best first (C-7); not claimed, shared with other requests (C-8)."""
@@ -131,21 +135,18 @@ class Ranking:
         return tuple(mine)
 
     def _next(
-        self,
-        excluded: Container[int],
-        drawn: list[tuple[float, float, int]],
-        limit: int,
-        cell: int | None = None,
+        self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
     ) -> Candidate | None:
-        """Draw hosts until one fits; every host drawn is remembered, to be put back."""
+        """Draw hosts (of one cell) until one fits; every host drawn is remembered, to be put back."""
         for _ in range(ALTERNATE_WALK if cell is not None else len(self.view) + 1):
-            entry = self._draw()
+            pile = self._best_pile() if cell is None else self._piles[cell]
+            entry = None if pile is None else pile.draw()
             if entry is None:
                 return None
             position = entry[2]
             row = int(self.view.rows[position])
             drawn.append(entry)
-            if row in excluded or (cell is not None and self._cells[position] != cell):
+            if row in excluded:
                 continue
             found = options(self.view.book, self.wanted.query, row, limit=limit)
             if found:
@@ -153,35 +154,74 @@ class Ranking:
             drawn.pop()  # full by now, and within this batch it can only get fuller
         return None
 
-    def _draw(self) -> tuple[float, float, int] | None:
-        while not self._heap or -self._heap[0][0] < self._threshold:
+    def _best_pile(self) -> Pile | None:
+        """The cell whose best host is the best of all."""
+        best: Pile | None = None
+        first: Entry | None = None
+        for pile in self._piles.values():
+            top = pile.top()
+            if top is not None and (first is None or top < first):
+                best, first = pile, top
+        return best
+
+    def _put_back(self, drawn: list[Entry]) -> None:
+        for entry in drawn:
+            self._piles[int(self._cells[entry[2]])].push(entry)
+
+    def _sorted(self, chance: Chance, *, shuffle: bool) -> dict[int, Pile]:
+        """The hosts by cell, so that alternates of one cell are found without walking over all the others'."""
+        order = np.argsort(self._cells, kind="stable")
+        cells = self._cells[order]
+        cuts = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), len(order)]
+        parts = [order[start:end] for start, end in pairwise(cuts) if end > start]
+        chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
+        return {
+            int(self._cells[part[0]]): Pile(part, self._scores, chunk, chance if shuffle else None) for part in parts
+        }
+
+
+class Pile:
+    """The hosts of one cell, best first: a heap of the best, and the rest from which it is filled up."""
+
+    def __init__(self, positions: Rows, scores: Floats, chunk: int, chance: Chance | None) -> None:
+        if chance is not None and len(positions) > chunk:
+            # Equal hosts beyond a chunk: where the list is cut must differ between schedulers, or all of them
+            # race for the same chunk.
+            positions = np.roll(positions, chance.randrange(len(positions)))
+        self.heap: list[Entry] = []
+        self._rest = positions
+        self._scores = scores
+        self._chunk = chunk
+        self._chance = chance
+        self._threshold = np.inf if positions.size else -np.inf  # best score among the rest
+
+    def top(self) -> Entry | None:
+        """The best, which stays."""
+        while not self.heap or -self.heap[0][0] < self._threshold:
             if not self._rest.size:
                 break
             self._draw_in()
-        return heapq.heappop(self._heap) if self._heap else None
+        return self.heap[0] if self.heap else None
 
-    def _put_back(self, drawn: list[tuple[float, float, int]]) -> None:
-        for entry in drawn:
-            heapq.heappush(self._heap, entry)
+    def draw(self) -> Entry | None:
+        """Take the best."""
+        return None if self.top() is None else heapq.heappop(self.heap)
 
-    def _start(self) -> Rows:
-        rest = np.arange(len(self.view), dtype=np.intp)
-        if self._shuffle and len(self.view) > CHUNK:
-            # Equal hosts beyond a chunk: where the list is cut must differ between schedulers, or all of them
-            # race for the same chunk.
-            rest = np.roll(rest, self._chance.randrange(len(self.view)))
-        return rest
+    def push(self, entry: Entry) -> None:
+        """Put one back."""
+        heapq.heappush(self.heap, entry)
 
     def _draw_in(self) -> None:
         """Move the best chunk of the rest onto the heap."""
         rest = self._rest
         scores = self._scores[rest]
-        if rest.size > CHUNK:
-            cut = np.argpartition(scores, rest.size - CHUNK)
-            best, self._rest = rest[cut[rest.size - CHUNK :]], rest[cut[: rest.size - CHUNK]]
+        if rest.size > self._chunk:
+            cut = np.argpartition(scores, rest.size - self._chunk)
+            best, self._rest = rest[cut[rest.size - self._chunk :]], rest[cut[: rest.size - self._chunk]]
             self._threshold = float(self._scores[self._rest].max())
         else:
             best, self._rest, self._threshold = rest, rest[:0], -np.inf
-        for position in best.tolist():
-            tie = self._chance.random() if self._shuffle else float(position)
-            heapq.heappush(self._heap, (-float(self._scores[position]), tie, position))
+        for position, weight in zip(best.tolist(), self._scores[best].tolist(), strict=True):
+            tie = float(position) if self._chance is None else self._chance.random()
+            self.heap.append((-weight, tie, position))
+        heapq.heapify(self.heap)

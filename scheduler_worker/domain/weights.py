@@ -23,9 +23,12 @@ class Scale(Struct, frozen=True):
 
 def clamp(weigher: Weigher, raw: Floats) -> Floats:
     """Raw weights within the weigher's own bounds."""
-    if weigher.minimum is None and weigher.maximum is None:
-        return raw
-    return np.clip(raw, weigher.minimum, weigher.maximum)
+    # Not np.clip: for one host, which is what every pick weighs again, its wrapping costs more than the work.
+    if weigher.minimum is not None:
+        raw = np.maximum(raw, weigher.minimum)
+    if weigher.maximum is not None:
+        raw = np.minimum(raw, weigher.maximum)
+    return raw
 
 
 def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
