@@ -1,4 +1,4 @@
-"""Who is calling: a port, and two ways to know. `None` means nobody we know, and so 401."""
+"""Who is calling: a port, and two ways to know; the third is in `keystone.py`. None: nobody we know, and so 401."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Caller(Struct, frozen=True, kw_only=True):
 
     user_id: str
     project_id: str | None = None
+    domain_id: str | None = None
     roles: tuple[str, ...] = ()
     system_scope: str | None = None
 
@@ -32,7 +33,10 @@ class Auth(Protocol):
     """Knows callers by their headers."""
 
     async def identify(self, headers: Headers) -> Caller | None:
-        """The caller, or None when the token is missing or not good."""
+        """The caller, or None when the token is missing or not good. Raises Transient."""
+
+    async def close(self) -> None:
+        """Let go of what it holds."""
 
 
 class NoAuth2:
@@ -56,6 +60,9 @@ class NoAuth2:
         return Caller(
             user_id=user, project_id=project_id, roles=roles, system_scope=scope.decode("latin-1") if scope else None
         )
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,9 +101,12 @@ class TokenFile:
                 found = caller
         return found
 
+    async def close(self) -> None:
+        """Nothing is held."""
 
-def auth_of(config: RestConfig, host: str) -> Auth:
-    """The way that the configuration asks for. Raises SettingsError when it must not be used like this."""
+
+def local_auth(config: RestConfig, host: str) -> Auth:
+    """noauth2 or the token file. Raises SettingsError when it must not be used like this."""
     if config.auth == "tokens":
         if not config.token_file:
             raise SettingsError("rest.token_file", "auth = tokens needs token_file")

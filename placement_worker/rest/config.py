@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.service.settings import Secret
+
 NOBODY = "00000000-0000-0000-0000-000000000000"
 
 
@@ -28,22 +30,36 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     enforce_new_defaults: bool = True
 
 
+class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where Keystone is, and who we are to it (a user that may validate tokens), as [keystone_authtoken] has it."""
+
+    auth_url: str = ""
+    username: str = "placement"
+    password: Secret = ""
+    project_name: str = "service"
+    user_domain_name: str = "Default"
+    project_domain_name: str = "Default"
+    cache_s: Annotated[float, Bound(gt=0, le=3600)] = 300.0
+    timeout_s: Annotated[float, Bound(gt=0, le=300)] = 10.0
+
+
 class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The REST API of one placement process.
 
     listen: HOST:PORT, empty = not served. conf_dir: a directory with an OpenStack `placement.conf`, of which [api]
-    auth_strategy, [oslo_policy], [cors] and [placement] are read over what is set here.
+    auth_strategy, [keystone_authtoken], [oslo_policy], [cors] and [placement] are read over what is set here.
     auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
-    says it again; `tokens` reads token_file (a TOML table [TOKEN] with user_id, project_id, roles).
+    says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it.
     incomplete_*: who holds what was allocated below 1.8. randomize: a sample of the candidates instead of the first.
     budget: what a candidate search may look at. group_max, waiting_max: writes in one transaction, and waiting for one.
     """
 
     listen: str = ""
     conf_dir: str = ""
-    auth: Literal["noauth2", "tokens"] = "noauth2"
+    auth: Literal["noauth2", "tokens", "keystone"] = "noauth2"
     noauth2_anywhere: bool = False
     token_file: str = ""
+    keystone: KeystoneConfig = KeystoneConfig()
     policy: PolicyConfig = PolicyConfig()
     cors: CorsConfig = CorsConfig()
     incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY

@@ -32,19 +32,21 @@ def with_oslo_conf(config: RestConfig) -> RestConfig:
     sections: dict[str, Mapping[str, str]] = {name: parser[name] for name in parser.sections()}
     try:
         return _laid_over(config, sections, folder)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise SettingsError("rest.conf_dir", f"{folder / FILE}: {error}") from error
 
 
 def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], folder: Path) -> RestConfig:
     placement = sections.get("placement", {})
     auth = sections.get("api", {}).get("auth_strategy", config.auth)
-    if auth == "keystone":
-        raise SettingsError("rest.auth", "Keystone tokens are not served yet: use a token file")
     policy, cors = dict(sections.get("oslo_policy", {})), sections.get("cors", {})
     if file := policy.pop("policy_file", ""):
         policy["policy_file"] = str(folder / file)
     known_policy = {key: policy[key] for key in config.policy.__struct_fields__ if key in policy}
+    keystone = dict(sections.get("keystone_authtoken", {}))
+    if "token_cache_time" in keystone:
+        keystone["cache_s"] = keystone["token_cache_time"]
+    known_keystone = {key: keystone[key] for key in config.keystone.__struct_fields__ if key in keystone}
     known_cors = {
         key: _list(cors[key]) if isinstance(getattr(config.cors, key), tuple) else cors[key]
         for key in config.cors.__struct_fields__
@@ -53,6 +55,7 @@ def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], fo
     changed = replace(
         config,
         auth=auth,
+        keystone=_convert(config.keystone, known_keystone),
         policy=_convert(config.policy, known_policy),
         cors=_convert(config.cors, known_cors),
         incomplete_project_id=placement.get("incomplete_consumer_project_id", config.incomplete_project_id),

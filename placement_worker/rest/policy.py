@@ -101,6 +101,7 @@ class Policy:
         creds = {
             "user_id": caller.user_id,
             "project_id": caller.project_id,
+            "domain_id": caller.domain_id,
             "roles": list(caller.roles),
             "system_scope": caller.system_scope,
         }

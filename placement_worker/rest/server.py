@@ -17,9 +17,10 @@ from bus.service.settings import SettingsError
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
-from placement_worker.rest.auth import auth_of
+from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.cors import Cors
+from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
 from placement_worker.store.postgres import PostgresStore
@@ -60,7 +61,7 @@ class RestServer:
     ) -> None:
         self.config = with_oslo_conf(config)
         self.host, self.port = address_of(self.config.listen)
-        auth = auth_of(self.config, self.host)
+        self._auth = _auth_of(self.config, self.host, clock)
         self.api = Api(
             RestStore(store.database, store.names),
             LocalReplica(store),
@@ -69,7 +70,7 @@ class RestServer:
             rng=rng,
             committed=committed,
         )
-        self.application = Application(self.api, auth, Policy(self.config.policy, clock), Cors(self.config.cors))
+        self.application = Application(self.api, self._auth, Policy(self.config.policy, clock), Cors(self.config.cors))
         self._server: _Server | None = None
         self._ended = asyncio.Event()
         self.ready = False
@@ -81,6 +82,7 @@ class RestServer:
             await self._serve(listening)
         finally:
             listening.close()
+            await self._auth.close()
             self._ended.set()
 
     async def _serve(self, listening: socket.socket) -> None:
@@ -123,6 +125,14 @@ class RestServer:
             raise CannotListen(f"{self.host}:{self.port}: {error.strerror or error}") from error
         self.port = listening.getsockname()[1]
         return listening
+
+
+def _auth_of(config: RestConfig, host: str, clock: Clock) -> Auth:
+    if config.auth != "keystone":
+        return local_auth(config, host)
+    if not config.keystone.auth_url:
+        raise SettingsError("rest.keystone", "auth = keystone needs keystone.auth_url")
+    return Keystone(config.keystone, clock)
 
 
 def address_of(listen: str) -> tuple[str, int]:

@@ -1,0 +1,166 @@
+"""Keystone tokens: asked of Keystone once, then remembered until they expire or the cache time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from datetime import datetime
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.faults import Fault, Transient
+from placement_worker.rest.auth import TOKEN, Caller, Headers
+from placement_worker.rest.config import KeystoneConfig
+
+MAX_KNOWN = 10_000
+MAX_TOKEN_BYTES = 8192
+BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not asked about again
+SUBJECT = "X-Subject-Token"
+
+
+class KeystoneUnavailable(Transient):
+    """Keystone is out of reach, or cannot answer."""
+
+    code = "rest.keystone_unavailable"
+
+
+class KeystoneForbidden(Fault):
+    """Keystone does not take our own credentials. Waiting does not help."""
+
+    code = "rest.keystone_forbidden"
+
+
+class _Named(Struct, frozen=True):
+    id: str = ""
+    name: str = ""
+
+
+class _Token(Struct, frozen=True):
+    user: _Named
+    expires_at: str
+    roles: tuple[_Named, ...] = ()
+    project: _Named | None = None
+    domain: _Named | None = None
+    system: dict[str, bool] | None = None
+
+
+class _Answer(Struct, frozen=True):
+    token: _Token
+
+
+class Known(Struct, frozen=True):
+    """Whose a token is, None = nobody's, and until when (wall time) that may be believed."""
+
+    caller: Caller | None
+    until: float
+
+
+class Keystone:
+    """Knows callers by their Keystone tokens. Never blocks the loop; a token is asked about once at a time."""
+
+    def __init__(self, config: KeystoneConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._client = httpx.AsyncClient(timeout=config.timeout_s)
+        self._url = config.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
+        self._own = ""
+        self._signing_in = asyncio.Lock()
+        self._known: OrderedDict[bytes, Known] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Task[Known]] = {}
+
+    async def identify(self, headers: Headers) -> Caller | None:
+        """The token's owner. Raises KeystoneUnavailable, KeystoneForbidden."""
+        token = headers.get(TOKEN, b"")
+        if not token or len(token) > MAX_TOKEN_BYTES:
+            return None
+        digest = hashlib.sha256(token).digest()  # the cache must not be a list of good tokens
+        known = self._known.get(digest)
+        if known is None or known.until <= self._clock.time():
+            known = await self._ask_once(digest, token)
+        return known.caller
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _ask_once(self, digest: bytes, token: bytes) -> Known:
+        task = self._asking.get(digest)
+        if task is None:
+            task = self._asking[digest] = asyncio.create_task(self._ask(digest, token), name="keystone")
+            task.add_done_callback(lambda _: self._asking.pop(digest, None))
+        return await asyncio.shield(task)
+
+    async def _ask(self, digest: bytes, token: bytes) -> Known:
+        own = self._own or await self._sign_in("")
+        answer = await self._validate(own, token)
+        if answer.status_code == 401:  # ours has expired, or was revoked
+            answer = await self._validate(await self._sign_in(own), token)
+        known = self._understood(answer)
+        self._known[digest] = known
+        self._known.move_to_end(digest)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    def _understood(self, answer: httpx.Response) -> Known:
+        now = self._clock.time()
+        if answer.status_code == 404:
+            return Known(None, now + BAD_FOR_S)
+        if answer.status_code != 200:
+            raise KeystoneUnavailable(f"Keystone answered {answer.status_code}")
+        try:
+            token = msgspec.json.decode(answer.content, type=_Answer).token
+            expires = datetime.fromisoformat(token.expires_at).timestamp()
+        except (msgspec.DecodeError, ValueError) as error:
+            raise KeystoneUnavailable(f"Keystone's answer cannot be read: {error}") from error
+        if expires <= now:
+            return Known(None, now + BAD_FOR_S)
+        caller = Caller(
+            user_id=token.user.id,
+            project_id=token.project.id if token.project is not None else None,
+            domain_id=token.domain.id if token.domain is not None else None,
+            system_scope="all" if token.system is not None and token.system.get("all") else None,
+            roles=tuple(role.name for role in token.roles),
+        )
+        return Known(caller, min(expires, now + self._config.cache_s))
+
+    async def _validate(self, own: str, token: bytes) -> httpx.Response:
+        headers = {"X-Auth-Token": own, SUBJECT: token.decode("latin-1")}
+        return await self._send("GET", "?nocatalog", headers, None)
+
+    async def _sign_in(self, stale: str) -> str:
+        """A token of our own, unless another has just fetched a newer one than `stale`."""
+        async with self._signing_in:
+            if self._own != stale:
+                return self._own
+            config = self._config
+            user = {
+                "name": config.username,
+                "password": config.password,
+                "domain": {"name": config.user_domain_name},
+            }
+            project = {"name": config.project_name, "domain": {"name": config.project_domain_name}}
+            body = {
+                "auth": {
+                    "identity": {"methods": ["password"], "password": {"user": user}},
+                    "scope": {"project": project},
+                }
+            }
+            answer = await self._send("POST", "", {}, body)
+            if answer.status_code in {401, 403}:
+                raise KeystoneForbidden(f"Keystone does not take the credentials of {config.username}")
+            if answer.status_code != 201 or SUBJECT not in answer.headers:
+                raise KeystoneUnavailable(f"Keystone answered {answer.status_code} to our own sign-in")
+            self._own = answer.headers[SUBJECT]
+            return self._own
+
+    async def _send(self, method: str, query: str, headers: dict[str, str], body: Any) -> httpx.Response:
+        try:
+            return await self._client.request(method, self._url + query, headers=headers, json=body)
+        except httpx.HTTPError as error:
+            raise KeystoneUnavailable(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,240 @@
+"""Who may do what: the three ways to know a caller, the policy, and when the API refuses to start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Generator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from bus.clock import SystemClock
+from bus.service.settings import SettingsError
+from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
+from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig
+from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
+from placement_worker.rest.oslo_conf import with_oslo_conf
+from placement_worker.rest.policy import RESHAPE, USAGES, Policy
+from tests.integration.placement_rest.conftest import free_port
+
+ADMIN = Caller(user_id="a", project_id="p", roles=("admin",))
+READER = Caller(user_id="r", project_id="p", roles=("reader",))
+SERVICE = Caller(user_id="n", project_id="s", roles=("service",))
+LIST = "placement:resource_providers:list"
+
+
+async def test_noauth2_believes_the_caller() -> None:
+    auth = NoAuth2()
+    assert await auth.identify({}) is None
+    assert await auth.identify({b"x-auth-token": b"admin"}) == Caller(
+        user_id="admin", project_id="admin", roles=("admin",)
+    )
+    headers = {b"x-auth-token": b"u:p", b"x-roles": b"member,reader", b"x-project-id": b"q"}
+    assert await auth.identify(headers) == Caller(user_id="u", project_id="q", roles=("member", "reader"))
+    scoped = await auth.identify({b"x-auth-token": b"admin", b"openstack-system-scope": b"all"})
+    assert scoped is not None
+    assert (scoped.project_id, scoped.system_scope) == (None, "all")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_noauth2_listens_on_loopback(host: str) -> None:
+    assert isinstance(local_auth(RestConfig(), host), NoAuth2)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "placement.example.com"])
+def test_noauth2_listens_elsewhere_only_when_told_twice(host: str) -> None:
+    with pytest.raises(SettingsError, match="loopback"):
+        local_auth(RestConfig(), host)
+    assert isinstance(local_auth(RestConfig(noauth2_anywhere=True), host), NoAuth2)
+
+
+async def test_a_token_file_holds_digests(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    digest = hashlib.sha256(b"open sesame").hexdigest()
+    path.write_text(f'[[tokens]]\nsha256 = "{digest}"\nuser_id = "nova"\nproject_id = "s"\nroles = ["service"]\n')
+    auth = TokenFile(path)
+    assert await auth.identify({b"x-auth-token": b"open sesame"}) == Caller(
+        user_id="nova", project_id="s", roles=("service",)
+    )
+    assert await auth.identify({b"x-auth-token": b"open says me"}) is None
+    assert await auth.identify({}) is None
+    path.write_text("")
+    with pytest.raises(SettingsError):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize(
+    ("rule", "caller", "project", "old", "new"),
+    [
+        (LIST, ADMIN, "p", True, True),
+        (LIST, SERVICE, "s", True, True),
+        (LIST, READER, "p", False, False),
+        (USAGES, READER, "p", True, True),
+        (USAGES, READER, "q", False, False),
+        (USAGES, ADMIN, "q", True, True),
+        (RESHAPE, ADMIN, "p", True, False),
+        (RESHAPE, SERVICE, "s", True, True),
+        (LIST, Caller(user_id="a", roles=("admin",), system_scope="all"), None, False, False),
+        (LIST, Caller(user_id="a", roles=("admin",), domain_id="d"), None, False, False),
+    ],
+)
+def test_the_rules_are_placements(rule: str, caller: Caller, project: str | None, old: bool, new: bool) -> None:
+    for enforce, allowed in ((False, old), (True, new)):
+        policy = Policy(PolicyConfig(enforce_new_defaults=enforce), _Still())
+        assert policy.allows(rule, caller, project) is allowed
+
+
+class _Still(SystemClock):
+    """A clock that can be moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_changed_policy_file_acts_within_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(json.dumps({LIST: "role:reader"}))
+    clock = _Still()
+    policy = Policy(PolicyConfig(policy_file=str(path)), clock)
+    assert policy.allows(LIST, READER, "p")
+    path.write_text(json.dumps({LIST: "!", RESHAPE: "@"}))
+    clock.now = 10
+    assert not policy.allows(LIST, READER, "p")
+    with pytest.raises(SettingsError):
+        Policy(PolicyConfig(policy_file=str(tmp_path / "none.yaml")), clock)
+
+
+def test_a_placement_conf_is_read(tmp_path: Path) -> None:
+    (tmp_path / "placement.conf").write_text(
+        "[api]\nauth_strategy = keystone\n[keystone_authtoken]\nauth_url = http://keystone:5000\nusername = u\n"
+        "password = a%b\ntoken_cache_time = 60\nregion_name = elsewhere\n"
+        "[oslo_policy]\nenforce_new_defaults = False\npolicy_file = mine.yaml\n[cors]\nallowed_origin = http://a, http://b\n"
+        "[placement]\nrandomize_allocation_candidates = true\nmax_allocation_candidates = 500\n"
+    )
+    config = with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
+    assert config.auth == "keystone"
+    assert (config.keystone.auth_url, config.keystone.password, config.keystone.cache_s) == (
+        "http://keystone:5000",
+        "a%b",
+        60.0,
+    )
+    assert config.policy == PolicyConfig(policy_file=str(tmp_path / "mine.yaml"), enforce_new_defaults=False)
+    assert config.cors.allowed_origin == ("http://a", "http://b")
+    assert (config.randomize, config.default_limit) == (True, 500)
+    (tmp_path / "placement.conf").write_text("[api]\nauth_strategy = kerberos\n")
+    with pytest.raises(SettingsError):
+        with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
+
+
+class KeystoneStandIn:
+    """As much of Keystone as a service that validates tokens sees."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, dict[str, Any]] = {}
+        self.services: set[str] = set()
+        self.asked = 0
+        self.password = "right"
+        self.answer: Response | None = None
+        routes = [Route("/v3/auth/tokens", self.show), Route("/v3/auth/tokens", self.sign_in, methods=["POST"])]
+        self.app = Starlette(routes=routes)
+
+    def add(self, token: str, lasts: timedelta, **more: Any) -> None:
+        expires = (datetime.now(UTC) + lasts).strftime("%Y-%m-%dT%H:%M:%S.000000Z")
+        self.tokens[token] = {
+            "user": {"id": "u1", "name": "nova"},
+            "expires_at": expires,
+            "methods": ["password"],
+            **more,
+        }
+
+    async def show(self, request: Request) -> Response:
+        self.asked += 1
+        if self.answer is not None:
+            return self.answer
+        if request.headers["x-auth-token"] not in self.services:
+            return Response(status_code=401)
+        token = self.tokens.get(request.headers["x-subject-token"])
+        return Response(status_code=404) if token is None else JSONResponse({"token": token})
+
+    async def sign_in(self, request: Request) -> Response:
+        user = (await request.json())["auth"]["identity"]["password"]["user"]
+        if user["password"] != self.password:
+            return Response(status_code=401)
+        token = f"service-{len(self.services)}"
+        self.services = {token}
+        return JSONResponse({"token": {}}, status_code=201, headers={"X-Subject-Token": token})
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@pytest.fixture
+async def stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
+    keystone, port = KeystoneStandIn(), free_port()
+    server = _Server(uvicorn.Config(keystone.app, port=port, log_config=None, lifespan="off", loop="none"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
+        await asyncio.sleep(0.01)  # until it listens
+    yield keystone, f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    await serving
+
+
+async def test_keystone_is_asked_once_and_its_answer_believed_until_it_expires(
+    stand_in: tuple[KeystoneStandIn, str],
+) -> None:
+    keystone, url = stand_in
+    keystone.add("good", timedelta(hours=1), roles=[{"id": "1", "name": "admin"}], project={"id": "p1", "name": "p"})
+    keystone.add("old", timedelta(seconds=-1), project={"id": "p1", "name": "p"})
+    keystone.add("whole", timedelta(hours=1), system={"all": True})
+    auth = Keystone(KeystoneConfig(auth_url=f"{url}/v3/", password="right"), SystemClock())
+    found = await asyncio.gather(*(auth.identify({b"x-auth-token": b"good"}) for _ in range(20)))
+    assert set(found) == {Caller(user_id="u1", project_id="p1", roles=("admin",))}
+    assert keystone.asked == 1
+    assert await auth.identify({b"x-auth-token": b"old"}) is None
+    assert await auth.identify({b"x-auth-token": b"unheard of"}) is None
+    assert await auth.identify({b"x-auth-token": b"unheard of"}) is None
+    assert keystone.asked == 3
+    whole = await auth.identify({b"x-auth-token": b"whole"})
+    assert whole is not None
+    assert (whole.project_id, whole.system_scope) == (None, "all")
+    keystone.services.clear()  # our own token is revoked
+    keystone.add("later", timedelta(hours=1), project={"id": "p2", "name": "p"})
+    later = await auth.identify({b"x-auth-token": b"later"})
+    assert later is not None
+    assert later.project_id == "p2"
+    await auth.close()
+
+
+async def test_a_keystone_that_cannot_answer_is_not_a_no(stand_in: tuple[KeystoneStandIn, str]) -> None:
+    keystone, url = stand_in
+    auth = Keystone(KeystoneConfig(auth_url=url, password="right"), SystemClock())
+    for answer in (Response(status_code=503), Response(b"{"), JSONResponse({"token": {"user": {}, "expires_at": "?"}})):
+        keystone.answer = answer
+        with pytest.raises(KeystoneUnavailable):
+            await auth.identify({b"x-auth-token": b"good"})
+    await auth.close()
+    auth = Keystone(KeystoneConfig(auth_url=url, password="wrong"), SystemClock())
+    with pytest.raises(KeystoneForbidden):
+        await auth.identify({b"x-auth-token": b"good"})
+    await auth.close()
+    auth = Keystone(KeystoneConfig(auth_url=f"http://127.0.0.1:{free_port()}", password="right"), SystemClock())
+    with pytest.raises(KeystoneUnavailable):
+        await auth.identify({b"x-auth-token": b"good"})
+    await auth.close()
