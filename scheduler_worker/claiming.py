@@ -56,6 +56,10 @@ class Away(Transient):
     code = "placement.away"
 
 
+# Outcomes after which another claim is made.
+LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE})
+
+
 class Placed(Struct, frozen=True, kw_only=True):
     """Claimed: the selected host (which is where the claim is), and the alternates."""
 
@@ -65,6 +69,7 @@ class Placed(Struct, frozen=True, kw_only=True):
     passed: int
     score: float
     claims: int
+    lost: tuple[str, ...] = ()  # claims that came to nothing before, in order: "host: outcome"
 
 
 class Stopped(Struct, frozen=True):
@@ -108,6 +113,7 @@ class Work(Struct, kw_only=True):
     again: Candidate | None = None  # ask for this host again: its shape had changed
     raced: int = 0
     claims: int = 0
+    lost: list[str] = []
     looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
     probe: ClaimOption | None = None  # asks whether an earlier run of ours holds a claim
     ending: Ending | None = None
@@ -299,6 +305,8 @@ class Claiming:
         if choice is None:
             self._probed(work, answer)
             return
+        if answer.outcome in LOST:
+            work.lost.append(f"{self._book.name_of(choice.selected.row)}: {answer.outcome.value}")
         match answer.outcome:
             case ClaimOutcome.CLAIMED:
                 work.ending = self._claimed(work, choice, answer)
@@ -377,6 +385,7 @@ class Claiming:
             passed=passed,
             score=score,
             claims=work.claims,
+            lost=tuple(work.lost),
         )
 
     def _option(self, offered: list[ClaimOption], answer: ClaimResult) -> int | None:

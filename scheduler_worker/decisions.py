@@ -71,6 +71,7 @@ def _placed(request: BuildRequest, ending: Placed, author: Author) -> Decided:
         host=main.host,
         host_uuid=main.host_uuid,
         story=(
+            *(author.line("not_claimed", lost) for lost in ending.lost),
             author.line("chosen", f"{main.host} of {ending.passed} candidates, weight {ending.score:.4g}"),
             author.line("claimed", f"{main.host} after {ending.claims} claim(s); alternates: {alternates}"),
             author.line("dispatched", f"to cell {ending.cell}"),

@@ -138,6 +138,15 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 )
 
 
+# Stable codes for what has none of its own.
+_CODES: dict[type[BaseException], str] = {
+    asyncpg.UndefinedTableError: "database.unprepared",
+    ServerMissing: "server.missing",
+    ServerFailed: "server.failed",
+    TimeoutError: "timeout",
+}
+
+
 def explain(fault: BaseException) -> Stop | None:
     """What a fault means for a user, or None when it is a defect of ours."""
     if isinstance(fault, Stop):
@@ -146,7 +155,7 @@ def explain(fault: BaseException) -> Stop | None:
         return explain(fault.exceptions[0])
     for kind, status, sentence in _MEANINGS:
         if isinstance(fault, kind):
-            code = str(getattr(fault, "code", kind.__name__))
+            code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))
             return Stop(status, code, sentence.replace("{}", str(fault)))
     return None
 

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="Look at messages that were given up; send them back or drop them.")
 
-Queue = Annotated[str, typer.Argument(help="The queue, e.g. scheduler.requests; `list` names them.")]
+Queue = Annotated[
+    str,
+    typer.Argument(help="The queue, e.g. scheduler.requests; `list` names them. A compute service's: compute.SERVICE."),
+]
 BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The oldest so many.")]
 

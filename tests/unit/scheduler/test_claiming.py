@@ -130,6 +130,8 @@ async def test_full_or_gone_goes_to_the_next_host(street: Street) -> None:
     assert isinstance(placed, Placed) and placed.claims == 3
     assert len({street.host_of(claim) for claim in street.claims}) == 3
     assert placed.selections[0].host == street.host_of(street.claims[2])
+    first, second, _ = map(street.host_of, street.claims)
+    assert placed.lost == (f"{first}: full", f"{second}: gone"), "a build's story names each claim's outcome"
     assert not {s.host for s in placed.selections} & {street.host_of(claim) for claim in street.claims[:2]}
 
 
