@@ -100,6 +100,9 @@ class Plan:
         self.root_has = _code(steps, "traits", f"root has {_any_of(query.root_forbidden)}")
         self.has = _code(steps, "traits", f"has {_any_of(query.forbidden)}")
         self.lacks = [_code(steps, "traits", f"lacks {_any_of(group)}") for group in query.required]
+        belongs = " and ".join(_any_of(group) for group in query.root_member_of)
+        self.root_not_member = _code(steps, "aggregates", f"not in {belongs}")
+        self.root_bad_member = _code(steps, "aggregates", f"in {_any_of(query.root_forbidden_aggregates)}")
         wanted = " and ".join(_any_of(group) for group in query.member_of)
         self.not_member = _code(steps, "aggregates", f"not in {wanted}")
         self.bad_member = _code(steps, "aggregates", f"in {_any_of(query.forbidden_aggregates)}")
@@ -131,7 +134,8 @@ class Plan:
         self.covers = Looked(book.trait_sets, self.cover.number_of)
         self.member = Looked(book.aggregate_sets, lambda own: int(all(_meets_any(own, g) for g in query.member_of)))
         self.outcast = Looked(book.aggregate_sets, lambda own: int(_meets_any(own, query.forbidden_aggregates)))
-        self.flat_aggregates = Looked(book.aggregate_sets, self._aggregate_code)
+        self.flat_aggregates = Looked(book.aggregate_sets, self._flat_aggregate_code)
+        self.root_aggregates = Looked(book.aggregate_sets, self._root_aggregate_code)
         for asked in self.asked:
             asked.column = asked.kinds = None
         self.static: Codes = np.zeros(0, dtype=np.uint16)
@@ -236,7 +240,7 @@ class Plan:
 
     def _judge_entangled(self, roots: Rows) -> Codes:
         """Verdicts of whole trees. Why one falls is only looked into when somebody asks (`explained`)."""
-        codes = self.root_traits(self.book.traits[roots])
+        codes = self._root_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
         verdicts = self.entangled.verdicts(roots[open_ones])
         codes[open_ones] = np.array([self.unfit, self.passes, self.unknown])[verdicts]
@@ -250,7 +254,7 @@ class Plan:
         one = np.array([root], dtype=np.intp)
         if not self.entangled.concerns(one)[0]:
             return None
-        if not self.book.is_root[root] or self.root_traits(self.book.traits[one])[0] != self.passes:
+        if not self.book.is_root[root] or self._root_codes(one)[0] != self.passes:
             return np.zeros((0, len(self.entangled.search.slots)), dtype=np.intp)
         return self.entangled.ways(root, limit)
 
@@ -265,6 +269,16 @@ class Plan:
             lacking = misses[slot] < GIVES
             codes[unfit[lacking]] = np.array(self.nearness[slot])[misses[slot][lacking]]
         return codes
+
+    def _root_codes(self, roots: Rows) -> NDArray[np.int64]:
+        """What the roots' own traits and aggregates say."""
+        book = self.book
+        return np.minimum(self.root_traits(book.traits[roots]), self.root_aggregates(book.aggregates[roots]))
+
+    def _root_aggregate_code(self, own: tuple[str, ...]) -> int:
+        if not all(_meets_any(own, group) for group in self.query.root_member_of):
+            return self.root_not_member
+        return self.root_bad_member if _meets_any(own, self.query.root_forbidden_aggregates) else self.passes
 
     def _root_trait_code(self, traits: tuple[str, ...]) -> int:
         for group, code in zip(self.query.root_required, self.root_lacks, strict=True):
@@ -283,7 +297,10 @@ class Plan:
                 return lacking
         return self.passes
 
-    def _aggregate_code(self, own: tuple[str, ...]) -> int:
+    def _flat_aggregate_code(self, own: tuple[str, ...]) -> int:
+        code = self._root_aggregate_code(own)
+        if code != self.passes:
+            return code
         if not all(_meets_any(own, group) for group in self.query.member_of):
             return self.not_member
         return self.bad_member if _meets_any(own, self.query.forbidden_aggregates) else self.passes
@@ -304,7 +321,7 @@ class Plan:
         book, passes = self.book, self.passes
         rows, owners = book.members(roots)
         count = len(roots)
-        codes = self.root_traits(book.traits[roots])
+        codes = self._root_codes(roots)
         clean, member, usable = self.usable(rows, owners, roots)
         codes = np.minimum(codes, np.where(_some(owners, clean, count), passes, self.has))
         covers = self.covers(book.traits[rows])  # numbers new covers, so before `having`
@@ -361,6 +378,8 @@ def kept_plan(book: Book, query: Query) -> Plan:
         query.forbidden_aggregates,
         query.root_required,
         query.root_forbidden,
+        query.root_member_of,
+        query.root_forbidden_aggregates,
         query.in_tree,
         msgspec.msgpack.encode(query.groups),
         query.group_policy,

@@ -19,6 +19,7 @@ class Query(Struct, frozen=True, kw_only=True):
     member_of: AND of any-of groups of aggregates, met by one provider itself or by its root (P-47);
     forbidden_aggregates: neither the provider nor its root is in any of them.
     in_tree: only the tree that this provider is in. root_required, root_forbidden: traits of the root (P-1.35).
+    root_member_of, root_forbidden_aggregates: the same of the root's aggregates, which say where a host belongs.
     only_roots, ignore_roots: uuids of roots; an empty only_roots means any.
     groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
     """
@@ -31,6 +32,8 @@ class Query(Struct, frozen=True, kw_only=True):
     in_tree: str | None = None
     root_required: tuple[tuple[str, ...], ...] = ()
     root_forbidden: tuple[str, ...] = ()
+    root_member_of: tuple[tuple[str, ...], ...] = ()
+    root_forbidden_aggregates: tuple[str, ...] = ()
     only_roots: tuple[str, ...] = ()
     ignore_roots: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()

@@ -137,7 +137,8 @@ def _steps(plan: Plan) -> list[str]:
     """The steps this query has, in order."""
     query = plan.query
     steps = ["traits"] if query.required or query.forbidden or query.root_required or query.root_forbidden else []
-    steps += ["aggregates"] if query.member_of or query.forbidden_aggregates else []
+    aggregates = query.member_of or query.forbidden_aggregates
+    steps += ["aggregates"] if aggregates or query.root_member_of or query.root_forbidden_aggregates else []
     groups = [f"group {group.suffix.removeprefix('_')}" for group in query.groups]
     return steps + [asked.name for asked in plan.asked] + groups
 

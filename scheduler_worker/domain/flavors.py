@@ -73,10 +73,13 @@ def _availability_zone(
     if mine:
         return _any_of(query, mine)
     if zone == config.default_availability_zone:
-        return replace(query, forbidden_aggregates=query.forbidden_aggregates + tuple(a.uuid for a in zoned))
+        zones = tuple(aggregate.uuid for aggregate in zoned)
+        return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + zones)
     known = ", ".join(sorted({config.default_availability_zone, *(a.metadata[ZONE_KEY] for a in zoned)}))
     return Impossible("zone.unknown", f"there is no availability zone {zone} (there are: {known})", "availability_zone")
 
 
 def _any_of(query: Query, aggregates: list[Aggregate]) -> Query:
-    return replace(query, member_of=(*query.member_of, tuple(aggregate.uuid for aggregate in aggregates)))
+    """Of the host itself: a shared pool that gives it disk need not be in its zone's or its tenant's aggregate."""
+    uuids = tuple(aggregate.uuid for aggregate in aggregates)
+    return replace(query, root_member_of=(*query.root_member_of, uuids))

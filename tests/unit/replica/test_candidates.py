@@ -325,6 +325,13 @@ def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
     assert candidates(book, lone).touched().tolist() == [1]
 
 
+def test_before_trees_each_of_like_children_may_be_the_one_that_gives() -> None:
+    both = {"VCPU": 8, "VF": 8}
+    book = loaded([provider(0), *(provider(n, root=0, parent=0, inventories=both) for n in (1, 2, 3))])
+    answer = candidates(book, structs.replace(plain(VCPU=1, VF=1), one_per_tree=True))
+    assert [len(candidate.allocations) for candidate in answer] == [1, 1, 1]
+
+
 def test_claims_in_flight_count() -> None:
     book = loaded(devices(1, each=2))
     assert len(candidates(book, numbered({"VF": 2}))) == 1

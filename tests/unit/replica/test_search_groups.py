@@ -19,7 +19,7 @@ from placement_worker.replica.search import options, search
 from placement_worker.replica.sharing import SHARING_TRAIT
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 from tests.unit.replica.candidates_oracle import Found, all_candidates
-from tests.unit.replica.worlds import TRAITS, loaded, random_request, random_world
+from tests.unit.replica.worlds import AGGREGATES, TRAITS, loaded, random_request, random_world
 
 
 def random_query(rng: random.Random, states: list[ProviderState]) -> Query:
@@ -35,6 +35,8 @@ def random_query(rng: random.Random, states: list[ProviderState]) -> Query:
         in_tree=own.in_tree,
         root_required=tuple((trait,) for trait in TRAITS if rng.random() < 0.05),
         root_forbidden=tuple(trait for trait in TRAITS if rng.random() < 0.05),
+        root_member_of=tuple((aggregate,) for aggregate in AGGREGATES if rng.random() < 0.04),
+        root_forbidden_aggregates=tuple(aggregate for aggregate in AGGREGATES if rng.random() < 0.04),
         groups=tuple(group for group in request.groups if group.suffix),
         group_policy=request.group_policy,
         same_subtree=request.same_subtree,
@@ -48,6 +50,10 @@ def by_root(states: list[ProviderState], query: Query) -> dict[str, set[frozense
         if root.root_uuid != root.uuid or set(query.root_forbidden) & set(root.traits):
             continue
         if not all(set(names) & set(root.traits) for names in query.root_required):
+            continue
+        if not all(set(names) & set(root.aggregates) for names in query.root_member_of):
+            continue
+        if set(query.root_forbidden_aggregates) & set(root.aggregates):
             continue
         # Only this root may anchor: the others are told apart by a trait that nobody has.
         marked = [

@@ -8,7 +8,7 @@ import pytest
 
 from bus.contracts.placement import ClaimOption, ProviderState
 from placement_worker.replica.request import Group
-from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import Choice
@@ -73,8 +73,9 @@ class Street:
         *,
         room: Mapping[str, int] = ROOM,
         members: Mapping[str, Sequence[int]] | None = None,
+        config: SchedulerConfig | None = None,
     ) -> None:
-        self.hosts = Hosts([room] * count, config=SchedulerConfig(flavors={"f": flavor}), members=members)
+        self.hosts = Hosts([room] * count, config=config or SchedulerConfig(flavors={"f": flavor}), members=members)
         self.names = {uuid: f"h{at}" for at, uuid in enumerate(self.hosts.uuids)}
         self.claims = 0
 
@@ -287,3 +288,20 @@ def test_alternates_and_options_of_groups_are_real_alternatives() -> None:
     assert len({street.hosts.book.uuid_of(one.row) for one in (choice.selected, *choice.alternates)}) == 3
     devices = [tuple(sorted(street.allocations(option))) for option in choice.selected.options]
     assert len(set(devices)) == street.hosts.config.max_options
+
+
+def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None:
+    zone = Aggregate(uuid=child(500), name="z", metadata={"availability_zone": "z1"})
+    flavor = Flavor(extra_specs={"resources1:VGPU": "1", "resources_DISK:DISK_GB": "5", "group_policy": "none"})
+    config = SchedulerConfig(flavors={"f": flavor}, aggregates=(zone,))
+    street = Street(3, flavor, room={"VCPU": 8}, members={child(500): (1,), "rack": (0, 1, 2)}, config=config)
+    for host in range(3):
+        street.add(host + 1, {"VGPU": 4}, host=host)
+    street.add(90, {"DISK_GB": 150}, traits=(SHARES,), aggregates=("rack",))
+    selector = street.hosts.selector
+    for name, hosts in (("z1", {"h1"}), ("nova", {"h0", "h2"})):
+        ranking = selector.rank(street.hosts.wanted("f", availability_zone=name), 0.0, street.hosts.rng)
+        assert {street.hosts.name(int(row)) for row in ranking.view.rows} == hosts
+        choice = ranking.pick({}, subset=1, alternates=0)
+        assert choice is not None
+        assert street.allocations(choice.selected.options[0])["c90"] == {"DISK_GB": 5}
