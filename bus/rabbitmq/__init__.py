@@ -3,6 +3,9 @@
 aio-pika's own message and queue objects cost several times what aiormq does per message; see docs/decisions.
 """
 
+from bus.rabbitmq import tolerant
 from bus.rabbitmq.transport import RabbitTransport
+
+tolerant.install()
 
 __all__ = ["RabbitTransport"]

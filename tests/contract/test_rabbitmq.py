@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
 
+import aiormq
+import msgspec
 import pytest
+from pamqp import encode
 
 from berth.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
@@ -159,3 +165,64 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
             await asyncio.sleep(0.02)
     await consumer.drain(5)
     await bus.close()
+
+
+@pytest.mark.parametrize("bad", ["timestamp", "correlation_id", "message_id", "headers"])
+async def test_properties_that_cannot_be_read_cost_no_connection(
+    amqp: tuple[str, str], monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    """Twenty lost connections would drive its healthy neighbours into the dead letters, too."""
+    url, prefix = amqp
+    bus = Bus(
+        "api",
+        RabbitTransport(url, name="api", prefix=prefix),
+        process="p",
+        clock=SystemClock(),
+        rng=random.Random(1),
+    )
+    await bus.open()
+    await bus.declare("scheduler.requests")
+    await _publish_badly(url, prefix + COMMANDS, boot(1), bad, monkeypatch)
+    await bus.publish(boot(2))
+    got: list[Received] = []
+    lost: list[str] = []
+    bus.transport.on_reconnect(lambda: lost.append("connection"))
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        got.extend(received)
+        return [Done()] * len(received)
+
+    consumer = bus.consumer("scheduler.requests", handler)
+    await consumer.start()
+    await until(lambda: len(got) >= 2 or lost)
+    assert [(one.message, one.redelivered) for one in got] == [(boot(1), False), (boot(2), False)]
+    assert not lost
+    await consumer.drain(1.0)
+    await bus.close()
+
+
+async def _publish_badly(
+    url: str, exchange: str, message: BuildRequest, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client in another language can: the broker looks at none of it."""
+    properties: dict[str, Any] = {
+        "timestamp": {"timestamp": datetime.now(UTC)},
+        "correlation_id": {"correlation_id": "BAD"},
+        "message_id": {"message_id": "BAD"},
+        "headers": {"headers": {"when": datetime.now(UTC)}},
+    }[bad]
+    short = encode.METHODS["shortstr"]
+    far = struct.pack(">Q", 2**63 - 1)
+    monkeypatch.setitem(encode.METHODS, "shortstr", lambda text: b"\x02\xff\xfe" if text == "BAD" else short(text))
+    monkeypatch.setitem(encode.METHODS, "timestamp", lambda _: far)
+    monkeypatch.setattr(encode, "timestamp", lambda _: far)
+    connection = await aiormq.connect(url)
+    channel = await connection.channel()
+    await channel.basic_publish(
+        msgspec.json.encode(message),
+        exchange=exchange,
+        routing_key="build.request.p",
+        properties=aiormq.spec.Basic.Properties(content_type="application/json", **properties),
+    )
+    await connection.close()
+    monkeypatch.undo()
