@@ -7,7 +7,7 @@ or a new parent adds none. Our own `shape` moves with everything that a claim wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import os_resource_classes
 from msgspec import UNSET, Struct, UnsetType
@@ -78,12 +78,11 @@ class DropStock(Struct, frozen=True):
 
 
 class SetTraits(Struct, frozen=True):
-    """These traits and no others. unknown: those of them that do not exist."""
+    """These traits and no others."""
 
     uuid: str
     traits: Sequence[str]
     generation: int | None = None
-    unknown: Sequence[str] = ()
 
 
 class SetAggregates(Struct, frozen=True):
@@ -111,10 +110,13 @@ TreeOutcome = Provider | Refusal
 class Grove:
     """The providers of one group of writes: as loaded, then as each write in turn leaves them."""
 
-    def __init__(self, providers: Mapping[str, Provider], known_classes: Iterable[str]) -> None:
+    def __init__(
+        self, providers: Mapping[str, Provider], known_classes: Collection[str], known_traits: Collection[str]
+    ) -> None:
         self.providers = dict(providers)
         self._names = {provider.name: provider.uuid for provider in providers.values()}
-        self._known_classes = frozenset(known_classes)
+        self._known_classes = known_classes
+        self._known_traits = known_traits
 
     def apply(self, write: TreeWrite) -> TreeOutcome:
         """The provider as the write leaves it (for a delete: as it was), or why nothing was done."""
@@ -257,8 +259,9 @@ class Grove:
         """Replace all traits."""
         if write.generation is not None and write.generation != before.generation:
             return Refusal(Why.GENERATION, _CHANGED)
-        if write.unknown:
-            return Refusal(Why.NO_SUCH, f"No such trait {', '.join(write.unknown)}")
+        unknown = [trait for trait in dict.fromkeys(write.traits) if trait not in self._known_traits]
+        if unknown:
+            return Refusal(Why.NO_SUCH, f"No such trait {', '.join(unknown)}")
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before

@@ -10,7 +10,7 @@ import asyncpg
 import structlog
 
 from bus.clock import new_uuid
-from bus.faults import Transient
+from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
 from placement_worker.rest.api import Api
 from placement_worker.rest.auth import Auth
@@ -36,10 +36,13 @@ class Gone(Exception):
 
 
 class Application:
-    """Placement's REST API as an ASGI application."""
+    """Placement's REST API as an ASGI application. broken: told when what must never happen did."""
 
-    def __init__(self, api: Api, auth: Auth, policy: Policy, cors: Cors) -> None:
+    def __init__(
+        self, api: Api, auth: Auth, policy: Policy, cors: Cors, *, broken: Callable[[BrokenInvariant], None]
+    ) -> None:
         self._api = api
+        self._broken = broken
         self._auth = auth
         self._policy = policy
         self._cors = cors
@@ -58,6 +61,9 @@ class Application:
                 return
             except Fault as fault:
                 response = exchange.error(fault)
+            except BrokenInvariant as error:
+                self._broken(error)
+                response = exchange.error(_unexpected(error))
             except Exception as error:  # nobody's request may take the process down
                 response = exchange.error(_unexpected(error))
         if self._cors.on:

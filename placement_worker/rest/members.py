@@ -71,9 +71,7 @@ async def set_traits(api: Api, request: Request) -> Response:
     """PUT traits."""
     body = bodies.PROVIDER_TRAITS.parse(request.body)
     named = [text_of(name) for name in body.traits]
-    _, unknown = await api.store.trait_ids(named)
-    write = SetTraits(request.parts[1], named, body.resource_provider_generation, tuple(unknown))
-    provider = written(await api.write_tree(write))
+    provider = written(await api.write_tree(SetTraits(request.parts[1], named, body.resource_provider_generation)))
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}
     return json_response(data).modified(request, api.clock.time())
 

@@ -12,7 +12,7 @@ import structlog
 import uvicorn
 
 from bus.clock import Clock
-from bus.faults import Fault
+from bus.faults import BrokenInvariant, Fault
 from bus.service.settings import SettingsError
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.api import Api
@@ -23,6 +23,7 @@ from placement_worker.rest.cors import Cors
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
+from placement_worker.rest.protocol import Protocol
 from placement_worker.store.postgres import PostgresStore
 from placement_worker.store.rest import RestStore
 
@@ -70,13 +71,16 @@ class RestServer:
             rng=rng,
             committed=committed,
         )
-        self.application = Application(self.api, self._auth, Policy(self.config.policy, clock), Cors(self.config.cors))
+        self._failed: BrokenInvariant | None = None
+        self.application = Application(
+            self.api, self._auth, Policy(self.config.policy, clock), Cors(self.config.cors), broken=self._fail
+        )
         self._server: _Server | None = None
         self._ended = asyncio.Event()
         self.ready = False
 
     async def run(self) -> None:
-        """Serve until drained. Raises CannotListen."""
+        """Serve until drained. Raises CannotListen, BrokenInvariant."""
         listening = self._listen()
         try:
             await self._serve(listening)
@@ -84,13 +88,21 @@ class RestServer:
             listening.close()
             await self._auth.close()
             self._ended.set()
+        if self._failed is not None:
+            raise self._failed
+
+    def _fail(self, error: BrokenInvariant) -> None:
+        """The process must stop; whoever is being answered still gets an answer."""
+        self._failed = self._failed or error
+        if self._server is not None:
+            self._server.should_exit = True
 
     async def _serve(self, listening: socket.socket) -> None:
         await self.api.replica.fresh()  # the first search shall not pay for loading the book
         self._server = _Server(
             uvicorn.Config(
                 self.application,
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 loop="none",
                 lifespan="off",

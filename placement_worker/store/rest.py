@@ -11,7 +11,7 @@ from bus.service.database import Database
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
 from placement_worker.domain.refusal import Refusal
 from placement_worker.domain.reshape import Reshape
-from placement_worker.domain.trees import AddStock, PutStock, SetStocks, TreeOutcome, TreeWrite
+from placement_worker.domain.trees import AddStock, PutStock, SetStocks, SetTraits, TreeOutcome, TreeWrite
 from placement_worker.store import rest_allocations, rest_names, rest_trees
 from placement_worker.store.names import Names
 from placement_worker.store.rest_names import NameRow
@@ -40,13 +40,25 @@ class RestStore:
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """A group of writes of providers, each with its own outcome. Raises Transient."""
-        named: set[str] = set()
+        classes: set[str] = set()
+        traits: set[str] = set()
         for write in writes:
             if isinstance(write, SetStocks):
-                named.update(write.stocks)
+                classes.update(write.stocks)
             elif isinstance(write, PutStock | AddStock):
-                named.add(write.resource_class)
-        await self._know_classes(named)
+                classes.add(write.resource_class)
+            elif isinstance(write, SetTraits):
+                traits.update(write.traits)
+        await self._know_classes(classes)
+        await self.trait_ids(traits)
+        try:
+            return await self._write_trees(writes)
+        except asyncpg.ForeignKeyViolationError:
+            # Another process has removed a class or trait that we still knew; now we know better.
+            await self._names.refresh()
+            return await self._write_trees(writes)
+
+    async def _write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         async with self._database.raw() as connection:
             return await rest_trees.apply(connection, writes, self._names)
 

@@ -42,7 +42,7 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
     """Decide and write a group inside the caller's transaction."""
     await connection.execute(ONE_WRITER_OF_TREES)
     ids, before = await _load(connection, writes)
-    grove = Grove(before, names.class_ids)
+    grove = Grove(before, names.class_ids, names.trait_ids)
     outcomes = [grove.apply(write) for write in writes]
     await write_changes(connection, ids, before, grove.providers, names)
     return outcomes
