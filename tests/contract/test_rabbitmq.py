@@ -205,12 +205,8 @@ async def _publish_badly(
     url: str, exchange: str, message: BuildRequest, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client in another language can: the broker looks at none of it."""
-    properties: dict[str, Any] = {
-        "timestamp": {"timestamp": datetime.now(UTC)},
-        "correlation_id": {"correlation_id": "BAD"},
-        "message_id": {"message_id": "BAD"},
-        "headers": {"headers": {"when": datetime.now(UTC)}},
-    }[bad]
+    values: dict[str, Any] = {"timestamp": datetime.now(UTC), "headers": {"when": datetime.now(UTC)}}
+    properties = {bad: values.get(bad, "BAD")}
     short = encode.METHODS["shortstr"]
     far = struct.pack(">Q", 2**63 - 1)
     monkeypatch.setitem(encode.METHODS, "shortstr", lambda text: b"\x02\xff\xfe" if text == "BAD" else short(text))
