@@ -333,7 +333,10 @@ class RequestHandler:
         if not items:
             return
         instances = [item.request.instance_uuid for item in items]
-        releases = [Release(consumer=uuid, attempt=ATTEMPT) for uuid in instances]
+        releases = [
+            Release(consumer=item.request.instance_uuid, attempt=ATTEMPT, project_id=item.request.project_id)
+            for item in items
+        ]
         try:
             answers = await self._bus.request_all(
                 releases, ReleaseResult, timeout_s=self._config.claim_timeout_s, causes=instances

@@ -137,15 +137,17 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
 class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     """Give back all that a consumer holds. Idempotent: releasing nothing is `absent`, and fine.
 
-    attempt: when given, only an allocation of this attempt or an older one is released.
+    attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
+    one of this project: a client may make up a uuid under which somebody else holds something.
     """
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
+    project_id: Word | None = None
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
-    """outcome: released | absent | consumer_changed (a newer attempt holds it)."""
+    """outcome: released | absent | consumer_changed (a newer attempt or another project holds it)."""
 
     outcome: str
     sequence: int = 0

@@ -258,7 +258,7 @@ def _release(ledger: _Ledger, release: Release) -> Verdict:
             fence = _fence(known, attempt) if known is not None else Consumer(0, attempt, "", "", "")
             ledger.write(release.consumer, fence)
         return Verdict(outcome="absent")
-    if attempt is not None and known.attempt > attempt:
+    if (attempt is not None and known.attempt > attempt) or release.project_id not in (None, known.project_id):
         return Verdict(outcome="consumer_changed", consumer_generation=known.generation)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))

@@ -10,7 +10,7 @@ import pytest
 
 from bus.bus import API
 from bus.clock import new_uuid
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildState, DeleteRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from scheduler_worker import handlers
 from scheduler_worker.claiming import Claiming
@@ -135,6 +135,19 @@ async def test_a_claim_on_a_host_that_nobody_speaks_for_blocks_nobody_and_is_fre
     failed = await world.ended(stranded.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
     await _until_used(world, {alive})
+
+
+async def test_a_build_deleted_under_the_uuid_of_somebody_elses_consumer_frees_nothing_of_theirs(world: World) -> None:
+    """Placement has other users: what they hold under a uuid that a client of ours makes up stays theirs."""
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    theirs = await fill(world, host)
+    request = world.request(instance_uuid=theirs)
+    delete = DeleteRequest(instance_uuid=theirs, project_id=request.project_id)
+    await world.buses[API].declare("scheduler.requests")
+    await world.ask(request, delete)  # one batch: it is deleted before it is scheduled
+    await world.scheduler("s1", CONFIG)
+    assert (await world.ended(theirs)).state is BuildState.DELETED
+    assert await world.used() == {host: {"VCPU": 1}}
 
 
 async def _until_used(world: World, hosts: set[str]) -> None:
