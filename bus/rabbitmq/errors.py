@@ -29,6 +29,9 @@ from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Que
 # Connection.Close with this code: the virtual host is not there, or these credentials may not enter it.
 NOT_ALLOWED = 530
 
+# How aiormq says that the other side hung up in the middle: of a frame, or before the first one.
+BROKEN_OFF = (EOFError, StopAsyncIteration)
+
 
 @contextmanager
 def translated(about: str = "") -> Iterator[None]:
@@ -41,8 +44,14 @@ def translated(about: str = "") -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise BusUnavailable("the connection was closed") from None
-    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError) as error:
+    except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
         raise meaning(error, about) from error
+    except Exception as error:
+        # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. Anything more
+        # special is a bug of ours and stays one.
+        if type(error) is Exception:
+            raise BusUnavailable("the connection was closed") from error
+        raise
 
 
 def meaning(error: BaseException, about: str = "") -> BusError:
@@ -62,6 +71,8 @@ def meaning(error: BaseException, about: str = "") -> BusError:
         return _channel(error, text, about)
     if isinstance(error, AMQPConnectionError | ChannelInvalidStateError | OSError | TimeoutError | RuntimeError):
         return BusUnavailable(text)
+    if isinstance(error, BROKEN_OFF):
+        return BusUnavailable(f"the other side hung up: {text}")
     return BusError(text)
 
 

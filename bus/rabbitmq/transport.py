@@ -97,6 +97,7 @@ class RabbitTransport:
         self._connection_name = connection_name or f"berth {name}"
         self._session: Session | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
         self._restoring: set[asyncio.Task[None]] = set()
         self._opened: asyncio.Future[None] | None = None
         self._exchanges = False
@@ -119,12 +120,14 @@ class RabbitTransport:
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
         loop = asyncio.get_running_loop()
+        self._closing = False
         self._opened = loop.create_future()
         self._keeper = loop.create_task(self._keep())
         await self._opened
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""
+        self._closing = True  # a cancellation may get lost in aiormq, which keeps what comes while it closes
         tasks = [*self._restoring, *([self._keeper] if self._keeper else [])]
         for task in tasks:
             task.cancel()
@@ -239,11 +242,13 @@ class RabbitTransport:
     async def _keep(self) -> None:
         """Connect, restore, wait for the loss, and again."""
         failures = 0
-        while True:
+        while not self._closing:
             session: Session | None = None
             try:
                 session = await Session.connect(self._url, self._names, self._connection_name)
                 await self._bring_back(session)
+                if self._closing:
+                    raise asyncio.CancelledError
             except BusError as error:
                 if session is not None:
                     await session.close()
@@ -258,6 +263,14 @@ class RabbitTransport:
                 if session is not None:
                     await session.close()
                 raise
+            except Exception:
+                # A library that breaks in a new way must not leave a process that is deaf for ever: said, and tried again.
+                if session is not None:
+                    await session.close()
+                failures += 1
+                log.exception("bus.connecting_broke", bus=self.name, attempt=failures)
+                await self._wait(failures)
+                continue
             failures = 0
             self._is_back(session)
             await session.lost.wait()
