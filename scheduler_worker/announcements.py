@@ -39,8 +39,13 @@ class AnnouncementHandler:
                     self._ignored(event, "unknown")
                     continue
                 standing, announced = record(found.standing, event, self._cell)
+                if announced is None and found.standing.cell != self._cell:
+                    self._ignored(event, "foreign")
+                    continue
                 if announced is None:
-                    self._ignored(event, "late" if found.standing.cell == self._cell else "foreign")
+                    # Overtaken, or said twice: it changes nothing, but it happened. A line told twice is read once.
+                    self._ignored(event, "late")
+                    stories.setdefault(event.instance_uuid, []).extend(told(event, len(event.history), now))
                     continue
                 kept[event.instance_uuid] = type(found)(standing=standing, delete_requested=found.delete_requested)
                 stories.setdefault(event.instance_uuid, []).extend(told(announced, len(found.standing.history), now))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.build import BuildPage, BuildQuery, HostRecord, HostsPage, HostsQuery
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery
 from bus.outcome import Done, Outcome, Received
 from scheduler_worker.domain.hosts import NOBODY
 from scheduler_worker.domain.select import Selector
@@ -30,7 +31,7 @@ class QueryHandler:
     async def _answer(self, received: Received) -> BuildPage | HostsPage:
         message = received.message
         if isinstance(message, BuildQuery):
-            return BuildPage(builds=tuple(await self._store.builds(message)))
+            return BuildPage(builds=tuple(map(_in_order, await self._store.builds(message))))
         assert isinstance(message, HostsQuery)
         return self.hosts(message.limit)
 
@@ -66,3 +67,9 @@ class QueryHandler:
                 )
             )
         return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)
+
+
+def _in_order(build: BuildRecord) -> BuildRecord:
+    """Its story as it happened: what cells announce arrives late, out of order, and perhaps twice."""
+    lines = dict.fromkeys(build.story)
+    return replace(build, story=tuple(sorted(lines, key=lambda line: line.at)))

@@ -112,8 +112,6 @@ def show(
     async def body() -> None:
         async with client(settings_of(context)) as berth:
             record = await _record(berth, uuid)
-        # What a cell tells arrives later than it happened.
-        record = msgspec.structs.replace(record, story=tuple(sorted(record.story, key=lambda line: line.at)))
         if as_json:
             print_json(record)
             return

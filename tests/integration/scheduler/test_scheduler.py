@@ -74,6 +74,31 @@ async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
     ]  # fmt: skip
 
 
+async def test_what_a_cell_tells_late_or_twice_is_in_the_story_once_and_in_its_place(world: World) -> None:
+    """Two schedulers share the announcements, so that one may overtake another; the stream stays in order."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request = world.request()
+    await world.ask(request)
+    await world.until(lambda: world.builds)
+    started = world.builds[0][1].requested_at + 100
+    await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True, attempt=1, at=started + 1)
+    await world.ended(request.instance_uuid)
+    for _ in range(2):
+        await world.announced("c1", request, BuildState.BUILDING, 10, attempt=1, at=started)
+
+    async def told() -> list[str]:
+        record = await world.show(request.instance_uuid)
+        assert record is not None and record.state is BuildState.ACTIVE
+        return [line.what for line in record.story]
+
+    async with asyncio.timeout(20):
+        whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
+        while await told() != whole:  # noqa: ASYNC110  (a record is asked; nobody announces it)
+            await asyncio.sleep(0.005)
+    assert world.states(request.instance_uuid) == ["accepted", "scheduled", "active"]
+
+
 async def test_the_same_request_twice_builds_once_and_other_content_is_refused(world: World) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2)
