@@ -27,6 +27,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
+from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
@@ -198,20 +199,28 @@ class Claiming:
         now_s = self._clock.monotonic()
         rankings: dict[tuple[str, ...], Ranking] = {}
         for work in works:
-            work.choice = self._same_host(work)
-            if work.choice is None:
-                ranking = rankings.get(work.wanted.key)
-                if ranking is None:
-                    ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
-                    metrics.CANDIDATES.observe(len(ranking))
-                work.choice = ranking.pick(work.tried, subset=subset, alternates=self._alternates(work.request))
-                if work.choice is not None:
-                    self._assume(work, work.choice)
-                    ranking.consumed(work.choice.selected)
-            else:
+            try:
+                self._choose(work, rankings, subset, now_s)
+            except QueryTooWide as error:  # a flavor whose traits combine in too many ways to search them all
+                work.choice = work.probe = None
+                work.ending = Stopped(error.code, str(error))
+
+    def _choose(self, work: Work, rankings: dict[tuple[str, ...], Ranking], subset: int, now_s: float) -> None:
+        """One request's choice, or what to do without one."""
+        work.choice = self._same_host(work)
+        if work.choice is None:
+            ranking = rankings.get(work.wanted.key)
+            if ranking is None:
+                ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
+                metrics.CANDIDATES.observe(len(ranking))
+            work.choice = ranking.pick(work.tried, subset=subset, alternates=self._alternates(work.request))
+            if work.choice is not None:
                 self._assume(work, work.choice)
-            if work.choice is None:
-                self._nothing(work, now_s)
+                ranking.consumed(work.choice.selected)
+        else:
+            self._assume(work, work.choice)
+        if work.choice is None:
+            self._nothing(work, now_s)
 
     def _same_host(self, work: Work) -> Choice | None:
         """The host whose shape had changed, if it still fits as it is now."""

@@ -18,6 +18,7 @@ from scheduler_worker.config import Flavor
 DISABLED_TRAIT = "COMPUTE_STATUS_DISABLED"
 
 MAX_GROUPS = 64
+MAX_REQUIRED = 60  # traits of one group
 
 _SUFFIX = r"(|[1-9][0-9]{0,3}|_[A-Za-z0-9_-]{1,63})"
 _GROUPED = re.compile(rf"^(resources|trait){_SUFFIX}:(.*)$")
@@ -169,6 +170,8 @@ def _check(reading: _Reading, own: _Words, specs: Mapping[str, str]) -> None:
     if policy is None and len(groups) > 1:
         raise reading.wrong("group_policy", "is needed with more than one numbered group")
     for suffix, words in [(UNNUMBERED, own), *groups.items()]:
+        if len(words.required) > MAX_REQUIRED:
+            raise reading.wrong(f"trait{suffix}", f"more than {MAX_REQUIRED} are required")
         for names in words.required:
             if set(names) <= set(words.forbidden):
                 raise reading.wrong(f"trait{suffix}", f"{', '.join(names)} is required and forbidden")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
+from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.covers import QueryTooWide
@@ -237,6 +238,14 @@ def test_more_candidates_than_the_budget_are_cut_after_each_root_has_one() -> No
     request = numbered(*[{"VF": 1}] * 5)
     answer = candidates(loaded(states), request, budget=100)
     assert len(answer) == 110
+    assert not answer.exhausted
+
+
+def test_tries_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No dead end anywhere, and more candidates than anybody can wait for."""
+    monkeypatch.setattr(module, "LEAST_TRIES", 2000)
+    answer = candidates(loaded(devices(30)), numbered(*[{"VF": 1}] * 20, group_policy="isolate"), limit=10**6, budget=1)
+    assert 0 < len(answer) < 2000
     assert not answer.exhausted
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from msgspec import structs
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
@@ -15,6 +16,8 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
+from placement_worker.replica.query import Query
+from placement_worker.replica.request import Group
 from scheduler_worker.claiming import Asking, Away, Claiming, Contended, Ending, Placed, Stopped
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.select import NoHost
@@ -271,6 +274,19 @@ async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(st
     )
     (placed,) = await street.place(hosts.request(), fresh=False)
     assert isinstance(placed, Placed) and placed.selections[0].host_uuid == hosts.uuids[2]
+
+
+async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(street: Street) -> None:
+    hosts = street.hosts
+    wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
+    wanted = hosts.wanted()
+    asked = [
+        Asking(request=hosts.request(), wanted=wanted),
+        Asking(request=hosts.request(), wanted=structs.replace(wanted, query=wide, key=("wide",))),
+    ]
+    placed, stopped = await street.claiming.place(asked)
+    assert isinstance(placed, Placed)
+    assert isinstance(stopped, Stopped) and stopped.code == "search.too_wide"
 
 
 async def test_ignored_hosts_are_never_asked(street: Street) -> None:
