@@ -9,6 +9,7 @@ again item by item, so that only the item that crashes it is given up.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter as Counted
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -225,25 +226,31 @@ class Consumer:
             deadline = item.received.meta.deadline
             if isinstance(item.received, Malformed):
                 await self._insist(number, lambda item=item: self._refuse_malformed(item))  # type: ignore[misc]
-                self._close(item, item.received.code)
+                self._close(item)
+                self._count(item.received.code, 1)
             elif deadline is not None and deadline < now:
-                self._close(item, "expired")
+                self._close(item)
+                self._count("expired", 1)
             else:
                 sound.append(item)
         if sound:
             outcomes = await self._ask(sound, number)
             await self._insist(number, lambda: self._act(sound, outcomes))
-            for item, outcome in zip(sound, outcomes, strict=True):
-                self._close(item, type(outcome).__name__.lower())
+            for item in sound:
+                self._close(item)
+            for kind, times in Counted(map(type, outcomes)).items():
+                self._count(kind.__name__.lower(), times)
 
-    def _close(self, item: _Item, outcome: str) -> None:
+    def _close(self, item: _Item) -> None:
         item.parcel.settle()
         if not item.parcel.open:
             self._in_hand.discard(item.parcel)
+
+    def _count(self, outcome: str, times: int) -> None:
         counter = self._outcomes.get(outcome)
         if counter is None:
             counter = self._outcomes[outcome] = metrics.OUTCOMES.labels(self._bus.name, self._row.name, outcome)
-        counter.inc()
+        counter.inc(times)
 
     async def _ask(self, items: Sequence[_Item], number: int) -> Sequence[Outcome]:
         """The handler's answers; a crash is narrowed down to the items that cause it."""
