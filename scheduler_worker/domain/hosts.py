@@ -21,6 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 NOBODY = -1  # no service manages this host any more
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that claims more is wrong
+MAX_SERVICES = 100_000  # compute services remembered; names that a cell makes up beyond that are not heard
 FIRST_ROOM = 1024
 
 
@@ -68,6 +69,8 @@ class HostTable:
     def heard(self, message: ComputeHosts | Heartbeat, now_s: float) -> bool:
         """Fold one announcement in. False: it is older than what is known, and ignored."""
         known = self._service_index.get((message.cell, message.service))
+        if known is None and len(self.services) >= MAX_SERVICES:
+            return False
         if known is None:
             known = self._add_service(message, now_s)
         else:
