@@ -264,7 +264,7 @@ class RabbitTransport:
                     await session.close()
                 raise
             except Exception:
-                # A library that breaks in a new way must not leave a process that is deaf for ever: said, and tried again.
+                # A library that breaks in a new way must not leave a process deaf for ever: said, and tried again.
                 if session is not None:
                     await session.close()
                 failures += 1
