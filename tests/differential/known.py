@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 from calls import Call
 from compare import data_of, without_order, wording
 
 NUL = "\\u0000"
+ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
 EMPTY = {("allocation_requests", 0), ("resource_providers", 0)}
 
 
@@ -25,6 +27,42 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
     if call.path.startswith("/allocation_candidates?") and real.status_code == ours.status_code == 200:
         return "negative capacity" if _clamped(data_of(real)) == without_order(data_of(ours)) else None
     return None
+
+
+def adds_up_twice(call: Call) -> bool:
+    """Whether the real one may spoil one candidate's amounts while it makes another.
+
+    It does when the un-numbered group and a numbered one ask for the same class, unless group_policy is none.
+    """
+    plain, numbered, policy = _asked(call)
+    return bool(plain & set().union(*numbered)) and policy != "none" and call.method == "GET"
+
+
+def same_question(call: Call) -> Call | None:
+    """A question that means the same: with one numbered group a policy says nothing. None where there is none."""
+    _, numbered, policy = _asked(call)
+    if len(numbered) != 1 or policy not in {"", "isolate"}:
+        return None
+    path, _, query = call.path.partition("?")
+    kept = [pair for pair in query.split("&") if not pair.startswith("group_policy=")]
+    return Call(call.method, f"{path}?{'&'.join([*kept, 'group_policy=none'])}", call.version, headers=call.headers)
+
+
+def _asked(call: Call) -> tuple[set[str], list[set[str]], str]:
+    """(classes of the un-numbered group, classes of each numbered one, the policy)."""
+    parts = urlsplit(call.path)
+    plain: set[str] = set()
+    numbered: list[set[str]] = []
+    policy = ""
+    for name, value in parse_qsl(parts.query if parts.path == "/allocation_candidates" else ""):
+        classes = {part.partition(":")[0] for part in value.split(",")}
+        if name == "resources":
+            plain = classes
+        elif name.startswith("resources"):
+            numbered.append(classes)
+        elif name == "group_policy":
+            policy = value
+    return plain, numbered, policy
 
 
 def _lists(data: Any) -> list[tuple[str, int]]:
