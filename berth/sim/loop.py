@@ -128,6 +128,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Every task that has not ended, oldest first."""
         return list(self._alive)
 
+    def breathe(self) -> None:
+        """Whoever spun at this moment is over."""
+        self._turns_now = 0
+
     def create_task(self, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
         """As ever; and it is remembered until it ends."""
         task = super().create_task(*arguments, **named)
@@ -189,8 +193,10 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], *, on_unseen: Callable[[s
     try:
         loop.run_until_complete(main())
     finally:
-        _unwind(loop)
-        loop.close()
+        try:
+            _unwind(loop)
+        finally:
+            loop.close()
     return loop
 
 
@@ -202,6 +208,7 @@ def _unwind(loop: VirtualLoop) -> None:
     """Let every task end, the dead ones' too: a coroutine that is thrown away would run its `finally` at any time."""
     loop.set_exception_handler(lambda *_: None)
     tasks = loop.tasks
+    loop.breathe()
     for task in tasks:
         task.cancel()
     for process in loop.processes:

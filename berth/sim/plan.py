@@ -170,8 +170,8 @@ def _computes(rng: random.Random) -> Faults:
         abort_rate=some(0.1),
         leftover_rate=some(0.8),
         hang_rate=some(0.15),
-        late_rate=some(0.15),
-        late_s=rng.uniform(5.0, 50.0),
+        late_rate=some(0.3),
+        late_s=rng.choice((8.0, 21.0, 25.0, 45.0)),  # before and after a build's deadline
         duplicate_rate=some(0.3),
     )
 

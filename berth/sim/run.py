@@ -42,14 +42,14 @@ class Result(Struct, frozen=True, kw_only=True):
     states: Mapping[str, int] = {}
 
 
-def simulate(seed: int, *, keep: bool = False) -> Result:
+def simulate(seed: int) -> Result:
     """Run one seed."""
-    return run(plan_of(seed), keep=keep)
+    return run(plan_of(seed))
 
 
-def run(plan: Plan, *, keep: bool = False) -> Result:
+def run(plan: Plan, *, story: Story | None = None) -> Result:
     """Run one plan to its end or to the first breach."""
-    story = Story(keep=keep)
+    story = Story() if story is None else story
     runner = _Runner(plan, story)
     # What libraries draw from the process's own generator (tenacity's waits) is part of the seed too.
     random.seed(f"berth.sim.global {plan.seed}")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
+from bus.contracts.cell import ComputeOutcome, ComputeResult
+from cell_conductor.domain.instance import Instance, State
+from compute_sim.fleet import Fleet, Guest
 from placement_worker.domain.values import Provider
 from placement_worker.store.memory import MemoryBookTable
 
@@ -62,6 +67,52 @@ class BookWatch:
             risen = before is None or used > before.used.get(name, 0)
             if used < 0 or (used > capacity and risen):
                 raise Breach("capacity", f"{provider.name} {name}: {used} of {capacity}")
+
+
+class MachineWatch:
+    """Looks at the machines as they come to be, and at what conductors and hosts say of them."""
+
+    def __init__(self) -> None:
+        self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
+        self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host said is gone for good
+        self._active: dict[str, Instance] = {}
+
+    def put(self, host: str, guest: Guest) -> None:
+        """A machine comes to be."""
+        if guest.attempt <= self._destroyed.get((host, guest.instance_uuid), 0):
+            raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, said destroyed")
+        if guest.complete:
+            self._built.add((host, guest.instance_uuid, guest.attempt))
+
+    def result(self, said: ComputeResult) -> None:
+        """A host speaks about an attempt."""
+        if said.outcome is ComputeOutcome.DESTROYED:
+            key = (said.host_uuid, said.instance_uuid)
+            self._destroyed[key] = max(said.attempt, self._destroyed.get(key, 0))
+
+    def instances(self, instances: Mapping[str, Instance]) -> None:
+        """A conductor has committed: what is active was built, there and by that attempt."""
+        for uuid, instance in instances.items():
+            if instance.state is not State.ACTIVE or self._active.get(uuid) is instance:
+                continue
+            self._active[uuid] = instance
+            if (instance.host_uuid, uuid, instance.attempt) not in self._built:
+                raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")
+
+
+class WatchedFleet(Fleet):
+    """A fleet whose machines are watched as they come to be."""
+
+    watch: MachineWatch
+    fail: Callable[[Breach], None]
+
+    def put(self, host: str, guest: Guest) -> None:
+        """A machine is on this host from now on."""
+        try:
+            self.watch.put(host, guest)
+        except Breach as breach:
+            self.fail(breach)
+        super().put(host, guest)
 
 
 class Listener:

@@ -19,10 +19,11 @@ from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.network import Broker, SimTransport, Weather
 from berth.sim.plan import SIZES, Cell, Plan
 from berth.sim.story import Story
-from berth.sim.watch import BookWatch, Breach, Listener
+from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
 from bus.bus import API
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent
+from bus.contracts.cell import ComputeResult
 from bus.faults import DatabaseUnavailable, Transient
 from bus.port import BusUnavailable, Outgoing
 from bus.service.environment import Environment
@@ -58,7 +59,7 @@ CONDUCTOR = ConductorConfig(
     sweep_every_s=1.0,
 )
 
-EVENT_TAG = tag_of(BuildEvent)
+EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
 
 
 class _Item(Struct):
@@ -70,6 +71,7 @@ class _Tagged(Struct):
 
 
 _event = msgspec.json.Decoder(BuildEvent)
+_result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
 
@@ -131,12 +133,18 @@ class World:
         self.expected_down: set[str] = set()
         self.crashes: dict[str, int] = {}
         self.over = False
-        watch = BookWatch(self.book)
-        for name, table in self.schemas.items():
-            table.on_commit.append(partial(self._committed, name, watch if name == "placement" else None))
+        self.machines = MachineWatch()
+        self.book.on_commit.append(partial(self._committed, "placement", BookWatch(self.book)))
+        self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
+        for name, cell_table in self.cells.items():
+            look = partial(self.machines.instances, cell_table.instances)
+            cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
         for cell in plan.cells:
             for number, (service, hosts) in enumerate(cell.services):
-                self.fleets[service] = Fleet.planned(self._compute(number, hosts), cell.name, service)
+                fleet = WatchedFleet.planned(self._compute(number, hosts), cell.name, service)
+                assert isinstance(fleet, WatchedFleet)
+                fleet.watch, fleet.fail = self.machines, self.fail
+                self.fleets[service] = fleet
 
     # --- processes
 
@@ -299,13 +307,12 @@ class World:
         process = PROCESS.get()
         self.story.tell("store", f"{schema} {process.name if process else ''} {what}")
 
-    def _committed(self, schema: str, watch: BookWatch | None) -> None:
+    def _committed(self, schema: str, look: Callable[[], None]) -> None:
         self.story.tell("commit", schema)
-        if watch is not None:
-            try:
-                watch()
-            except Breach as breach:
-                self.fail(breach)
+        try:
+            look()
+        except Breach as breach:
+            self.fail(breach)
 
     def _said(self, bus: str, message: Outgoing) -> None:
         """Every message on every bus."""
@@ -313,6 +320,8 @@ class World:
         for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
             tag = _tagged.decode(body).type
             self.listener.message(bus, message.exchange, message.routing_key, tag)
+            if tag == RESULT_TAG:
+                self.machines.result(_result.decode(body))
             if bus == API and tag == EVENT_TAG:
                 try:
                     self.listener.event(_event.decode(body))

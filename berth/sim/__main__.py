@@ -1,0 +1,158 @@
+"""`scripts/simulate`: run seeds, replay one with its story, or run fresh ones for a while."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import structlog
+import typer
+
+from berth.sim.plan import Plan, plan_of
+from berth.sim.run import Result, run, simulate
+from berth.sim.shrink import Shrinker
+from berth.sim.story import Story
+
+UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+# What is told whatever the breach is about.
+ALWAYS = ("blow", "kill", "start", "stop", "cut", "store", "order", "calm", "breach", "rest", "unseen")
+MAX_STORY_LINES = 400
+
+
+def main(
+    *,
+    first_seed: Annotated[int, typer.Option(help="The first of the seeds to run.")] = 1,
+    seeds: Annotated[int, typer.Option(help="How many seeds, one after the other.")] = 100,
+    seed: Annotated[int | None, typer.Option(help="Only this seed; with --trace, its story.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Fresh seeds for so long.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Tell what happened, from the first fault on.")] = False,
+    shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make failing seeds smaller.")] = True,
+    report: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
+    hush()
+    if seed is not None:
+        results = [replay(seed, trace=trace, smaller=shrink)]
+    else:
+        results = []
+        for one in _seeds(first_seed, seeds, minutes):
+            results.append(simulate(one))
+            if results[-1].breach:
+                _say(results[-1])
+                if shrink:
+                    _tell_smaller(plan_of(one), results[-1])
+    figures = summary(results)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2) + "\n")
+    typer.echo(
+        f"{figures['seeds']} seeds, {figures['requests']} requests, {figures['virtual_s']:.0f} virtual seconds: "
+        f"{len(figures['failed'])} failed {figures['failed'] or ''}"
+    )
+    if figures["failed"]:
+        raise typer.Exit(1)
+
+
+def hush(story: Story | None = None) -> None:
+    """Workers' logs go into the story, or nowhere."""
+    logging.disable(logging.CRITICAL)
+    level = logging.CRITICAL if story is None else logging.INFO
+
+    def keep(_logger: Any, method: str, event: Any) -> Any:
+        assert story is not None
+        from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a story needs to know who speaks)
+
+        process = PROCESS.get()
+        words = " ".join(f"{key}={value}" for key, value in event.items() if key != "event")
+        story.say(process.name if process else "", f"{method}: {event.get('event')} {words}"[:600])
+        raise structlog.DropEvent
+
+    processors = [] if story is None else [keep]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+
+
+def replay(seed: int, *, trace: bool, smaller: bool) -> Result:
+    """One seed, with its story if it is wanted; a failing one is told as small as it gets."""
+    plan = plan_of(seed)
+    result = run(plan)
+    if result.breach and smaller:
+        plan = _tell_smaller(plan, result)
+    if trace:
+        story = Story(keep=True)
+        hush(story)
+        told = run(plan, story=story)
+        hush()
+        for line in readable(told):
+            typer.echo(line)
+    _say(result)
+    return result
+
+
+def readable(result: Result) -> Iterator[str]:
+    """The story from the first fault to the breach: every fault, and whatever concerns who the breach names."""
+    about = frozenset(UUID.findall(result.detail))
+    lines = list(result.lines)
+    first = next((at for at, line in enumerate(lines) if line.split(maxsplit=2)[1] in ("blow", "kill", "store")), 0)
+    told = [
+        line
+        for at, line in enumerate(lines)
+        if at >= first and (line.split(maxsplit=2)[1] in ALWAYS or any(uuid in line for uuid in about))
+    ]
+    yield from told[-MAX_STORY_LINES:]
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """The figures of many runs."""
+    counts: Counter[str] = Counter()
+    states: Counter[str] = Counter()
+    for result in results:
+        counts.update(result.counts)
+        states.update(result.states)
+    return {
+        "seeds": len(results),
+        "failed": [result.seed for result in results if result.breach],
+        "breaches": {result.seed: f"{result.breach}: {result.detail}" for result in results if result.breach},
+        "requests": sum(result.requests for result in results),
+        "virtual_s": round(sum(result.virtual_s for result in results), 1),
+        "longest_rest_s": max((result.rest_s for result in results), default=0.0),
+        "events": dict(sorted(counts.items())),
+        "states": dict(sorted(states.items())),
+    }
+
+
+def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
+    if minutes is None:
+        yield from range(first, first + count)
+        return
+    until = time.monotonic() + minutes * 60
+    fresh = int(time.time()) * 1000
+    while time.monotonic() < until:
+        yield fresh
+        fresh += 1
+
+
+def _tell_smaller(plan: Plan, result: Result) -> Plan:
+    smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
+    words = f"{len(smaller.blows)} of {len(plan.blows)} blows, {len(smaller.orders)} of {len(plan.orders)} orders"
+    typer.echo(f"  still {result.breach} with {words}; rates {smaller.rates}; computes {smaller.computes}")
+    for part in (*smaller.blows, *smaller.orders):
+        typer.echo(f"    {part}")
+    return smaller
+
+
+def _say(result: Result) -> None:
+    ending = f"{result.breach}: {result.detail[:600]}" if result.breach else "all invariants hold"
+    typer.echo(f"seed {result.seed}: {ending} (at {result.virtual_s:.1f} s, digest {result.digest})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,358 @@
+"""Deliberate defects, each switched on by a test alone: what the simulation has to find, and does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+import placement_worker.store.memory as book_store
+from bus.consumer import Consumer
+from bus.contracts.cell import Destroy
+from bus.contracts.placement import Claim, ClaimOutcome, Release
+from bus.outbox import Relay
+from bus.service.memory_database import MemoryDatabase, MemoryRows, Transaction
+from cell_conductor.domain import rules, table
+from cell_conductor.domain.instance import State
+from cell_conductor.engine import Engine
+from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
+from compute_sim.drivers.hypervisor import Hypervisors
+from placement_worker.domain import claims
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
+from placement_worker.store.group import Group
+from scheduler_worker import announcements
+from scheduler_worker.handlers import RequestHandler
+
+Mutant = Callable[[], AbstractContextManager[Any]]
+
+
+def ack_before_commit() -> AbstractContextManager[Any]:
+    """A consumer acknowledges what it has received before its handler has committed anything."""
+    received = Consumer._on_delivery
+
+    def on_delivery(self: Consumer, delivery: Any) -> None:
+        if not self._draining:
+            delivery.ack()
+        received(self, delivery)
+
+    return patch.object(Consumer, "_on_delivery", on_delivery)
+
+
+def outbox_skipped() -> AbstractContextManager[Any]:
+    """Messages leave without having been committed: the row is never written."""
+    written = Transaction.will
+
+    def will(self: Transaction, write: Callable[[], None]) -> None:
+        if "send_later" not in write.__qualname__:
+            written(self, write)
+
+    return patch.object(Transaction, "will", will)
+
+
+def outbox_never_swept() -> AbstractContextManager[Any]:
+    """What a dead process left in its outbox stays there."""
+
+    async def take_old(self: MemoryRows, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        return []
+
+    return patch.object(MemoryRows, "take_old", take_old)
+
+
+def forgotten_before_confirmed() -> AbstractContextManager[Any]:
+    """An outbox row is deleted when its messages are handed over, not when they are confirmed."""
+    sent = Relay.send
+
+    def send(self: Relay, row_id: int | None, outgoing: Sequence[Any]) -> None:
+        if row_id is not None:
+            self._rows._session.database.outbox.pop(row_id, None)  # type: ignore[attr-defined]
+        sent(self, row_id, outgoing)
+
+    return patch.object(Relay, "send", send)
+
+
+def release_forgotten_after_failure() -> AbstractContextManager[Any]:
+    """A build that is given up is failed at once; nobody releases what it holds."""
+
+    def give_up(instance: Any, at: float, patience: Any, *, code: str, reason: str) -> Any:
+        over = replace(instance, code=code, reason=reason)
+        stepped = rules._end_failed(over, at, patience)
+        return rules.Step(stepped.instance, (rules._destroy_here(instance), *stepped.commands))
+
+    return _also(patch.object(rules, "_give_up", give_up), _widened(State.FAILED))
+
+
+def fence_ignored_by_placement() -> AbstractContextManager[Any]:
+    """A claim of an older attempt is taken as if it were the newest."""
+
+    def may_claim(known: Any, claim: Claim) -> bool:
+        return known is None or not known.holding or claim.consumer_generation == known.generation
+
+    return patch.object(claims, "_may_claim", may_claim)
+
+
+def fence_ignored_by_compute() -> AbstractContextManager[Any]:
+    """A host builds an attempt that it was told to destroy."""
+
+    def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
+        if entry is not None and entry.phase in (Phase.BUILDING, Phase.RUNNING) and entry.attempt == attempt:
+            return SpawnVerdict.UNDERWAY, entry
+        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING)
+
+    return patch("compute_sim.agent.on_spawn", on_spawn)
+
+
+def stale_inventory_applied() -> AbstractContextManager[Any]:
+    """An inventory report is applied whatever its version."""
+
+    def sort_out_stale(self: Group) -> None:
+        newest = {key: number for number, key in enumerate(self.keys)}
+        for number, key in enumerate(self.keys):
+            if number not in self.results and newest[key] != number:
+                self.results[number] = book_store.InventoryResult(outcome="stale")
+
+    return patch.object(Group, "sort_out_stale", sort_out_stale)
+
+
+def alternates_claimed_twice() -> AbstractContextManager[Any]:
+    """The claim of an alternate is not the same when it is repeated: each asking takes another attempt."""
+    asked = table.wanted
+
+    def wanted(instance: Any) -> Any:
+        message = asked(instance)
+        if isinstance(message, Claim):
+            return replace(message, attempt=message.attempt + int(instance.deadline or 0) % 2)
+        return message
+
+    return patch("cell_conductor.engine.wanted", wanted)
+
+
+def duplicate_event_applied() -> AbstractContextManager[Any]:
+    """An announcement is folded in as often as it comes."""
+    folded = announcements.record
+
+    def record(standing: Any, event: Any, cell: str) -> Any:
+        return folded(
+            replace(standing, sequence=0, terminal=False), replace(event, sequence=standing.sequence + 1), cell
+        )
+
+    return patch.object(announcements, "record", record)
+
+
+def replica_gap_ignored() -> AbstractContextManager[Any]:
+    """A replica that misses changes goes on with the next ones."""
+
+    def apply(self: Book, changes: Sequence[Any]) -> None:
+        for change in changes:
+            if change.sequence > self.sequence:
+                self._fold(change)
+                self.sequence = change.sequence
+        self._sweep()
+
+    return patch.object(Book, "apply", apply)
+
+
+def capacity_off_by_one() -> AbstractContextManager[Any]:
+    """One unit more than there is may be claimed; the store's own guard is all that is left."""
+    claimed = book_store._claimed
+
+    def with_one_more(provider: Any) -> Any:
+        found = claimed(provider)
+        rooms = {
+            name: room.__class__(room.capacity + 1, room.min_unit, room.max_unit, room.step_size, room.used)
+            for name, room in found.rooms.items()
+        }
+        return replace(found, rooms=rooms)
+
+    return patch.object(book_store, "_claimed", with_one_more)
+
+
+def group_locks_in_any_order() -> AbstractContextManager[Any]:
+    """A group of claims locks its consumers in the order in which they came."""
+    locked = Transaction.lock
+
+    async def lock(self: Transaction, keys: Any) -> None:
+        listed = list(keys)
+        if listed and listed[0][0] in ("consumer", "provider") and self._session.database.commits % 2:
+            listed.reverse()
+        for key in listed:
+            await locked(self, [key])
+            await asyncio.sleep(0.001)
+
+    return patch.object(Transaction, "lock", lock)
+
+
+def assumption_never_dropped() -> AbstractContextManager[Any]:
+    """A scheduler goes on to assume what it could not claim."""
+    settled = Book.settle
+
+    def settle(self: Book, key: str, generations: Any) -> None:
+        if generations is not None:
+            settled(self, key, generations)
+
+    return patch.object(Book, "settle", settle)
+
+
+def deadline_forgotten() -> AbstractContextManager[Any]:
+    """A conductor never looks for builds that take too long."""
+
+    async def sweep(self: Engine) -> int:
+        return 0
+
+    return patch.object(Engine, "sweep", sweep)
+
+
+def delete_keeps_the_claim() -> AbstractContextManager[Any]:
+    """A build that is deleted while it is scheduled is written off, and its claim is not released."""
+
+    async def release(self: RequestHandler, instances: list[str]) -> None:
+        return None
+
+    return patch.object(RequestHandler, "_release", release)
+
+
+def handled_twice() -> AbstractContextManager[Any]:
+    """A step of an instance starts from what was there when it was last read, not from what is locked now."""
+
+    async def acquire(self: MemoryDatabase, transaction: Any, key: Any) -> None:
+        return None
+
+    return patch.object(MemoryDatabase, "acquire", acquire)
+
+
+def destroyed_is_only_said() -> AbstractContextManager[Any]:
+    """A host says `destroyed` and lets the machine run."""
+
+    async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        return None
+
+    return patch.object(Hypervisors, "destroy", destroy)
+
+
+def late_success_believed() -> AbstractContextManager[Any]:
+    """A conductor takes any host's word for the success of its instance, whichever attempt it was."""
+    return patch.object(rules, "_is_current", lambda instance, attempt, host_uuid: True)
+
+
+def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
+    """What a failed or late attempt left on its host stays there."""
+    stepped = table.step
+
+    def step(instance: Any, event: Any, patience: Any) -> Any:
+        done = stepped(instance, event, patience)
+        if done.instance.state is State.DELETING:
+            return done
+        return rules.Step(done.instance, tuple(c for c in done.commands if not isinstance(c, Destroy)))
+
+    return patch("cell_conductor.engine.step", step)
+
+
+def feed_published_out_of_order() -> AbstractContextManager[Any]:
+    """A change's number is drawn before its transaction is the last to lock the counter."""
+
+    async def append(self: Any, transaction: Transaction, changes: Sequence[Any]) -> int:
+        if not changes:
+            return 0
+        table_ = self._table
+        numbered = [replace(change, sequence=table_.head + at) for at, change in enumerate(changes, 1)]
+        await transaction.statement()
+
+        def write() -> None:
+            table_.changes += numbered
+            table_.head = numbered[-1].sequence
+
+        transaction.will(write)
+        return int(numbered[-1].sequence)
+
+    return patch.object(book_store.MemoryBook, "_append", append)
+
+
+def silence_not_noticed() -> AbstractContextManager[Any]:
+    """A replica neither compares itself with the feed's head nor notices silence or a reconnection."""
+
+    def want(self: Follower, why: str) -> None:
+        if why in ("start", "asked", "gap"):
+            self._wanted.set()
+
+    return patch.object(Follower, "_want", want)
+
+
+def delete_releases_any_attempt() -> AbstractContextManager[Any]:
+    """A release frees what its consumer holds, also when a newer attempt holds it."""
+    released = claims._release
+
+    def release(ledger: Any, message: Release) -> Any:
+        return released(ledger, replace(message, attempt=None))
+
+    return patch.object(claims, "_release", release)
+
+
+def no_answer_is_no() -> AbstractContextManager[Any]:
+    """A conductor takes placement's silence for a refusal."""
+    from cell_conductor.domain.events import ClaimRefused  # noqa: PLC0415  (only this one needs it)
+
+    heard = Engine._claim_event
+
+    def claim_event(self: Engine, question: Any, claim: Claim, answer: Any) -> Any:
+        event = heard(self, question, claim, answer)
+        return event or ClaimRefused(
+            at=self._clock.time(), attempt=claim.attempt, consumer_changed=True, outcomes=(ClaimOutcome.GONE,)
+        )
+
+    return patch.object(Engine, "_claim_event", claim_event)
+
+
+@contextmanager
+def _also(*patches: AbstractContextManager[Any]) -> Iterator[None]:
+    with patches[0]:
+        if len(patches) == 1:
+            yield
+        else:
+            with _also(*patches[1:]):
+                yield
+
+
+def _widened(state: State) -> AbstractContextManager[Any]:
+    """The table's rules may lead to this state too, so that only the simulation can notice."""
+    wide = {
+        before: {
+            event: rule if rule is None else table.Rule(rule.apply, (*rule.to, state)) for event, rule in row.items()
+        }
+        for before, row in table.TABLE.items()
+    }
+    return patch.object(table, "TABLE", wide)
+
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.__name__: mutant
+    for mutant in (
+        ack_before_commit,
+        outbox_skipped,
+        outbox_never_swept,
+        forgotten_before_confirmed,
+        release_forgotten_after_failure,
+        fence_ignored_by_placement,
+        fence_ignored_by_compute,
+        stale_inventory_applied,
+        alternates_claimed_twice,
+        duplicate_event_applied,
+        replica_gap_ignored,
+        capacity_off_by_one,
+        group_locks_in_any_order,
+        assumption_never_dropped,
+        deadline_forgotten,
+        delete_keeps_the_claim,
+        handled_twice,
+        destroyed_is_only_said,
+        late_success_believed,
+        old_attempt_not_destroyed,
+        feed_published_out_of_order,
+        silence_not_noticed,
+        delete_releases_any_attempt,
+        no_answer_is_no,
+    )
+}

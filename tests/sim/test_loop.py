@@ -1,0 +1,87 @@
+"""The virtual loop: time jumps, deadlocks are raised, processes are killed and paused at their awaits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from berth.sim.loop import Deadlock, Livelock, Process, run
+
+
+def told(_: str) -> None:
+    return None
+
+
+def test_a_thousand_hours_pass_at_once() -> None:
+    async def main() -> None:
+        for _ in range(1000):
+            await asyncio.sleep(3600.0)
+
+    assert run(main, on_unseen=told).now == pytest.approx(3_600_000.0)
+
+
+def test_a_deadlock_is_raised() -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Deadlock):
+        run(main, on_unseen=told)
+
+
+def test_who_spins_is_found_out() -> None:
+    async def main() -> None:
+        while asyncio.get_running_loop().time() < 1.0:  # noqa: ASYNC110  (spinning is the point)
+            await asyncio.sleep(0)
+
+    with pytest.raises(Livelock):
+        run(main, on_unseen=told)
+
+
+def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:
+    seen: list[str] = []
+    when_killed: list[list[str]] = []
+
+    async def work() -> None:
+        try:
+            for n in range(10):
+                seen.append(f"{n}")
+                await asyncio.sleep(1.0)
+        finally:
+            seen.append("finally")
+
+    async def main() -> None:
+        process = Process("one")
+        process.spawn(work(), "work")
+        await asyncio.sleep(2.5)
+        process.dead = True
+        await asyncio.sleep(10.0)
+        when_killed.append(list(seen))
+
+    run(main, on_unseen=told)
+    assert when_killed == [["0", "1", "2"]]
+    assert seen[-1] == "finally"  # unwound when the run is over, so that no coroutine is left to the collector
+
+
+def test_a_paused_process_goes_on_where_it_was_in_order() -> None:
+    seen: list[tuple[float, str]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def work(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            seen.append((loop.time(), name))
+
+        process = Process("one")
+        process.spawn(work("b", 2.0), "b")
+        process.spawn(work("a", 1.0), "a")
+        process.paused = True
+        await asyncio.sleep(5.0)
+        assert not seen
+        process.resume()
+        await asyncio.sleep(5.0)
+
+    run(main, on_unseen=told)
+    assert [name for _, name in seen] == ["a", "b"]
+    assert all(at >= 5.0 for at, _ in seen)
