@@ -10,6 +10,7 @@ import typer
 from msgspec.structs import replace
 
 import placement_worker.app
+from berth.commands import book
 from berth.commands.common import explain, settings_of, tell
 from berth.embedded.postgres import Postgres
 from berth.settings import EMBEDDED, Settings
@@ -20,7 +21,10 @@ from bus.service.settings import SettingsError
 
 DEFAULT_API = "127.0.0.1:8778"
 
-app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone.")
+app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone, audit, export and import it.")
+app.command("audit")(book.audit)
+app.command("export")(book.export)
+app.command("import")(book.import_)
 
 
 @app.command()

@@ -1,0 +1,263 @@
+"""`berth placement audit`, `export` and `import`: what an operator does to a whole book."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import asyncpg
+import typer
+
+from berth.commands.common import (
+    EXIT_AWAY,
+    EXIT_NO,
+    EXIT_USAGE,
+    AsJson,
+    Stop,
+    database_of,
+    out,
+    print_json,
+    run,
+    settings_of,
+)
+from berth.site import Site
+from bus.contracts.placement import Release
+from bus.service.database import Database
+from placement_worker.rest.copying import Source
+from placement_worker.store import audit as questions
+from placement_worker.store import image
+from placement_worker.store.image import ImageError
+from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.repair import repair
+
+# A claim younger than this may still be on its way to being an instance.
+GRACE_S = 900.0
+RELEASES_AT_ONCE = 200
+MAX_PASSES = 50
+
+# Who holds something by the bus, has held it for a while, and is in no state that may hold anything, in any cell.
+HOLDERS = """
+SELECT uuid::text FROM consumers
+WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
+"""
+OVER = {"deleted", "tombstone", "failed"}
+INSTANCES = "SELECT uuid::text, state, host_uuid::text FROM instances WHERE uuid = ANY($1::uuid[])"
+UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND NOT terminal"
+
+
+def audit(
+    context: typer.Context,
+    mend: Annotated[bool, typer.Option("--repair", help="Put right what can be.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find what is wrong with the book: orphaned, doubled and miscounted allocations, and capacity exceeded.
+
+    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes. Doubled: of
+    an instance, on another host than its own. Repairing releases the orphaned, removes what nobody can give back
+    and counts usage anew; doubled and exceeded ones are told, because somebody has to move a machine. Exit status 1
+    while anything is wrong.
+    """
+
+    async def body() -> int:
+        here = database_of(settings_of(context))
+        async with _book(here) as (store, database):
+            orphans, doubled = await _lost(here, database)
+            async with database.raw() as connection:
+                wrong = await questions.findings(connection)
+                over = await questions.over_capacity(connection)
+            done: list[str] = []
+            if mend:
+                done = await _mend(store, database, orphans)
+                async with database.raw() as connection:
+                    wrong = await questions.findings(connection)
+                orphans = []
+        found = {
+            "orphaned": orphans,
+            "doubled": doubled,
+            "unsound": wrong,
+            "over_capacity": [f"{row.provider} {row.resource_class}: {row.used} of {row.capacity}" for row in over],
+            "repaired": done,
+        }
+        _tell(found, as_json)
+        return EXIT_NO if any(found[kind] for kind in ("orphaned", "doubled", "unsound", "over_capacity")) else 0
+
+    run(body)
+
+
+def export(
+    context: typer.Context, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
+) -> None:
+    """Write the whole book, as it is at one moment, as JSON lines."""
+
+    async def body() -> None:
+        async with _book(database_of(settings_of(context))) as (store, database), database.raw() as connection:
+            found = await image.read(connection, store.names)
+        rows = image.lines(found)
+        if file is None:
+            sys.stdout.buffer.writelines(rows)
+        else:
+            with file.open("wb") as target:
+                target.writelines(rows)
+
+    run(body)
+
+
+def import_(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="A file that export wrote; else standard input.")] = None,
+    from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
+    token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
+    replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
+) -> None:
+    """Make the book be what a file says, or a copy of a live Placement's; the feed tells every replica.
+
+    With --from-url it copies while both run, pass after pass, until a pass finds nothing new: then the copy is equal,
+    and it says so.
+    """
+
+    async def body() -> None:
+        async with _book(database_of(settings_of(context))) as (store, database):
+            if not replace:
+                await _refuse_unless_empty(database)
+            if from_url is not None:
+                await _copy(store, database, from_url, token)
+                return
+            with file.open("rb") if file is not None else contextlib.nullcontext(sys.stdin.buffer) as source:
+                changed = await _assign(store, database, image.parse(_bounded(source)))
+            out.print(f"imported: {changed} providers and consumers changed")
+
+    run(_told(body))
+
+
+# --- parts
+
+
+@contextlib.asynccontextmanager
+async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
+    database = here.environment("book").database("placement", pool_size=2)
+    store = PostgresStore(database)
+    await store.open()
+    try:
+        yield store, database
+    finally:
+        await store.close()
+
+
+def _told(body: Any) -> Any:
+    async def inner() -> int | None:
+        try:
+            result: int | None = await body()
+        except ImageError as error:
+            raise Stop(EXIT_USAGE, "book.image", str(error)) from error
+        except OSError as error:
+            raise Stop(EXIT_USAGE, "book.file", str(error)) from error
+        return result
+
+    return inner
+
+
+def _bounded(source: Any) -> Iterable[bytes]:
+    while line := source.readline(image.MAX_LINE_BYTES + 1):
+        if len(line) > image.MAX_LINE_BYTES:
+            raise ImageError(f"a line of more than {image.MAX_LINE_BYTES} bytes")
+        yield line
+
+
+async def _refuse_unless_empty(database: Database) -> None:
+    async with database.raw() as connection:
+        if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
+            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace makes it be what is imported")
+
+
+async def _assign(store: PostgresStore, database: Database, what: image.Image) -> int:
+    classes = {name for provider in what.providers.values() for name in provider.stocks}
+    traits = {name for provider in what.providers.values() for name in provider.traits}
+    await store.names.ensure(what.classes | classes, what.traits | traits)
+    async with database.raw() as connection:
+        return await image.assign(connection, what, store.names)
+
+
+async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
+    source = Source(url, token)
+    try:
+        for number in range(1, MAX_PASSES + 1):
+            found = await source.read()
+            try:
+                changed = await _assign(store, database, found)
+            except ImageError as error:  # it moved while it was read
+                out.print(f"pass {number}: {error}; again")
+                continue
+            held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
+            if not changed and number > 1:
+                out.print(f"pass {number}: equal: {held}")
+                return
+            out.print(f"pass {number}: {held}; {changed} changed")
+    finally:
+        await source.close()
+    raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+
+
+async def _lost(here: Site, database: Database) -> tuple[list[str], list[str]]:
+    """(consumers that nobody knows as alive, allocations on another host than the instance's)."""
+    async with database.raw() as connection:
+        holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
+        held = await questions.allocations(connection)
+        roots = dict(
+            await connection.fetch(
+                "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
+            )
+        )
+    if not holders:
+        return [], []
+    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
+    doubled: list[str] = []
+    for cell in here.cells:
+        for uuid, state, host in await _rows(here, f"cell_{cell}", INSTANCES, holders):
+            if state not in OVER:
+                alive.add(uuid)
+            places = {roots.get(provider, provider) for provider in held.get(uuid, {})}
+            if state == "active" and host is not None and places - {host}:
+                doubled.append(f"{uuid}: runs on {host}, holds {', '.join(sorted(places - {host}))}")
+    return [uuid for uuid in holders if uuid not in alive], doubled
+
+
+async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> Sequence[Any]:
+    database = here.environment("audit").database(schema, pool_size=1)
+    await database.open()
+    try:
+        async with database.raw() as connection:
+            rows: Sequence[Any] = await connection.fetch(statement, *arguments)
+            return rows
+    except asyncpg.UndefinedTableError as error:
+        # Without knowing every cell's instances any of theirs would look orphaned.
+        raise Stop(
+            EXIT_AWAY, "audit.blind", f"{schema} has never been started here: who is alive cannot be told"
+        ) from error
+    finally:
+        await database.close()
+
+
+async def _column(here: Site, schema: str, statement: str, *arguments: object) -> list[str]:
+    return [row[0] for row in await _rows(here, schema, statement, *arguments)]
+
+
+async def _mend(store: PostgresStore, database: Database, orphans: Sequence[str]) -> list[str]:
+    for start in range(0, len(orphans), RELEASES_AT_ONCE):
+        await store.apply([Release(consumer=uuid) for uuid in orphans[start : start + RELEASES_AT_ONCE]])
+    async with database.raw() as connection:
+        mended = await repair(connection)
+    return [f"{uuid}: released" for uuid in orphans] + mended
+
+
+def _tell(found: dict[str, list[str]], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    for kind, lines in found.items():
+        for line in lines:
+            out.print(f"{kind.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
+    if not any(found.values()):
+        out.print("the book is sound")

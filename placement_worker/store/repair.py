@@ -1,0 +1,43 @@
+"""Puts right what `audit` finds wrong with the book itself (P-76). Each repair is one transaction, with its changes."""
+
+from __future__ import annotations
+
+import asyncpg
+
+from placement_worker.domain.reports import changes_of
+from placement_worker.store import feed
+from placement_worker.store.image import COUNT_USED, HOLD_CONSUMERS
+from placement_worker.store.inventory import ONE_WRITER_OF_TREES
+from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+
+LOCK_ALL = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
+# Allocations of nobody, of no provider, or of no inventory: nobody can ever give them back.
+DELETE_STRAYS = """
+DELETE FROM allocations a WHERE NOT EXISTS (
+    SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL
+) OR NOT EXISTS (SELECT FROM inventories i WHERE i.provider_id = a.provider_id AND i.class_id = a.class_id)
+"""
+DELETE_EMPTY = """
+DELETE FROM consumers c WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
+"""
+MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHERE id = ANY($1::bigint[])"
+
+
+async def repair(connection: asyncpg.Connection) -> list[str]:
+    """Remove strays and count usage anew, inside the caller's transaction; says what was done, a line each."""
+    await connection.execute(ONE_WRITER_OF_TREES)
+    await connection.execute(HOLD_CONSUMERS)
+    await connection.execute(LOCK_ALL)
+    strays = _count(await connection.execute(DELETE_STRAYS))
+    empty = _count(await connection.execute(DELETE_EMPTY))
+    recounted = sorted({row[0] for row in await connection.fetch(COUNT_USED)})
+    await connection.execute(MOVE, recounted)
+    _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, recounted)
+    await feed.append(connection, changes_of({}, after))
+    done = ((strays, "allocations of nobody removed"), (empty, "consumers without allocations removed"))
+    lines = [f"{count} {what}" for count, what in done if count]
+    return lines + [f"{uuid}: usage counted anew" for uuid in after]
+
+
+def _count(tag: str) -> int:
+    return int(tag.rpartition(" ")[2])
