@@ -124,8 +124,8 @@ class BuildClient:
                 track.published_at = now
         return tracks
 
-    async def delete(self, builds: Sequence[BuildRecord]) -> list[Track]:
-        """Ask for the deletion of builds and follow them until they are gone; raises what `boot` raises."""
+    async def delete(self, builds: Sequence[BuildRecord], *, patience_s: float = 0.0) -> list[Track]:
+        """Ask for the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
         tracks: list[Track] = []
         for build in builds:
             track = self._follow(build.instance_uuid, build.flavor, None)
@@ -133,11 +133,9 @@ class BuildClient:
             track.deleting = True
             if build.state is BuildState.DELETED:  # nothing more will be said of it
                 self._end(track, build.state, None)
-        await self.bus.publish_all(
-            [
-                (DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id), build.instance_uuid)
-                for build in builds
-            ]
+        await self._publish(
+            [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
+            self._clock.monotonic() + patience_s,
         )
         return tracks
 
@@ -229,7 +227,7 @@ class BuildClient:
         self._open.add(uuid)
         return track
 
-    async def _publish(self, requests: Sequence[BuildRequest], give_up_at: float) -> None:
+    async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
         while True:
             try:
                 await self.bus.publish_all([(request, request.instance_uuid) for request in requests])

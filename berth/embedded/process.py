@@ -111,6 +111,12 @@ class GuardedProcess:
         """Whether the server is alive."""
         return self._guard.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """How it ended: its exit status, 128 and more for a signal; None while it runs."""
+        status: int | None = self._guard.poll()
+        return status
+
     def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return when the server is ready. Raises ServerFailed when it dies or takes too long."""
         until = time.monotonic() + timeout_s

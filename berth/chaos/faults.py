@@ -1,0 +1,162 @@
+"""Does to processes and connections what a plan says, undoes it, and keeps the book about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterable
+
+import structlog
+from msgspec import Struct
+
+from berth.chaos.plan import BROKER, DATABASE, SERVERS, Deck, Fault, Kind
+from berth.chaos.scene import Scene, descendants, last_words
+from berth.embedded.postgres import Postgres
+from berth.embedded.rabbitmq import RabbitMQ
+
+log = structlog.get_logger("chaos")
+
+WORKER_ROLES = ("scheduler", "placement", "conductor", "compute")
+# A worker that ended by itself is started again after this, as a process supervisor would.
+RESTART_AFTER_S = 0.5
+WATCH_EVERY_S = 0.1
+# Undoing the last faults: a server that takes longer to come back is broken, not slow.
+UNDO_TIMEOUT_S = 90.0
+
+
+class Injected(Struct):
+    """One fault as it happened, in the client's monotonic seconds. over_at: undone; then recovery begins."""
+
+    fault: Fault
+    began_at: float
+    over_at: float | None = None
+
+
+class Death(Struct, frozen=True):
+    """A worker that ended by itself."""
+
+    worker: str
+    status: int
+    last_words: str
+    at: float
+
+
+class Saboteur:
+    """Injects faults into a scene. Everything random comes from `rng`."""
+
+    def __init__(self, scene: Scene, rng: random.Random) -> None:
+        self.injected: list[Injected] = []
+        self.deaths: list[Death] = []
+        self.connections_cut = 0
+        self._scene = scene
+        self._clock = scene.site.clock
+        self._rng = rng
+        self._busy: dict[str, Fault] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def disturb(self, deck: Deck, every_s: float) -> None:
+        """A fault every so many seconds, until cancelled. What has begun goes on: see `settle`."""
+        while True:
+            await self._clock.sleep(every_s)
+            paused = sum(fault.kind is Kind.PAUSE for fault in self._busy.values())
+            fault = deck.deal(self._free(), paused=paused, broken=len(self._busy))
+            if fault is not None:
+                self.begin(fault)
+
+    def begin(self, fault: Fault) -> asyncio.Task[None]:
+        """Inject a fault now; the task ends when it is undone."""
+        self._busy[fault.target] = fault
+        entry = Injected(fault=fault, began_at=self._clock.monotonic())
+        self.injected.append(entry)
+        log.info("chaos.fault", fault=fault.label, target=fault.target, lasts_s=fault.lasts_s)
+        task = asyncio.create_task(self._inject(entry), name=f"{fault.label} {fault.target}")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def watch(self) -> None:
+        """Start workers again that ended by themselves; until cancelled."""
+        while True:
+            await self._clock.sleep(WATCH_EVERY_S)
+            for name, worker in list(self._scene.crew.workers.items()):
+                if worker.process.running or name in self._busy:
+                    continue
+                death = Death(name, worker.process.status or 0, last_words(worker.log), self._clock.monotonic())
+                self.deaths.append(death)
+                log.warning("chaos.death", worker=name, status=death.status, last_words=death.last_words)
+                await self._clock.sleep(RESTART_AFTER_S)
+                if name not in self._busy:
+                    await asyncio.to_thread(self._scene.crew.restart, name)
+
+    async def settle(self) -> None:
+        """Wait until every fault is undone and every worker is ready. Raises what undoing raised, or ServerFailed."""
+        async with asyncio.timeout(UNDO_TIMEOUT_S):
+            await asyncio.gather(*self._under_way)
+        await self._scene.crew.ready()
+
+    def _free(self) -> dict[str, list[str]]:
+        roles = {role: self._scene.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}
+        return {role: [name for name in names if name not in self._busy] for role, names in roles.items()}
+
+    async def _inject(self, entry: Injected) -> None:
+        fault = entry.fault
+        try:
+            if fault.kind in (Kind.CUT, Kind.DELAY, Kind.STALL):
+                await self._disturb_links(fault)
+            elif fault.target == BROKER:
+                await self._server(self._scene.servers.broker, fault)
+            elif fault.target == DATABASE:
+                await self._server(self._scene.servers.postgres, fault)
+            else:
+                await self._worker(fault)
+        finally:
+            entry.over_at = self._clock.monotonic()
+            self._busy.pop(fault.target, None)
+            log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
+
+    async def _worker(self, fault: Fault) -> None:
+        crew, name = self._scene.crew, fault.target
+        process = crew.workers[name].process
+        if fault.kind is Kind.PAUSE:
+            with contextlib.suppress(ProcessLookupError):  # it had ended by itself a moment ago
+                crew.pause(name)
+            await self._clock.sleep(fault.lasts_s)
+            with contextlib.suppress(ProcessLookupError):
+                crew.resume(name)
+            return
+        await asyncio.to_thread(process.kill if fault.kind is Kind.KILL else process.stop)
+        await self._clock.sleep(fault.lasts_s)
+        await asyncio.to_thread(crew.restart, name)
+
+    async def _server(self, server: RabbitMQ | Postgres, fault: Fault) -> None:
+        if fault.kind is Kind.PAUSE:
+            family = descendants(server.pid)
+            _signal(family, signal.SIGSTOP)
+            await self._clock.sleep(fault.lasts_s)
+            _signal(reversed(family), signal.SIGCONT)
+            return
+        await asyncio.to_thread(server.kill if fault.kind is Kind.KILL else server.shut_down)
+        await self._clock.sleep(fault.lasts_s)
+        await asyncio.to_thread(server.start)
+
+    async def _disturb_links(self, fault: Fault) -> None:
+        links = self._scene.proxies[fault.target].some(fault.share, self._rng)
+        if fault.kind is Kind.CUT:
+            for link in links:
+                link.cut()
+            self.connections_cut += len(links)
+            return
+        for link in links:
+            link.stalled, link.delay_s = fault.kind is Kind.STALL, fault.delay_s * (fault.kind is Kind.DELAY)
+        await self._clock.sleep(fault.lasts_s)
+        for link in links:
+            link.release()
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

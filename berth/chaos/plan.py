@@ -1,0 +1,149 @@
+"""What a chaos run does: how much load, which faults, how often. All of it drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from berth.servers import Plan
+from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.domain.faults import Faults
+
+BROKER = "broker"
+DATABASE = "database"
+SERVERS = (BROKER, DATABASE)
+# Processes that stand still at once, and all that is broken at once: the rest must have a chance.
+MAX_PAUSED = 2
+MAX_BROKEN = 5
+
+
+class Kind(StrEnum):
+    """What is done to a process or to connections."""
+
+    KILL = "kill"
+    STOP = "stop"
+    PAUSE = "pause"
+    CUT = "cut"
+    DELAY = "delay"
+    STALL = "stall"
+
+
+class Card(Struct, frozen=True):
+    """One sort of fault: how often it is in the deck, and how long it lasts (seconds)."""
+
+    kind: Kind
+    role: str
+    copies: int
+    shortest_s: float = 0.0
+    longest_s: float = 0.0
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One fault: `target` is a worker's name, "broker" or "database".
+
+    lasts_s: until it is started again, goes on, or connections are left alone. share: of the connections that are
+    hit. delay_s: added to each direction.
+    """
+
+    kind: Kind
+    role: str
+    target: str
+    lasts_s: float
+    share: float = 1.0
+    delay_s: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The sort of fault, as it is counted."""
+        return f"{self.kind}_{self.role}"
+
+
+# AMQP's heartbeat is 10 s and its loss noticed within 30; a compute service's is 1 s, and 10 s of silence mean "down"
+# here. So a short pause is longer than the one, a long pause longer than both. Broker and database refuse everything
+# while they are away, so there are fewer of those.
+DECK = (
+    *(Card(Kind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(Kind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(Kind.PAUSE, role, 1, 2.0, 12.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(Kind.PAUSE, role, 1, 31.0, 36.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    Card(Kind.KILL, BROKER, 1, 0.0, 1.5),
+    Card(Kind.KILL, DATABASE, 2, 0.0, 1.5),
+    *(Card(Kind.STOP, server, 1, 0.0, 1.5) for server in SERVERS),
+    *(Card(Kind.PAUSE, server, 1, 2.0, 6.0) for server in SERVERS),
+    *(Card(Kind.CUT, server, 3) for server in SERVERS),
+    *(Card(Kind.DELAY, server, 1, 2.0, 8.0) for server in SERVERS),
+    *(Card(Kind.STALL, server, 1, 2.0, 15.0) for server in SERVERS),
+)
+SHARES = (0.1, 0.3, 0.6, 1.0)
+DELAYS_S = (0.01, 0.05, 0.2)
+
+
+class Deck:
+    """Deals faults in random order, each card as often as the deck has it before the next shuffle."""
+
+    def __init__(self, cards: Sequence[Card], rng: random.Random) -> None:
+        self._cards = [card for card in cards for _ in range(card.copies)]
+        self._rng = rng
+        self._left: list[Card] = []
+
+    def deal(self, free: Mapping[str, Sequence[str]], *, paused: int = 0, broken: int = 0) -> Fault | None:
+        """The next fault for what is `free` ({role: names that nothing is done to now}), or None: enough is broken."""
+        if broken >= MAX_BROKEN:
+            return None
+        for _ in range(2):
+            for at, card in enumerate(self._left):
+                if not free.get(card.role) or (card.kind is Kind.PAUSE and paused >= MAX_PAUSED):
+                    continue
+                del self._left[at]
+                return self._fault(card, free[card.role])
+            self._left += self._rng.sample(self._cards, len(self._cards))
+        return None
+
+    def _fault(self, card: Card, names: Sequence[str]) -> Fault:
+        rng = self._rng
+        return Fault(
+            kind=card.kind,
+            role=card.role,
+            target=rng.choice(names),
+            lasts_s=round(rng.uniform(card.shortest_s, card.longest_s), 2),
+            share=rng.choice(SHARES),
+            delay_s=rng.choice(DELAYS_S),
+        )
+
+
+class ChaosPlan(Struct, frozen=True, kw_only=True):
+    """One run. in_flight: builds and deletes at once (closed loop). population: machines kept before some are deleted.
+
+    early_deletes: share of builds that are deleted while they are being built. patience_s: how long one publish is
+    repeated while the broker is away. rest_s: how long the system may take to come to rest once faults have stopped.
+    """
+
+    boots: int = 20_000
+    fault_every_s: float = 2.0
+    seed: int = 1
+    in_flight: int = 150
+    population: int = 1_500
+    early_deletes: float = 0.03
+    patience_s: float = 120.0
+    rest_s: float = 180.0
+    mix: Mapping[str, float] = msgspec.field(
+        default_factory=lambda: {"m1.tiny": 4.0, "m1.small": 4.0, "m1.medium": 2.0}
+    )
+    deck: tuple[Card, ...] = DECK
+    crew: Plan = Plan(
+        schedulers=2,
+        placements=2,
+        conductors_per_cell=2,
+        computes_per_cell=2,
+        durable=False,
+        compute=ComputeConfig(
+            hosts=25,
+            sizes=(HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000),),
+            gpu_share=0.0,
+            faults=Faults(delay_max_s=0.2, fail_rate=0.05, leftover_rate=0.3, duplicate_rate=0.05),
+        ),
+    )

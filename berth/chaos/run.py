@@ -1,0 +1,233 @@
+"""`scripts/chaos`: load on real processes, faults at random, rest, and a judgement from the outside.
+
+A private RabbitMQ (one virtual host a bus), a private PostgreSQL, every worker its own process behind TCP proxies.
+Exit status 1 when anything was lost, doubled, leaked or overcommitted, or an invariant is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import uvloop
+from msgspec import Struct
+from rich.console import Console
+
+from berth.chaos.churn import Churn
+from berth.chaos.faults import Saboteur
+from berth.chaos.plan import ChaosPlan, Deck, Kind
+from berth.chaos.report import ChaosReport, render
+from berth.chaos.scene import Scene, connections, left_in_queues, scene, wait_registered
+from berth.chaos.tally import counts, longest_stall, rates, recoveries, tally
+from berth.client import BuildClient
+from berth.feed_watch import FeedWatch
+from berth.gather import gather, rest
+from berth.invariants import Facts, judge
+from berth.site import process_name
+from bus.contracts.build import BuildEvent, BuildState
+from bus.service.telemetry import configure_logging
+
+PROGRESS_EVERY_S = 5.0
+STRETCH_S = 10.0
+EXAMPLES = 5
+
+
+class Ending(Struct, frozen=True, kw_only=True):
+    """How the run's last part went."""
+
+    seconds: float
+    at_rest: bool
+    recovery_s: float
+    facts: Facts
+    dead_letters: dict[str, int]
+
+
+async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosReport:
+    """One run. Raises ServerFailed when a server or worker cannot be brought back."""
+    async with scene(plan, directory) as stage:
+        run = Run(plan, stage, console)
+        await run.client.open()
+        await run.watch.open()
+        try:
+            await wait_registered(stage)
+            console.print(f"seed {plan.seed}; up: {', '.join(stage.crew.workers)}", soft_wrap=True)
+            return run.summed_up(await run.through())
+        finally:
+            await run.watch.close()
+            await run.client.close()
+
+
+class Run:
+    """One run on a scene that stands: the storm, the calm, the sum."""
+
+    def __init__(self, plan: ChaosPlan, stage: Scene, console: Console) -> None:
+        rng = random.Random(plan.seed)
+        site, process = stage.site, process_name("chaos")
+        self.plan = plan
+        self.stage = stage
+        self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+        self.watch = FeedWatch(site.bus(f"{process}-feed"))
+        self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
+        self.saboteur = Saboteur(stage, random.Random(rng.getrandbits(64)))
+        self._deck = Deck(plan.deck, rng)
+        self._clock = site.clock
+        self._console = console
+
+    async def through(self) -> Ending:
+        """All of it."""
+        began = self._clock.monotonic()
+        await self._storm()
+        seconds = self._clock.monotonic() - began
+        watching = asyncio.create_task(self.saboteur.watch())
+        try:
+            return await self._calm(seconds)
+        finally:
+            watching.cancel()
+
+    async def _storm(self) -> None:
+        """Load and faults, until the last request is accepted."""
+        async with asyncio.TaskGroup() as group:
+            others = [
+                group.create_task(self.saboteur.disturb(self._deck, self.plan.fault_every_s)),
+                group.create_task(self.saboteur.watch()),
+                group.create_task(self._tell()),
+            ]
+            await self.churn.run()
+            for task in others:
+                task.cancel()
+
+    async def _calm(self, seconds: float) -> Ending:
+        """No further fault: everything comes back, comes to rest and is judged."""
+        plan, client, site = self.plan, self.client, self.stage.site
+        await self.saboteur.settle()
+        over = max((fault.over_at or 0.0 for fault in self.saboteur.injected), default=self._clock.monotonic())
+        heard = await client.until(lambda: not client.unfinished, plan.rest_s)
+        left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
+        quiet = await rest(site, timeout_s=left)
+        recovery_s = self._clock.monotonic() - over
+        facts = await gather(
+            site,
+            accepted=self.churn.accepted,
+            events=client.events,
+            changes=self.watch.changes,
+            connections=await connections(self.stage),
+        )
+        return Ending(
+            seconds=seconds,
+            at_rest=quiet and heard,
+            recovery_s=recovery_s,
+            facts=facts,
+            dead_letters=await left_in_queues(self.stage),
+        )
+
+    async def _tell(self) -> None:
+        """How it goes, now and then."""
+        began = self._clock.monotonic()
+        while True:
+            await self._clock.sleep(PROGRESS_EVERY_S)
+            injected = self.saboteur.injected
+            last = f"the last: {injected[-1].fault.label} {injected[-1].fault.target}" if injected else ""
+            self._console.print(
+                f"{self._clock.monotonic() - began:5.0f} s {len(self.churn.accepted):7} accepted "
+                f"{len(self.churn.ended):7} ended {self.client.unfinished:5} in flight {len(injected):5} faults {last}",
+                soft_wrap=True,
+            )
+
+    def summed_up(self, ending: Ending) -> ChaosReport:
+        """Everything that is told of the run."""
+        facts, faults, events, ended = ending.facts, self.saboteur.injected, self.client.events, self.churn.ended
+        states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
+        verdicts, found = judge(facts), tally(facts)
+        stall = longest_stall(ended, faults)
+        told = {(event.instance_uuid, event.sequence, event.state) for event in events}
+        examples = {"lost": found.lost, "doubled": found.doubled, "leaked": found.leaked}
+        return ChaosReport(
+            seed=self.plan.seed,
+            seconds=round(ending.seconds, 1),
+            requests=len(self.churn.accepted),
+            deletes=self.churn.deletes,
+            active=states[BuildState.ACTIVE],
+            failed=states[BuildState.FAILED],
+            refused=states[BuildState.REFUSED],
+            deleted=states[BuildState.DELETED],
+            failures_by_code=_failures(events),
+            events=len(events),
+            events_repeated=len(events) - len(told),
+            lost=len(found.lost),
+            doubled=len(found.doubled),
+            leaked=len(found.leaked),
+            overcommitted=found.overcommitted,
+            faults=counts(faults),
+            faults_total=len(faults),
+            connections_cut=self.saboteur.connections_cut,
+            died=tuple(self.saboteur.deaths),
+            ends_per_s=round(len(ended) / max(ending.seconds, 1e-9), 1),
+            longest_stall_s=stall.seconds,
+            longest_stall=stall,
+            recovery_s=round(ending.recovery_s, 1),
+            recovery_by_kind={name: (round(median(ts), 2), max(ts)) for name, ts in recoveries(ended, faults).items()},
+            at_rest=ending.at_rest,
+            dead_letters=ending.dead_letters,
+            invariants={verdict.name: verdict.holds for verdict in verdicts},
+            verdicts=verdicts,
+            examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
+            ends_every_ten_s=tuple(rates(ended, STRETCH_S)),
+        )
+
+
+def _failures(events: Sequence[BuildEvent]) -> dict[str, int]:
+    ends = {
+        event.instance_uuid: event.code
+        for event in events
+        if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED)
+    }
+    return dict(Counter(ends.values()).most_common())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; print the tables; 0 when everything is as promised."""
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, formatter_class=raw)
+    bare = ChaosPlan()
+    parser.add_argument("--boots", type=int, default=bare.boots, help="builds to be accepted")
+    parser.add_argument("--fault-every", type=float, default=bare.fault_every_s, metavar="S", help="seconds")
+    parser.add_argument("--seed", type=int, default=None, help="faults and load are drawn from it (default: at random)")
+    parser.add_argument("--in-flight", type=int, default=bare.in_flight, help="builds and deletes at once")
+    parser.add_argument("--population", type=int, default=bare.population, help="machines kept before some are deleted")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help="only these, as kill_broker or pause")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as data, too")
+    parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="keep the workers' logs there")
+    parser.add_argument("--log", default="error", choices=("info", "warning", "error"), help="info: every fault")
+    options = parser.parse_args(arguments)
+    plan = ChaosPlan(
+        boots=options.boots,
+        fault_every_s=options.fault_every,
+        seed=random.SystemRandom().randrange(10**6) if options.seed is None else options.seed,
+        in_flight=options.in_flight,
+        population=options.population,
+        deck=tuple(card for card in bare.deck if chosen(card.kind, card.role, options.only)),
+    )
+    if not plan.deck:
+        parser.error(f"no such fault: {', '.join(options.only)}")
+    configure_logging(process="chaos", role="chaos", level=options.log, style="json")
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="berth-chaos-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        report = uvloop.run(chaos(plan, directory.absolute(), console))
+    render(report, console)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    return 0 if report.sound else 1
+
+
+def chosen(kind: Kind, role: str, only: Sequence[str]) -> bool:
+    """Whether a card is among those asked for: by kind, by role, or by both (`kill`, `broker`, `kill_broker`)."""
+    return not only or bool({kind.value, role, f"{kind}_{role}"} & set(only))

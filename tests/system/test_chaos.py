@@ -1,0 +1,39 @@
+"""A short chaos run: every role, the broker and the database killed once, connections cut; nothing is lost."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from berth.chaos.plan import BROKER, DATABASE, Card, ChaosPlan, Kind
+from berth.chaos.report import render
+from berth.chaos.run import chaos
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(240)]
+
+DECK = (
+    *(Card(Kind.KILL, role, 1) for role in ("scheduler", "placement", "conductor", "compute", BROKER, DATABASE)),
+    *(Card(Kind.CUT, server, 1) for server in (BROKER, DATABASE)),
+)
+
+
+async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -> None:
+    whole = ChaosPlan()
+    crew = msgspec.structs.replace(whole.crew, cells=("cell1",))
+    plan = ChaosPlan(
+        boots=400, in_flight=50, population=150, fault_every_s=0.5, seed=1, deck=DECK, crew=crew, early_deletes=0.05
+    )
+    said = Console(file=io.StringIO(), width=120)
+    report = await chaos(plan, tmp_path, said)
+    render(report, said)
+    table = said.file.getvalue()  # type: ignore[attr-defined]
+    assert report.faults_total >= 3, table
+    assert (report.lost, report.doubled, report.leaked, report.overcommitted) == (0, 0, 0, 0), table
+    assert report.at_rest and all(report.invariants.values()), table
+    assert report.bugs == (), table
+    assert report.requests == 400 == report.active + report.deleted + report.failed, table
+    assert report.deletes > 0
