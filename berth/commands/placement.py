@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 import placement_worker.app
 from berth.commands import book
-from berth.commands.common import explain, settings_of, tell
+from berth.commands.common import explain, print_json, settings_of, tell
 from berth.embedded.postgres import Postgres
 from berth.settings import EMBEDDED, Settings
 from berth.site import Brokers, Site, process_name, read_runtime
 from bus.clock import SystemClock
 from bus.service.main import run_process
 from bus.service.settings import SettingsError
+from placement_worker.rest.openapi import document
 
 DEFAULT_API = "127.0.0.1:8778"
 
@@ -48,6 +49,12 @@ def serve(
         assert stop is not None
         tell(stop)
         raise SystemExit(stop.status) from None
+
+
+@app.command()
+def openapi() -> None:
+    """Print the OpenAPI document of what is served."""
+    print_json(document())
 
 
 def with_api(settings: Settings, listen: str) -> Settings:

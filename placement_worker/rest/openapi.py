@@ -1,0 +1,145 @@
+"""What is served, as an OpenAPI document: drawn from the table of routes and the schemas that bodies are checked by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from placement_worker.rest import schemas
+from placement_worker.rest.faults import STATUS
+from placement_worker.rest.routes import ROUTES, Route
+from placement_worker.rest.schemas import Schema
+from placement_worker.rest.versions import NEWEST, RANGE, SERVICE
+
+_ONE = "/resource_providers/{uuid}"
+_INVENTORIES = f"{_ONE}/inventories"
+
+# At the newest version that the operation has.
+BODIES: Mapping[tuple[str, str], Schema] = {
+    ("POST", "/resource_classes"): schemas.RESOURCE_CLASS,
+    ("POST", "/resource_providers"): schemas.POST_PROVIDER_14,
+    ("PUT", _ONE): schemas.PUT_PROVIDER_14,
+    ("POST", _INVENTORIES): schemas.POST_INVENTORY,
+    ("PUT", _INVENTORIES): schemas.PUT_INVENTORIES,
+    ("PUT", f"{_INVENTORIES}/{{class}}"): schemas.PUT_INVENTORY,
+    ("PUT", f"{_ONE}/aggregates"): schemas.AGGREGATES_19,
+    ("PUT", f"{_ONE}/traits"): schemas.PROVIDER_TRAITS,
+    ("POST", "/allocations"): schemas.many(schemas.ALLOCATIONS_38),
+    ("PUT", "/allocations/{consumer}"): schemas.ALLOCATIONS_38,
+    ("POST", "/reshaper"): schemas.reshape(schemas.ALLOCATIONS_38),
+}
+QUERIES: Mapping[tuple[str, str], Schema] = {
+    ("GET", "/resource_providers"): schemas.LIST_PROVIDERS[0][1],
+    ("GET", "/allocation_candidates"): schemas.CANDIDATES[0][1],
+    ("GET", "/traits"): schemas.LIST_TRAITS,
+    ("GET", "/usages"): schemas.USAGES_38,
+}
+# Names of a granular request, with the suffix of a group where the pattern leaves room for one.
+_GROUPED = ("resources", "required", "member_of", "in_tree")
+
+_ANSWERS = {
+    "GET": (200, 400, 404, 406),
+    "POST": (200, 201, 204, 400, 404, 409, 413, 415),
+    "PUT": (200, 201, 204, 400, 404, 409, 413, 415),
+    "DELETE": (204, 400, 404, 409),
+}
+_EVERYWHERE = (401, 403, 405, 406, 408, 500, 503)
+
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["errors"],
+    "properties": {
+        "errors": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["status", "title", "detail", "request_id"],
+                "properties": {
+                    "status": {"type": "integer"},
+                    "title": {"type": "string"},
+                    "detail": {"type": "string"},
+                    "code": {"type": "string", "description": "stable and dotted, from 1.23"},
+                    "request_id": {"type": "string"},
+                },
+            },
+        }
+    },
+}
+
+
+def document() -> dict[str, Any]:
+    """The document, at the newest microversion."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        if route.until == NEWEST:
+            paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Placement",
+            "version": RANGE[1],
+            "description": "OpenStack Placement's API as berth serves it, at its newest microversion.",
+        },
+        "paths": paths,
+        "security": [{"token": []}],
+        "components": {
+            "securitySchemes": {"token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"}},
+            "schemas": {"Error": _ERROR},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    key = (route.method, route.path)
+    words = (route.handler.__doc__ or "").strip().splitlines()
+    operation: dict[str, Any] = {
+        "operationId": f"{route.handler.__module__.rpartition('.')[2]}.{route.handler.__name__}",
+        "summary": words[0] if words else "",
+        "parameters": [*_path_parameters(route.path), *_query_parameters(QUERIES.get(key, {})), _version(route)],
+        "responses": _responses(route),
+    }
+    if key in BODIES:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[key]}}}
+    if route.rule is None:
+        operation["security"] = []
+    return operation
+
+
+def _path_parameters(path: str) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+
+
+def _query_parameters(schema: Schema) -> list[dict[str, Any]]:
+    required = schema.get("required", ())
+    named = dict(schema.get("properties", {}))
+    if "patternProperties" in schema:
+        named |= {name: {"type": "string", "description": "also with a group's suffix"} for name in _GROUPED}
+    return [{"name": name, "in": "query", "required": name in required, "schema": kind} for name, kind in named.items()]
+
+
+def _version(route: Route) -> dict[str, Any]:
+    return {
+        "name": "OpenStack-API-Version",
+        "in": "header",
+        "required": False,
+        "description": f"since 1.{route.since}",
+        "schema": {"type": "string", "default": f"{SERVICE} {RANGE[1]}"},
+    }
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    answers: dict[str, Any] = {}
+    for status in sorted({*_ANSWERS[route.method], *_EVERYWHERE}):
+        if status < 400:
+            content = {"application/json": {"schema": {"type": "object"}}} if status == 200 else None
+            answers[str(status)] = {"description": "Done", **({"content": content} if content else {})}
+        else:
+            answers[str(status)] = {"description": STATUS[status][0], "content": error}
+    if route.path.startswith("/traits/") and route.method == "GET":
+        answers["204"] = {"description": "It exists"}
+    return answers
