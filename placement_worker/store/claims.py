@@ -63,14 +63,13 @@ SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::bigint[])
 
 # The database's own guard (invariant 1): usage may not rise past capacity, whatever the decision said.
 UPDATE_USED = """
+WITH moved AS (
+    UPDATE providers p SET generation = n.generation, updated_at = now()
+    FROM unnest($4::bigint[], $5::bigint[]) AS n (id, generation) WHERE p.id = n.id
+)
 UPDATE inventories i SET used = n.used
 FROM unnest($1::bigint[], $2::int[], $3::bigint[]) AS n (provider_id, class_id, used)
 WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id AND (n.used <= i.capacity OR n.used <= i.used)
-"""
-
-UPDATE_GENERATIONS = """
-UPDATE providers p SET generation = n.generation, updated_at = now()
-FROM unnest($1::bigint[], $2::bigint[]) AS n (id, generation) WHERE p.id = n.id
 """
 
 
@@ -252,11 +251,11 @@ async def _write_usage(
         for provider, resources in decision.used.items()
         for name, used in resources.items()
     ]
-    tag = await connection.execute(UPDATE_USED, *map(list, zip(*rows, strict=True)))
+    generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
+    columns = (*zip(*rows, strict=True), *zip(*generations, strict=True))
+    tag = await connection.execute(UPDATE_USED, *map(list, columns))
     if tag != f"UPDATE {len(rows)}":
         raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {tag} of {len(rows)}")
-    generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
-    await connection.execute(UPDATE_GENERATIONS, *map(list, zip(*generations, strict=True)))
 
 
 def reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:

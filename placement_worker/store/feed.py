@@ -22,8 +22,14 @@ MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
 ROWS_AT_ONCE = 16
 
-NEXT_NUMBERS = "UPDATE feed_head SET number = number + $1 RETURNING number"
-INSERT = "INSERT INTO changes (first, last, body) SELECT * FROM unnest($1::bigint[], $2::bigint[], $3::bytea[])"
+# One statement: the counter is locked until the commit, and every round trip in between is somebody else's wait.
+APPEND = """
+WITH head AS (UPDATE feed_head SET number = number + $1 RETURNING number - $1 AS before)
+INSERT INTO changes (first, last, body)
+SELECT head.before + n.first, head.before + n.last, n.body
+FROM head, unnest($2::bigint[], $3::bigint[], $4::bytea[]) AS n (first, last, body)
+RETURNING last
+"""
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number FROM feed_head"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
@@ -41,9 +47,9 @@ async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> i
     if not changes:
         return 0
     counts, bodies = _rows(changes)  # before the counter is locked: the lock is the narrow place
-    last: int = await connection.fetchval(NEXT_NUMBERS, len(changes))
-    lasts = list(accumulate(counts, initial=last - len(changes)))
-    await connection.execute(INSERT, [number + 1 for number in lasts[:-1]], lasts[1:], bodies)
+    ends = list(accumulate(counts, initial=0))
+    rows = await connection.fetch(APPEND, len(changes), [end + 1 for end in ends[:-1]], ends[1:], bodies)
+    last: int = max(row[0] for row in rows)
     return last
 
 
