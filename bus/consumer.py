@@ -318,7 +318,9 @@ class Consumer:
         buried: list[Outgoing] = []
         for item, outcome in zip(items, outcomes, strict=True):
             received = item.received
-            if isinstance(received, Malformed) or (isinstance(outcome, Done) and outcome.reply is None):
+            if isinstance(received, Malformed):
+                continue
+            if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
                 continue
             await self._bus.publisher.room()
             if isinstance(outcome, Done):
