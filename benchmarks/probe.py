@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, generate_latest
 PROFILE_HZ = 250
 PROFILE_S = 5
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_SAMPLE = re.compile(r"^(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"^(\w+?)(?:_total)?(?:\{([^}]*)\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 _TRANSACTIONS = "SELECT sum(xact_commit)::float8 FROM pg_stat_database WHERE datname = current_database()"
 _STATEMENTS = "SELECT query, calls::float8, total_exec_time AS ms FROM pg_stat_statements WHERE NOT query ~ '^EXPLAIN'"
@@ -43,12 +43,13 @@ def memory_mb(root: int) -> float:
 
 
 def counters(text: str, names: Iterable[str]) -> Counter[str]:
-    """The sums over all labels of some Prometheus counters in a /metrics page."""
+    """Some Prometheus counters of a /metrics page: the sum over all labels by name, and by `name{labels}` each."""
     wanted = set(names)
     found: Counter[str] = Counter()
-    for name, value in _SAMPLE.findall(text):
+    for name, labels, value in _SAMPLE.findall(text):
         if name in wanted:
             found[name] += float(value)  # type: ignore[assignment]
+            found[f"{name}{{{labels}}}"] += float(value)  # type: ignore[assignment]
     return found
 
 

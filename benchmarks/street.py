@@ -52,11 +52,17 @@ WARM_UP = 200
 BARE_BOOTS = 4000
 REST_TIMEOUT_S = 60.0
 HOSTS_TIMEOUT_S = 300.0
+ANNOUNCED_S = 2.0  # compute services announce their hosts while they report the inventory, which takes longer
+KNOWN = "SELECT (SELECT count(*) FROM providers WHERE id = root_id), (SELECT number FROM feed_head)"
 RATE_S = 10.0  # how long each rate is held
 RATES = (0.5, 0.8)
 MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 BIG = HostSize(vcpus=128, memory_mb=2**20, disk_gb=100_000)
-COUNTED = ("berth_bus_published", "berth_bus_items", "berth_bus_consumed")
+CLAIMS = "berth_scheduler_claims"
+LOST = tuple(
+    f'{CLAIMS}{{outcome="{outcome}"}}' for outcome in ("full", "raced")
+)  # to other schedulers, or to stale news
+COUNTED = ("berth_bus_published", "berth_bus_items", "berth_bus_consumed", CLAIMS)
 DEBIAN = Path("/usr/lib/postgresql")
 
 
@@ -70,6 +76,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     items_per_boot: float
     items_per_broker_message: dict[str, float]
     transactions_per_boot: float
+    claims_per_boot: float
+    conflict_rate: float  # the share of claims that were lost
     statements_per_boot: float | None = None
     statements: dict[str, tuple[float, float]] | None = None  # {statement: (calls a boot, ms in the server a boot)}
 
@@ -150,16 +158,22 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
 
 
 async def all_hosts_known(client: BuildClient, here: Site, hosts: int) -> None:
-    """Wait until a scheduler has every host in its replica and has heard of it from its compute service."""
+    """Wait until the book has every host, the scheduler's replica has caught up, and the hosts are announced."""
+    book = here.environment("bench").database("placement", pool_size=1)
     until = here.clock.monotonic() + HOSTS_TIMEOUT_S
-    while True:
-        page = await client.hosts(limit=hosts, timeout_s=HOSTS_TIMEOUT_S)
-        known = sum(host.up and bool(host.resources) for host in page.hosts)
-        if known >= hosts:
-            return
-        if here.clock.monotonic() > until:
-            raise SystemExit(f"{known} of {hosts} hosts are known after {HOSTS_TIMEOUT_S:.0f} s")
-        await here.clock.sleep(1.0)
+    try:
+        while True:
+            async with book.raw() as connection:
+                known, head = await connection.fetchrow(KNOWN)
+            page = await client.hosts(limit=1, timeout_s=HOSTS_TIMEOUT_S)
+            if known >= hosts and page.feed_sequence >= head:
+                await here.clock.sleep(ANNOUNCED_S)
+                return
+            if here.clock.monotonic() > until:
+                raise SystemExit(f"{known} of {hosts} hosts are known after {HOSTS_TIMEOUT_S:.0f} s")
+            await here.clock.sleep(1.0)
+    finally:
+        await book.close()
 
 
 async def fire(client: BuildClient, here: Site, boots: int, rng: random.Random, *, rate: float = 0.0) -> LoadReport:
@@ -206,6 +220,8 @@ class Instruments:
         transactions = await probe.transactions(self._url) - self._transactions
         spent = self._spent(await probe.statements(self._url), boots)
         published = sum(one["berth_bus_published"] for one in messages.values())
+        claims = sum(one[CLAIMS] for one in messages.values())
+        lost = sum(one[name] for one in messages.values() for name in LOST)
         return Costs(
             cpu_s_per_1000_boots={name: round(1000 * used / boots, 3) for name, used in cpu.items()},
             cpu_s_per_1000_boots_all=round(1000 * sum(cpu.values()) / boots, 3),
@@ -218,6 +234,8 @@ class Instruments:
                 if one["berth_bus_published"]
             },
             transactions_per_boot=round(transactions / boots, 3),
+            claims_per_boot=round(claims / boots, 4),
+            conflict_rate=round(lost / max(claims, 1), 4),
             statements_per_boot=None if spent is None else round(sum(calls for calls, _ in spent.values()), 3),
             statements=spent,
         )
@@ -366,7 +384,8 @@ def say(result: Result, seconds: float) -> None:
     print(", ".join(f"{name} {used:.3f}" for name, used in costs.cpu_s_per_1000_boots.items()))
     print(
         f"  a boot: {costs.broker_messages_per_boot} broker messages of {costs.items_per_boot} items, "
-        f"{costs.transactions_per_boot} transactions, {costs.statements_per_boot} statements"
+        f"{costs.transactions_per_boot} transactions, {costs.statements_per_boot} statements; "
+        f"{costs.claims_per_boot} claims, {costs.conflict_rate:.2%} of them lost"
     )
     print("  items a broker message:", ", ".join(f"{n} {v}" for n, v in costs.items_per_broker_message.items()))
     for statement, (calls, ms) in list((costs.statements or {}).items())[:14]:
