@@ -7,6 +7,8 @@ as accepted. Everything is known from the event stream of a durable queue alone.
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -48,12 +50,15 @@ class Churn:
         self._alive: list[str] = []
         self._early: list[str] = []
         self._last = False
+        self._young: deque[tuple[float, str]] = deque()  # (when it was accepted, instance): not yet called stuck
+        self._began = 0.0
         self._flavors: dict[str, str] = {}
         client.on_event(self._heard)
 
     async def run(self) -> None:
         """Fire the plan's load; returns when the last request is accepted, not when it has ended."""
         plan = self._plan
+        self._began = self._clock.monotonic()
         load = LoadPlan(boots=plan.boots, mix=plan.mix, project_id=PROJECT, name_prefix="chaos")
         requests = draw_requests(load, self._rng)
         self._flavors = {request.instance_uuid: request.flavor for request in requests}
@@ -62,24 +67,32 @@ class Churn:
             self._last = sent == len(requests)
             await self._delete(self._early)
             await self._delete(self._surplus())
-            room = plan.in_flight - self._client.unfinished
+            room = self._room_now()
             if room <= 0 and not self._last:
-                await self._room()
+                await self._wait_for_room()
                 continue
             part = requests[sent : sent + min(max(room, 0), MAX_AT_ONCE)]
             await self._client.boot(part, patience_s=plan.patience_s)
             self.accepted += [request.instance_uuid for request in part]
+            self._asked([request.instance_uuid for request in part])
             sent += len(part)
 
-    async def _room(self) -> None:
-        since = self._clock.monotonic()
-        while self._client.unfinished >= self._plan.in_flight and not self._early:
-            await self._client.until(
-                lambda: self._client.unfinished < self._plan.in_flight or bool(self._early), LOOK_AGAIN_S
-            )
-            self.stuck = self._clock.monotonic() - max(since, self._last_end()) > STUCK_S
-            if self.stuck:
-                return
+    def _room_now(self) -> int:
+        """How many more may be asked for: what is stuck does not count, up to a bound."""
+        now, tracks = self._clock.monotonic(), self._client.tracks
+        while self._young and self._young[0][0] < now - self._plan.stuck_after_s:
+            self._young.popleft()
+        young = sum(tracks[uuid].ended_at is None for _, uuid in self._young)
+        return min(self._plan.in_flight - young, self._plan.in_flight_most - self._client.unfinished)
+
+    async def _wait_for_room(self) -> None:
+        before = len(self.ended)
+        await self._client.until(lambda: len(self.ended) > before or bool(self._early), LOOK_AGAIN_S)
+        self.stuck = self._clock.monotonic() - max(self._began, self._last_end()) > STUCK_S
+
+    def _asked(self, uuids: Sequence[str]) -> None:
+        now = self._clock.monotonic()
+        self._young.extend((now, uuid) for uuid in uuids)
 
     def _last_end(self) -> float:
         return self.ended[-1].ended_at if self.ended else 0.0
@@ -108,6 +121,7 @@ class Churn:
         for track in tracks:
             track.published_at = now
         self.deletes += len(part)
+        self._asked(part)
 
     def _heard(self, event: BuildEvent) -> None:
         track: Track = self._client.tracks[event.instance_uuid]

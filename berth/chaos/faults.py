@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import structlog
 from msgspec import Struct
 
-from berth.chaos.plan import BROKER, DATABASE, SERVERS, Deck, Fault, Kind
+from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, Deck, Fault, Kind
 from berth.chaos.scene import Scene, descendants, last_words
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
@@ -55,6 +55,7 @@ class Saboteur:
         self._clock = scene.site.clock
         self._rng = rng
         self._busy: dict[str, Fault] = {}
+        self._rests_until = dict.fromkeys(SERVERS, 0.0)
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def disturb(self, deck: Deck, every_s: float) -> None:
@@ -99,7 +100,10 @@ class Saboteur:
 
     def _free(self) -> dict[str, list[str]]:
         roles = {role: self._scene.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}
-        return {role: [name for name in names if name not in self._busy] for role, names in roles.items()}
+        now = self._clock.monotonic()
+        resting = {name for name, until in self._rests_until.items() if now < until}
+        taken = resting | self._busy.keys()
+        return {role: [name for name in names if name not in taken] for role, names in roles.items()}
 
     async def _inject(self, entry: Injected) -> None:
         fault = entry.fault
@@ -115,6 +119,8 @@ class Saboteur:
         finally:
             entry.over_at = self._clock.monotonic()
             self._busy.pop(fault.target, None)
+            if fault.target in SERVERS and fault.kind in (Kind.KILL, Kind.STOP, Kind.PAUSE):
+                self._rests_until[fault.target] = entry.over_at + SERVER_RESTS_S
             log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
 
     async def _worker(self, fault: Fault) -> None:

@@ -19,6 +19,9 @@ SERVERS = (BROKER, DATABASE)
 # Processes that stand still at once, and all that is broken at once: the rest must have a chance.
 MAX_PAUSED = 2
 MAX_BROKEN = 5
+# A server that was away is let alone for so long: on a busy machine RabbitMQ takes ten seconds and more to start, and a
+# broker that is never there shows nothing.
+SERVER_RESTS_S = 12.0
 
 
 class Kind(StrEnum):
@@ -116,7 +119,10 @@ class Deck:
 
 
 class ChaosPlan(Struct, frozen=True, kw_only=True):
-    """One run. in_flight: builds and deletes at once (closed loop). population: machines kept before some are deleted.
+    """One run. population: machines kept before some are deleted.
+
+    in_flight: builds and deletes at once, a closed loop. What has not ended for `stuck_after_s` (a paused process has
+    it in hand) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
     early_deletes: share of builds that are deleted while they are being built. patience_s: how long one publish is
     repeated while the broker is away. rest_s: how long the system may take to come to rest once faults have stopped.
@@ -126,6 +132,8 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     fault_every_s: float = 2.0
     seed: int = 1
     in_flight: int = 150
+    in_flight_most: int = 1_500
+    stuck_after_s: float = 5.0
     population: int = 1_500
     early_deletes: float = 0.03
     patience_s: float = 120.0
