@@ -107,6 +107,7 @@ class MemoryDatabase:
             if lock.waiting:
                 lock.owner, future = lock.waiting.popleft()
                 lock.owner.held[key] = None
+                lock.owner.waits_for = None  # now, not when it runs again: until then it would wait for itself
                 future.set_result(None)
             else:
                 del self._locks[key]

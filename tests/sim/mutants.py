@@ -45,13 +45,11 @@ def ack_before_commit() -> AbstractContextManager[Any]:
 
 def outbox_skipped() -> AbstractContextManager[Any]:
     """Messages leave without having been committed: the row is never written."""
-    written = Transaction.will
 
-    def will(self: Transaction, write: Callable[[], None]) -> None:
-        if "send_later" not in write.__qualname__:
-            written(self, write)
+    async def send_later(self: Transaction, outgoing: Sequence[Any]) -> int | None:
+        return self._database.next_row() if outgoing else None
 
-    return patch.object(Transaction, "will", will)
+    return patch.object(Transaction, "send_later", send_later)
 
 
 def outbox_never_swept() -> AbstractContextManager[Any]:

@@ -1,0 +1,251 @@
+"""One suite for both books; and whatever one answers to a random history, the other answers too."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.placement import (
+    Change,
+    Claim,
+    ClaimOption,
+    ClaimResult,
+    ConsumerAllocations,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+    Swap,
+)
+from bus.faults import DatabaseUnavailable
+from bus.service.database import Database
+from bus.service.memory_database import turn
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import ClaimItem, PlacementStore, Refused
+from placement_worker.store.postgres import PostgresStore
+
+Make = Callable[[], PlacementStore]
+
+HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 5)]
+CHILD = "a0000000-0000-4000-8000-000000000000"
+CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Another store on the same book, as another process has it."""
+    made: list[PlacementStore] = []
+    table = MemoryBookTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> PlacementStore:
+        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> PlacementStore:
+    made = make()
+    await made.open()
+    return made
+
+
+def report(host: str, version: int, *, child: bool = False, source: str = "s", **amounts: int) -> InventoryUpdate:
+    root = ProviderReport(uuid=host, name=f"host-{host[0]}", inventories=_inventories(amounts), traits=("CUSTOM_X",))
+    children = [ProviderReport(uuid=CHILD, name="child", parent_uuid=host, inventories=_inventories({"VGPU": 2}))]
+    return InventoryUpdate(
+        source=source, version=version, root_uuid=host, providers=(root, *(children if child else ()))
+    )
+
+
+def _inventories(amounts: dict[str, int]) -> dict[str, Inventory]:
+    return {name: Inventory(total=amount) for name, amount in amounts.items()}
+
+
+def claim(consumer: str, *hosts: str, attempt: int = 1, vcpus: int = 1, **fields: object) -> Claim:
+    options = tuple(ClaimOption(allocations={host: {"VCPU": vcpus}}) for host in hosts)
+    return Claim(consumer=consumer, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
+
+
+async def outcomes(store: PlacementStore, *items: ClaimItem) -> list[str]:
+    return [str(reply.outcome) for reply in await store.apply(items)]
+
+
+async def feed(store: PlacementStore) -> list[Change]:
+    return list((await store.changes(0, 1000)).changes)
+
+
+async def test_what_is_reported_can_be_claimed_and_released(store: PlacementStore) -> None:
+    (result,) = await store.report([report(HOSTS[0], 1, VCPU=2)])
+    assert isinstance(result, InventoryResult)
+    assert result.outcome == "applied"
+    first, second = CONSUMERS[:2]
+    assert await outcomes(store, claim(first, HOSTS[0], vcpus=2), claim(second, HOSTS[0])) == ["claimed", "full"]
+    assert await outcomes(store, Release(consumer=first)) == ["released"]
+    assert await outcomes(store, claim(second, HOSTS[0]), Release(consumer=first)) == ["claimed", "absent"]
+
+
+async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: PlacementStore) -> None:
+    await store.report([report(HOSTS[0], 1, VCPU=2)])
+    (first,) = await store.apply([claim(CONSUMERS[0], HOSTS[0], attempt=2)])
+    (again,) = await store.apply([claim(CONSUMERS[0], HOSTS[0], attempt=2)])
+    assert isinstance(first, ClaimResult)
+    assert isinstance(again, ClaimResult)
+    assert (again.outcome, again.consumer_generation) == (first.outcome, first.consumer_generation)
+    assert await outcomes(store, Release(consumer=CONSUMERS[0], attempt=3)) == ["released"]
+    assert await outcomes(store, claim(CONSUMERS[0], HOSTS[0], attempt=3)) == ["consumer_changed"]
+    assert await outcomes(store, claim(CONSUMERS[0], HOSTS[0], attempt=4)) == ["claimed"]
+
+
+async def test_an_older_report_loses_whoever_brings_it(make: Make, store: PlacementStore) -> None:
+    other = make()
+    await other.open()
+    await store.report([report(HOSTS[0], 5, VCPU=2)])
+    (stale,) = await other.report([report(HOSTS[0], 4, VCPU=9)])
+    (repeat,) = await other.report([report(HOSTS[0], 5, VCPU=2)])
+    (same,) = await other.report([report(HOSTS[0], 6, VCPU=2)])
+    assert [getattr(one, "outcome", one) for one in (stale, repeat, same)] == ["stale", "unchanged", "unchanged"]
+
+
+async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: PlacementStore) -> None:
+    flawed = replace(report(HOSTS[0], 1, VCPU=1), root_uuid=HOSTS[1])
+    refused, applied = await store.report([flawed, report(HOSTS[2], 1, VCPU=1)])
+    assert isinstance(refused, Refused)
+    assert isinstance(applied, InventoryResult)
+
+
+async def test_the_feed_replays_to_the_snapshot(store: PlacementStore) -> None:
+    await store.report([report(HOSTS[0], 1, child=True, VCPU=4), report(HOSTS[1], 1, VCPU=4)])
+    await store.apply([claim(CONSUMERS[0], HOSTS[0]), claim(CONSUMERS[1], HOSTS[1])])
+    await store.report([report(HOSTS[0], 2, VCPU=3)])
+    changes = await feed(store)
+    assert [change.sequence for change in changes] == list(range(1, await store.head() + 1))
+    assert changes[-1].removed
+    page = await store.snapshot(None, 1)
+    assert (page.more, page.sequence) == (True, await store.head())
+    rest = await store.snapshot(page.providers[-1].uuid, 10)
+    used = {state.uuid: state.used for state in (*page.providers, *rest.providers)}
+    assert used == {HOSTS[0]: {"VCPU": 1}, HOSTS[1]: {"VCPU": 1}}
+
+
+async def test_publishing_repeats_what_failed_and_skips_nothing(store: PlacementStore) -> None:
+    await store.report([report(host, 1, VCPU=1) for host in HOSTS])
+    sent: list[int] = []
+
+    async def send(changes: Sequence[Change]) -> None:
+        sent.extend(change.sequence for change in changes)
+        if len(sent) == 2:
+            raise DatabaseUnavailable("away")
+
+    with pytest.raises(DatabaseUnavailable):
+        await store.publish(send, 2)
+    while (await store.publish(send, 2)).more:
+        pass
+    assert sent == [1, 2, 1, 2, 3, 4]
+
+
+async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> None:
+    async def send(changes: Sequence[Change]) -> None:
+        return None
+
+    for host in HOSTS:
+        await store.report([report(host, 1, VCPU=1)])
+    await store.publish(send, 2)
+    await store.trim(keep_changes=0, keep_fences_s=3600.0)
+    assert (await store.changes(0, 10)).too_old
+    left = (await store.changes(2, 10)).changes
+    assert left[-1].sequence == 4
+
+
+async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Make, store: PlacementStore) -> None:
+    await store.report([report(host, 1, VCPU=5) for host in HOSTS])
+    stores = [store, make(), make()]
+    for one in stores[1:]:
+        await one.open()
+    rng = random.Random(3)
+    wanted = [claim(new_uuid(rng), *rng.sample(HOSTS, 2)) for _ in range(60)]
+
+    async def work(mine: PlacementStore, items: Sequence[Claim]) -> list[str]:
+        said: list[str] = []
+        for at in range(0, len(items), 5):
+            said += await outcomes(mine, *items[at : at + 5])
+        return said
+
+    parts = await asyncio.gather(*(work(one, wanted[n::3]) for n, one in enumerate(stores)))
+    page = await store.snapshot(None, 10)
+    assert sum(part.count("claimed") for part in parts) == sum(state.used["VCPU"] for state in page.providers)
+    assert all(state.used["VCPU"] <= 5 for state in page.providers)
+
+
+def history(rng: random.Random) -> list[list[ClaimItem] | list[InventoryUpdate]]:
+    """Groups of claims and reports, of few consumers on few hosts, so that they meet."""
+    groups: list[list[ClaimItem] | list[InventoryUpdate]] = []
+    for version in range(1, 40):
+        if version == 1 or rng.random() < 0.3:
+            groups.append([_any_report(rng, version) for _ in range(rng.randint(1, 4))])
+        else:
+            groups.append([_any_item(rng) for _ in range(rng.randint(1, 6))])
+    return groups
+
+
+def _any_report(rng: random.Random, version: int) -> InventoryUpdate:
+    amounts = {name: rng.randint(0, 4) + 1 for name in ("VCPU", "DISK_GB") if rng.random() < 0.8}
+    made = report(
+        rng.choice(HOSTS), version - rng.randint(0, 2), child=rng.random() < 0.2, source=rng.choice("st"), **amounts
+    )
+    return replace(made, providers=()) if rng.random() < 0.1 else made
+
+
+def _any_item(rng: random.Random) -> ClaimItem:
+    consumer, roll = rng.choice(CONSUMERS), rng.random()
+    if roll < 0.2:
+        return Release(consumer=consumer, attempt=rng.choice((None, 1, 2, 3)))
+    if roll < 0.3:
+        holding = {rng.choice(HOSTS): {"VCPU": rng.randint(1, 2)}} if rng.random() < 0.7 else {}
+        generation = rng.choice((None, 1, 2))
+        entry = ConsumerAllocations(
+            consumer=consumer, consumer_generation=generation, allocations=holding, project_id="p"
+        )
+        return Swap(consumers=(entry,))
+    hosts = rng.sample(HOSTS, rng.randint(1, 2))
+    shapes = {hosts[0]: rng.randint(1, 3)} if rng.random() < 0.3 else {}
+    made = claim(
+        consumer,
+        *hosts,
+        attempt=rng.randint(1, 4),
+        vcpus=rng.randint(1, 3),
+        consumer_generation=rng.choice((None, 1, 2)),
+        release_first=rng.random() < 0.5,
+    )
+    return replace(made, options=(replace(made.options[0], shapes=shapes), *made.options[1:]))
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("seed", range(4))
+async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
+    stores: list[PlacementStore] = [
+        PostgresStore(Database(postgres_url, "placement")),
+        MemoryBook(MemoryBookTable(SystemClock()).session(turn)),
+    ]
+    for store in stores:
+        await store.open()
+    for group in history(random.Random(seed)):
+        answers = [
+            await store.report(group) if isinstance(group[0], InventoryUpdate) else await store.apply(group)  # type: ignore[arg-type]
+            for store in stores
+        ]
+        assert answers[0] == answers[1], group
+    feeds = [[replace(change, sequence=0) for change in await feed(store)] for store in stores]
+    assert sorted(map(str, feeds[0])) == sorted(map(str, feeds[1]))
+    assert (await stores[0].snapshot(None, 100)) == (await stores[1].snapshot(None, 100))
+    await stores[0].close()

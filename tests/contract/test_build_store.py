@@ -1,0 +1,158 @@
+"""One suite for both keepers of build requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
+from bus.outbox import Addressed
+from bus.service.database import Database
+from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore
+from scheduler_worker.store.postgres import PostgresStore
+
+Make = Callable[[], SchedulerStore]
+
+A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+HOST = "10000000-0000-4000-8000-000000000000"
+
+
+class Sent:
+    """Stands where the relay is: what it is given has committed."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, list[Addressed]]] = []
+
+    async def room(self) -> None:
+        return None
+
+    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+        self.rows.append((row_id, list(outgoing)))
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest, sent: Sent) -> AsyncIterator[Make]:
+    """Another store on the same requests, as another scheduler has it."""
+    made: list[SchedulerStore] = []
+    table = MemoryBuildTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> SchedulerStore:
+        made.append(MemoryBuilds(table.session()) if not url else PostgresStore(Database(url, "scheduler")))
+        made[-1].publish_through(sent)  # type: ignore[arg-type]
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> SchedulerStore:
+    made = make()
+    await made.open()
+    assert made.ready
+    return made
+
+
+def new(uuid: str, digest: bytes = b"1") -> NewBuild:
+    request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
+    line = StoryLine(at=1.0, who="w", what="requested")
+    return NewBuild(request=request, digest=digest, state=BuildState.ACCEPTED, sequence=1, story=(line,))
+
+
+def placed(uuid: str, cell: str = "c1") -> Decided:
+    return Decided(
+        instance_uuid=uuid, state=BuildState.SCHEDULED, sequence=2, cell=cell, host="h", host_uuid=HOST, reason="r"
+    )
+
+
+async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> set[str]:
+    async with store.unit(durable=False) as unit:
+        return await unit.insert(builds, now)
+
+
+async def decide(store: SchedulerStore, *decided: Decided) -> set[str]:
+    async with store.unit() as unit:
+        return await unit.decide(decided, 2.0)
+
+
+async def test_a_request_is_put_on_record_once(make: Make, store: SchedulerStore) -> None:
+    other = make()
+    await other.open()
+    both = await asyncio.gather(insert(store, new(A), new(B)), insert(other, new(B), new(A)))
+    assert sorted(uuid for one in both for uuid in one) == [A, B]
+    async with store.unit() as unit:
+        known = await unit.read([A, C])
+    assert list(known) == [A]
+    assert (known[A].state, known[A].digest, known[A].delete_requested) == (BuildState.ACCEPTED, b"1", False)
+
+
+async def test_two_schedulers_dispatch_a_request_once(make: Make, store: SchedulerStore) -> None:
+    other = make()
+    await other.open()
+    await insert(store, new(A), new(B))
+    both = await asyncio.gather(decide(store, placed(A), placed(B)), decide(other, placed(B, "c2"), placed(A, "c2")))
+    assert sorted(uuid for one in both for uuid in one) == [A, B]
+
+
+async def test_what_is_to_be_deleted_is_not_dispatched(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    async with store.unit() as unit:
+        kept = await unit.lock([A, B])
+        assert list(kept) == [A]
+        await unit.change([Change(standing=kept[A].standing, delete_requested=True)], 2.0)
+    assert await decide(store, placed(A)) == set()
+    async with store.unit() as unit:
+        assert (await unit.lock([A]))[A].delete_requested
+
+
+async def test_what_a_unit_says_is_published_when_it_has_committed(store: SchedulerStore, sent: Sent) -> None:
+    event = BuildEvent(instance_uuid=A, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    with pytest.raises(RuntimeError):
+        async with store.unit() as unit:
+            await unit.insert([new(A)], 1.0)
+            unit.say(Addressed("api", event))
+            raise RuntimeError
+    assert sent.rows == []
+    async with store.unit() as unit:
+        assert await unit.insert([new(A)], 1.0) == {A}
+        unit.say(Addressed("api", event))
+    ((row, said),) = sent.rows
+    assert [one.message for one in said] == [event]
+    assert [found for found, _ in await store.outbox.take_old(-1.0, 10)] == [row]
+
+
+async def test_a_record_tells_its_story(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    await decide(store, replace(placed(A), story=(StoryLine(at=2.0, who="w", what="chosen"),)))
+    async with store.unit() as unit:
+        kept = (await unit.lock([A]))[A]
+        active = replace(kept.standing, state=BuildState.ACTIVE, sequence=12, terminal=True)
+        line = StoryLine(at=3.0, who="conductor", what="active")
+        await unit.change([Change(standing=active, delete_requested=False, story=(line,))], 3.0)
+    (record,) = await store.builds(BuildQuery(instance_uuid=A))
+    assert (record.state, record.cell, record.host, record.reason) == (BuildState.ACTIVE, "c1", "h", "r")
+    assert [told.what for told in record.story] == ["requested", "chosen", "active"]
+    assert (record.created_at, record.updated_at) == (1.0, 3.0)
+
+
+async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> None:
+    for at, uuid in enumerate((A, B, C)):
+        await insert(store, new(uuid), now=float(at))
+    await decide(store, placed(B))
+    everything = await store.builds(BuildQuery())
+    assert [record.instance_uuid for record in everything] == [C, B, A]
+    assert [r.instance_uuid for r in await store.builds(BuildQuery(state=BuildState.SCHEDULED))] == [B]
+    assert [r.instance_uuid for r in await store.builds(BuildQuery(before=2.0, limit=1))] == [B]
+    assert await store.builds(BuildQuery(project_id="q")) == []

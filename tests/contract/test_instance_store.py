@@ -1,0 +1,162 @@
+"""One suite for both keepers of a cell's instances, the outbox and handled messages included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.outbox import Addressed
+from bus.service.database import Database
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore, StaleWrite
+from cell_conductor.store.postgres import PostgresInstances
+
+Make = Callable[[], InstanceStore]
+
+A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+HOST = "10000000-0000-4000-8000-000000000000"
+SPEC = InstanceSpec(instance_uuid=A, project_id="p")
+SAID = [Addressed("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Another store on the same instances, as another conductor has it."""
+    made: list[InstanceStore] = []
+    table = MemoryInstanceTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> InstanceStore:
+        made.append(MemoryInstances(table.session()) if not url else PostgresInstances(Database(url, "cell_c1")))
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> InstanceStore:
+    made = make()
+    assert not made.ready
+    await made.open()
+    assert made.ready
+    return made
+
+
+def instance(uuid: str, state: State = State.BUILDING, deadline: float | None = None) -> Instance:
+    here = Selection(host_uuid=HOST, host="h", service="s", allocations={HOST: {"VCPU": 1}})
+    return Instance(uuid=uuid, state=state, spec=SPEC, selections=(here,), attempt=1, deadline=deadline, since=3.0)
+
+
+async def insert(store: InstanceStore, *instances: Instance) -> None:
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+
+
+async def recorded(store: InstanceStore) -> dict[str, Instance]:
+    async with store.transaction() as transaction:
+        return await transaction.lock([A, B, C])
+
+
+async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:
+    one = instance(A, deadline=7.0)
+    await insert(store, one)
+    assert await recorded(store) == {A: one}
+    async with store.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([replace(one, state=State.ACTIVE)])
+    assert (await recorded(store))[A].state is State.ACTIVE
+
+
+async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
+    with pytest.raises(RuntimeError):
+        async with store.transaction() as transaction:
+            await transaction.first_time(["m1"])
+            await transaction.insert([instance(A)])
+            await transaction.send_later(SAID)
+            raise RuntimeError
+    assert await recorded(store) == {}
+    assert await store.outbox.take_old(0.0, 10) == []
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+
+
+async def test_who_records_second_is_told(store: InstanceStore) -> None:
+    await insert(store, instance(A))
+    with pytest.raises(StaleWrite):
+        await insert(store, instance(A), instance(B))
+    assert list(await recorded(store)) == [A]
+
+
+async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await insert(store, instance(A))
+    async with store.transaction() as transaction:
+        await transaction.lock([A])
+        waiting = asyncio.create_task(recorded(other))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        await transaction.update([instance(A, State.ACTIVE)])
+    assert (await waiting)[A].state is State.ACTIVE
+
+
+async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await insert(store, instance(A, deadline=5.0), instance(B, deadline=4.0), instance(C, deadline=50.0))
+    async with store.transaction() as mine, other.transaction() as theirs:
+        assert [one.uuid for one in await mine.lock_due(10.0, 1)] == [B]
+        assert [one.uuid for one in await theirs.lock_due(10.0, 9)] == [A]
+
+
+async def test_messages_are_handled_once_whoever_gets_them(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+
+    async def take(one: InstanceStore) -> set[str]:
+        async with one.transaction() as transaction:
+            fresh = await transaction.first_time(["m2", "m1", "m1"])
+            await asyncio.sleep(0)
+            return fresh
+
+    first, second = await asyncio.gather(take(store), take(other))
+    assert sorted(map(sorted, (first, second))) == [[], ["m1", "m2"]]
+
+
+async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceStore) -> None:
+    async with store.transaction() as transaction:
+        assert await transaction.send_later([]) is None
+        row = await transaction.send_later(SAID)
+    assert row is not None
+    assert await store.outbox.take_old(60.0, 10) == []
+    ((found, body),) = await store.outbox.take_old(-1.0, 10)
+    assert found == row
+    assert b"cell.delete.v1" in body
+    await store.outbox.forget([row])
+    assert await store.outbox.take_old(-1.0, 10) == []
+
+
+async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
+    async with store.transaction() as transaction:
+        await transaction.first_time(["m1"])
+    await store.outbox.forget_handled(3600.0, 10)
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == set()
+    await store.outbox.forget_handled(-1.0, 10)
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+
+
+async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store: InstanceStore) -> None:
+    await insert(store, instance(A, State.ACTIVE), instance(B, State.FAILED), instance(C, State.BUILDING))
+    found = {brief.uuid: brief for brief in await store.briefs([HOST], [B])}
+    assert sorted(found) == [A, B]
+    assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
