@@ -114,8 +114,8 @@ def import_(
 ) -> None:
     """Make the book be what a file says, or a copy of a live Placement's; the feed tells every replica.
 
-    With --from-url it copies while both run, pass after pass, until a pass finds nothing new: then the copy is equal,
-    and it says so.
+    With --from-url it copies while both run, pass after pass, until a pass that asked for everything finds nothing
+    new: then the copy is equal, and it says so.
     """
 
     async def body() -> None:
@@ -182,18 +182,20 @@ async def _assign(store: PostgresStore, database: Database, what: image.Image) -
 
 async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
     source = Source(url, token)
+    whole = True
     try:
         for number in range(1, MAX_PASSES + 1):
-            found = await source.read()
+            found = await source.read(whole=whole)
             try:
                 changed = await _assign(store, database, found)
             except ImageError as error:  # it moved while it was read
                 out.print(f"pass {number}: {error}; again")
                 continue
             held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
-            if not changed and number > 1:
+            if not changed and whole:
                 out.print(f"pass {number}: equal: {held}")
                 return
+            whole = not changed  # what a quick pass saw no difference in, a whole one makes sure of
             out.print(f"pass {number}: {held}; {changed} changed")
     finally:
         await source.close()

@@ -1,8 +1,8 @@
 """Copies a live Placement's book over its own API, while it runs.
 
-A pass reads everything that may have changed since the one before: what a provider has only when its generation moved;
-who holds what always, because a DELETE of allocations moves no generation. A pass that finds nothing new has seen the
-source equal to the copy.
+A quick pass asks again only for what looks different: what a provider has when its generation moved, a consumer when
+its generation or what it holds did. That misses what moves no generation (aggregates below 1.19, a consumer that was
+removed and made again), so only a whole pass, which asks for everything, can say that the copy is equal.
 """
 
 from __future__ import annotations
@@ -12,25 +12,37 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
+import msgspec
 
+from bus.clock import Clock, SystemClock
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.values import Consumer, Provider, Stock
 from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
+from placement_worker.rest.versions import NEWEST, SERVICE
 from placement_worker.store.image import Image, ImageError
 
-VERSION = "placement 1.39"
+SINCE_CONSUMER_GENERATIONS = 28  # the oldest that says enough
 AT_ONCE = 8
 TIMEOUT_S = 60.0
+TRIES = 5
+PAUSE_S = 0.2  # doubled before each further try
+
+Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
 class Source:
-    """A Placement that speaks 1.39."""
+    """A live Placement, of any release that speaks 1.28 (Rocky) or newer."""
 
-    def __init__(self, url: str, token: str) -> None:
-        headers = {"x-auth-token": token, "openstack-api-version": VERSION, "accept": "application/json"}
-        self._client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT_S)
+    def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
+        headers = {"x-auth-token": token, "accept": "application/json"}
+        try:
+            self._client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT_S)
+        except httpx.InvalidURL as error:
+            raise ImageError(f"not a URL: {url!r}: {error}") from error
+        self._clock = clock if clock is not None else SystemClock()
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._version = 0
         self._providers: dict[str, Provider] = {}
         self._consumers: dict[str, Consumer] = {}
 
@@ -38,16 +50,43 @@ class Source:
         """Close the connections."""
         await self._client.aclose()
 
-    async def read(self) -> Image:
-        """One pass. Raises ImageError when the source cannot be read."""
+    async def read(self, *, whole: bool = True) -> Image:
+        """One pass, quick or whole. Raises ImageError when the source cannot be read."""
+        if not self._version:
+            self._version = await self._newest()
+        if whole:
+            self._providers, self._consumers = {}, {}
+        try:
+            return await self._pass()
+        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+            raise ImageError(f"that does not answer as Placement does: {type(error).__name__} {error}") from error
+
+    async def _newest(self) -> int:
+        """The newest version that both speak."""
+        home = await self._get("")
+        try:
+            major, _, minor = home["versions"][0]["max_version"].partition(".")
+            newest = int(minor) if major == "1" else 0
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise ImageError("that does not answer as Placement does") from error
+        if newest < SINCE_CONSUMER_GENERATIONS:
+            raise ImageError(f"it speaks 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
+        return min(newest, NEWEST)
+
+    async def _pass(self) -> Image:
         traits = (await self._get("traits"))["traits"]
         classes = [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]]
         rows = (await self._get("resource_providers"))["resource_providers"]
         found = await asyncio.gather(*(self._provider(row) for row in rows))
         self._providers = {provider.uuid: provider for provider in found if provider is not None}
         held = await asyncio.gather(*(self._held(uuid) for uuid in self._providers))
-        generations = {consumer: generation for part in held for consumer, generation in part.items()}
-        consumers = await asyncio.gather(*(self._consumer(*item) for item in generations.items()))
+        generations: dict[str, int] = {}
+        holdings: dict[str, Holdings] = {}
+        for provider, part in zip(self._providers, held, strict=True):
+            for consumer, fields in part.items():
+                generations[consumer] = fields["consumer_generation"]
+                holdings.setdefault(consumer, {})[provider] = fields["resources"]
+        consumers = await asyncio.gather(*(self._consumer(c, generations[c], holdings[c]) for c in generations))
         self._consumers = dict(item for item in consumers if item is not None)
         return Image(_custom(classes), _custom(traits), self._providers, self._consumers)
 
@@ -80,19 +119,19 @@ class Source:
             tuple(own_aggregates),
         )
 
-    async def _held(self, provider: str) -> dict[str, int]:
+    async def _held(self, provider: str) -> dict[str, Any]:
         found = await self._get(f"resource_providers/{provider}/allocations", gone=True)
-        held = found["allocations"] if found is not None else {}
-        return {consumer: fields["consumer_generation"] for consumer, fields in held.items()}
+        held: dict[str, Any] = found["allocations"] if found is not None else {}
+        return held
 
-    async def _consumer(self, uuid: str, generation: int) -> tuple[str, Consumer] | None:
+    async def _consumer(self, uuid: str, generation: int, held: Holdings) -> tuple[str, Consumer] | None:
         known = self._consumers.get(uuid)
-        if known is not None and known.generation == generation:
+        if known is not None and (known.generation, known.holding) == (generation, held):
             return uuid, known
         found = await self._get(f"allocations/{uuid}")
         if not found["allocations"]:
             return None
-        kind = found["consumer_type"]
+        kind = found.get("consumer_type", UNKNOWN)  # from before 1.38 there is none
         holding = {provider: fields["resources"] for provider, fields in found["allocations"].items()}
         return uuid, Consumer(
             found["consumer_generation"],
@@ -105,20 +144,33 @@ class Source:
 
     async def _get(self, path: str, *, gone: bool = False) -> Any:
         """The answer's data; with `gone`, None for what is not there (any more)."""
-        async with self._room:
+        headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
+        said = ""
+        for tried in range(TRIES):
+            if tried:
+                await self._clock.sleep(PAUSE_S * 2**tried)
             try:
-                answer = await self._client.get(path)
-            except httpx.HTTPError as error:
-                raise ImageError(f"{path}: {type(error).__name__} {error}") from error
-        if gone and answer.status_code == 404:
-            return None
-        if answer.status_code != 200:
-            raise ImageError(f"{path}: {answer.status_code} {answer.text[:200]}")
-        return answer.json()
+                async with self._room:
+                    answer = await self._client.get(path, headers=headers)
+            except httpx.TransportError as error:
+                said = f"{type(error).__name__} {error}"
+                continue
+            if answer.status_code >= 500 or answer.status_code == 429:
+                said = f"{answer.status_code} {answer.reason_phrase}"
+                continue
+            if gone and answer.status_code == 404:
+                return None
+            if answer.status_code != 200:
+                raise ImageError(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
+            try:
+                return msgspec.json.decode(answer.content)
+            except msgspec.DecodeError as error:
+                raise ImageError(f"{answer.url}: {error}") from error
+        raise ImageError(f"{self._client.base_url.join(path)}: {said}")
 
 
 def _stock(fields: Mapping[str, Any]) -> Stock:
-    return InventoryBody(**fields).stock()
+    return msgspec.convert(fields, InventoryBody).stock()
 
 
 def _custom(names: Iterable[str]) -> frozenset[str]:

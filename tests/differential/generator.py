@@ -111,7 +111,7 @@ class Generator:
         if rng.random() < 0.25:
             found["step_size"] = rng.choice([1, 2, 3, 4])
         if rng.random() < 0.4:
-            found["allocation_ratio"] = rng.choice([1.0, 1.5, 16.0, 0.5, 0.1, 0.3, 1, 2, 1e-3, 3.3])
+            found["allocation_ratio"] = rng.choice([1.0, 1.5, 16.0, 0.5, 0.1, 0.3, 1, 2, 1e-3, 3.3, 0, -1.0])
         return found
 
     def _inventories(self, most: int = 4) -> dict[str, Any]:

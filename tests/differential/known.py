@@ -12,6 +12,7 @@ from compare import data_of, without_order, wording
 
 NUL = "\\u0000"
 ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
+KINDS = ("resources", "required", "member_of", "in_tree")
 EMPTY = {("allocation_requests", 0), ("resource_providers", 0)}
 
 
@@ -25,8 +26,22 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
     if nothing and ours.status_code == 400 and "No such " in wording(ours):
         return "a name that does not exist, where the real one has found nothing before it looks"
     if call.path.startswith("/allocation_candidates?") and real.status_code == ours.status_code == 200:
+        if not data_of(real)["allocation_requests"] and _only_forbids(call):
+            return "a group without resources that only forbids: the real one finds nothing at all"
         return "negative capacity" if _clamped(data_of(real)) == without_order(data_of(ours)) else None
     return None
+
+
+def _only_forbids(call: Call) -> bool:
+    """Whether some group has no resources and nothing that a provider must have or be."""
+    groups: dict[str, list[str]] = {}
+    for name, value in parse_qsl(urlsplit(call.path).query):
+        kind, suffix = next(((k, name.removeprefix(k)) for k in KINDS if name.startswith(k)), ("", ""))
+        if suffix and not (kind in {"required", "member_of"} and all(v.startswith("!") for v in value.split(","))):
+            groups.setdefault(suffix, []).append(kind)
+        elif suffix:
+            groups.setdefault(suffix, [])
+    return any(not kinds for kinds in groups.values())
 
 
 def adds_up_twice(call: Call) -> bool:
