@@ -80,13 +80,15 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
     resource_provider_generation: int | None = None
 
     @property
-    def product(self) -> int:
-        """What capacity comes to before it is kept within bounds."""
-        return int((self.total - self.reserved) * self.allocation_ratio)
+    def product(self) -> float:
+        """What the capacity comes to before it is rounded and kept within bounds."""
+        return (self.total - self.reserved) * self.allocation_ratio
 
     def stock(self) -> Stock:
         """As the book keeps it."""
-        room = min(capacity(self.total, self.reserved, self.allocation_ratio), MAX_CAPACITY)
+        room = MAX_CAPACITY if self.product > 0 else 0
+        if abs(self.product) < MAX_CAPACITY:  # beyond it, infinity included, there is nothing to round
+            room = capacity(self.total, self.reserved, self.allocation_ratio)
         return Stock(
             self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
         )

@@ -33,9 +33,9 @@ def shown(stock: Stock | InventoryRow) -> dict[str, Any]:
 def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
     """What is wrong with an inventory that leaves nothing (from 1.26: less than nothing), or nothing."""
     if version >= SINCE_RESERVED_MAY_BE_TOTAL:
-        how = "greater than" if body.product < 0 else ""
+        how = "greater than" if body.product <= -1 else ""
     else:
-        how = "greater than or equal to" if body.product <= 0 else ""
+        how = "greater than or equal to" if body.product < 1 else ""
     if not how:
         return ""
     return f"Invalid inventory for '{name}' on resource provider '{uuid}'. The reserved value is {how} total."

@@ -189,6 +189,10 @@ async def test_hostile_input_is_answered(placement: Placement) -> None:
 
 async def test_hostile_bodies_are_answered(placement: Placement) -> None:
     host = await placement.host(VCPU=1)
+    for ratio in (-1e308, -0.1, 1e-300):  # -1e308 was 500: infinity has no whole part
+        body = {"resource_provider_generation": 1, "total": 2**31 - 1, "allocation_ratio": ratio}
+        path = f"/resource_providers/{host}/inventories/VCPU"
+        await placement.call("PUT", path, body, version="1.0", status=400)
     huge = {"total": 2**31 - 1, "allocation_ratio": 3.4e38}
     body = {"resource_provider_generation": 1, "inventories": {"VCPU": huge}}
     await placement.call("PUT", f"/resource_providers/{host}/inventories", body, status=200)

@@ -1,0 +1,139 @@
+"""Bodies and query strings: what is taken, and in which words the rest is turned down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement_worker.rest import bodies
+from placement_worker.rest.bodies import MAX_CAPACITY, InventoryBody, at, consumer_write
+from placement_worker.rest.candidates_query import asked_of
+from placement_worker.rest.faults import Fault, best
+from placement_worker.rest.http import Query
+from placement_worker.rest.query import is_uuid, resources_of
+from placement_worker.rest.versions import version_of
+
+HOST = "11111111-1111-4111-8111-111111111111"
+NOBODY = ("nobody", "nobody")
+
+
+@given(
+    st.integers(1, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
+    st.floats(max_value=3.4e38, allow_nan=False, allow_infinity=False),
+)
+def test_a_capacity_is_a_whole_number_within_bounds(total: int, reserved: int, ratio: float) -> None:
+    room = InventoryBody(total=total, reserved=reserved, allocation_ratio=ratio).stock().capacity
+    assert 0 <= room <= MAX_CAPACITY
+    if 0 < (total - reserved) * ratio < MAX_CAPACITY:
+        assert room <= (total - reserved) * ratio < room + 1
+
+
+def allocations(**more: Any) -> bytes:
+    body = {"allocations": {HOST: {"resources": {"VCPU": 1}}}, "project_id": "p", "user_id": "u"}
+    return json.dumps({**body, "consumer_generation": None, "consumer_type": "INSTANCE", **more}).encode()
+
+
+def test_what_only_the_schema_takes_is_taken_too() -> None:
+    body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(allocations={HOST: {"resources": {"VCPU": 1.0}}}))
+    assert consumer_write("c", body, NOBODY).holding == {HOST: {"VCPU": 1}}
+    body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(mappings={"!": 7, "": [HOST]}))
+    assert consumer_write("c", body, NOBODY).holding == {HOST: {"VCPU": 1}}
+    made = bodies.POST_PROVIDER_14.parse(b'{"name": "a", "uuid": "11111111111141118111111111111111"}')
+    assert made.uuid == HOST
+
+
+def test_other_peoples_identifiers_are_left_as_they_are() -> None:
+    plain = HOST.replace("-", "")
+    body = at(bodies.PUT_ALLOCATIONS, 39).parse(allocations(project_id=plain, mappings={"": [plain]}))
+    assert consumer_write("c", body, NOBODY).project_id == plain
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"allocations": {HOST: {"resources": {"VCPU": 0}}}}, "0 is less than the minimum of 1"),
+        ({"allocations": {"x": {"resources": {"VCPU": 1}}}}, "does not match any of the regexes"),
+        ({"consumer_type": "instance"}, "'instance' does not match '^[A-Z0-9_]+$'"),
+        ({"project_id": ""}, "'' should be non-empty"),
+        ({"more": 1}, "Additional properties are not allowed ('more' was unexpected)"),
+        ({"mappings": {"": []}}, None),
+    ],
+)
+def test_a_bad_body_is_described_in_python_jsonschemas_words(more: dict[str, Any], words: str | None) -> None:
+    parse = at(bodies.PUT_ALLOCATIONS, 39).parse
+    if words is None:
+        parse(allocations(**more))
+        return
+    with pytest.raises(Fault) as caught:
+        parse(allocations(**more))
+    assert caught.value.status == 400
+    assert caught.value.words.startswith("JSON does not validate: ")
+    assert words in caught.value.words
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda d: json.dumps(d).encode())
+)
+def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
+    for parse in (bodies.POST_PROVIDER.parse, bodies.PUT_INVENTORIES.parse, at(bodies.POST_ALLOCATIONS, 39).parse):
+        with pytest.raises(Fault) as caught:
+            parse(body)
+        assert caught.value.status == 400
+
+
+@given(st.text(alphabet="resourcesmember_ofrequired1=&:!,in%VCPU-_", max_size=120))
+def test_no_query_is_more_than_a_bad_request(text: str) -> None:
+    for version in (10, 24, 25, 33, 36, 39):
+        try:
+            asked_of(Query(text.encode()), version)
+        except Fault as fault:
+            assert fault.status == 400
+
+
+def test_amounts_beyond_all_bounds_are_amounts() -> None:
+    assert resources_of("VCPU:" + "9" * 100)["VCPU"] > 2**53
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [(HOST, True), (HOST.upper(), True), (HOST.replace("-", ""), True), (f"{{{HOST}}}", True), ("1" * 31, False)],
+)
+def test_uuids_are_taken_as_placement_takes_them(text: str, taken: bool) -> None:
+    assert is_uuid(text) is taken
+
+
+@pytest.mark.parametrize(
+    ("header", "version"),
+    [("", 0), ("placement 1.7", 7), ("placement latest", 39), ("compute 2.90, placement 1.12", 12), ("compute 2.1", 0)],
+)
+def test_a_version_is_read_from_its_service(header: str, version: int) -> None:
+    assert version_of(header) == version
+
+
+@pytest.mark.parametrize(("header", "status"), [("placement 1.40", 406), ("placement 2.0", 406), ("placement x", 400)])
+def test_a_version_that_is_not_served_is_said(header: str, status: int) -> None:
+    with pytest.raises(Fault) as caught:
+        version_of(header)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("accept", "offer"),
+    [
+        ("application/json", "application/json"),
+        ("text/html", "text/html"),
+        ("text/plain", None),
+        ("text/html;q=0.5, application/json;q=0.8", "application/json"),
+        ("application/*, text/html;q=0", "application/json"),
+        ("*/*;q=0.1, application/json;q=0", "text/html"),
+        ("application/json;q=nonsense", None),
+    ],
+)
+def test_an_accept_header_chooses(accept: str, offer: str | None) -> None:
+    assert best(accept, ("text/html", "application/json")) == offer
