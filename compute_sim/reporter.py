@@ -31,6 +31,9 @@ log = structlog.get_logger()
 HOSTS_PER_PAGE = 1000  # as the contract bounds it
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 TREES_PER_PUBLISH = 200
+# Inventory travels on durable queues and is said when it changes: repeating it all is for what nobody foresaw, and for
+# 100,000 hosts every minute it would cost the resource book as much as the boots do. One in so many report intervals.
+INVENTORY_EVERY = 10
 GATHER_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
 RETRY_MIN_S = 0.1
@@ -153,20 +156,20 @@ class Reporter:
 
     async def announce(self) -> None:
         """Host announcements, until cancelled."""
-        await self._repeat(self._announce, self._say_hosts)
+        await self._repeat(self._announce, self._say_hosts, self._report_s)
 
     async def report(self) -> None:
         """Inventory updates, until cancelled."""
-        await self._repeat(self._inventory, self._say_inventory)
+        await self._repeat(self._inventory, self._say_inventory, self._report_s * INVENTORY_EVERY)
 
     async def leave(self) -> None:
         """The last heartbeat: this service stops on purpose."""
         with contextlib.suppress(BusError, Transient):
             await self._heartbeat(leaving=True)
 
-    async def _repeat(self, wanted: Wanted, say: Callable[[list[str] | None], Awaitable[None]]) -> None:
+    async def _repeat(self, wanted: Wanted, say: Callable[[list[str] | None], Awaitable[None]], every_s: float) -> None:
         while True:
-            await wanted.wait(self._report_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            await wanted.wait(every_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             taken = wanted.take()
             await self._persist(say, taken)
             await self._clock.sleep(GATHER_S)
