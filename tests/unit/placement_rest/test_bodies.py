@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement_worker.rest import bodies
@@ -21,6 +21,7 @@ HOST = "11111111-1111-4111-8111-111111111111"
 NOBODY = ("nobody", "nobody")
 
 
+@settings(deadline=None)  # machines that run tests are busy
 @given(
     st.integers(1, 2**31 - 1),
     st.integers(0, 2**31 - 1),
@@ -76,6 +77,7 @@ def test_a_bad_body_is_described_in_python_jsonschemas_words(more: dict[str, Any
     assert words in caught.value.words
 
 
+@settings(deadline=None)  # machines that run tests are busy
 @given(
     st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda d: json.dumps(d).encode())
@@ -87,6 +89,7 @@ def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
         assert caught.value.status == 400
 
 
+@settings(deadline=None)  # machines that run tests are busy
 @given(st.text(alphabet="resourcesmember_ofrequired1=&:!,in%VCPU-_", max_size=120))
 def test_no_query_is_more_than_a_bad_request(text: str) -> None:
     for version in (10, 24, 25, 33, 36, 39):
