@@ -114,8 +114,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def real_placement() -> Iterator[Server]:
-    """The installed openstack-placement, called directly, over SQLite."""
+def real_application() -> Iterator[tuple[Any, Path]]:
+    """The installed openstack-placement as a WSGI application over SQLite, and the file that its book is in."""
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="placement-") as folder:
         config = cfg.ConfigOpts()
@@ -126,21 +126,28 @@ def real_placement() -> Iterator[Server]:
         config.set_override("sync_on_startup", True, group="placement_database")
         config([], default_config_files=[])
         application = deploy.loadapp(config)
-        transport = httpx.WSGITransport(app=application, raise_app_exceptions=False)
-        with httpx.Client(transport=transport, base_url="http://127.0.0.1") as client:
-            yield Server(client, Path(folder, "book.sqlite"))
+        yield application, Path(folder, "book.sqlite")
 
 
 @contextlib.contextmanager
-def berth(command: str) -> Iterator[Server]:
-    """A berth with an empty book of its own."""
+def real_placement() -> Iterator[Server]:
+    """The installed openstack-placement, called directly."""
+    with real_application() as (application, book):
+        transport = httpx.WSGITransport(app=application, raise_app_exceptions=False)
+        with httpx.Client(transport=transport, base_url="http://127.0.0.1") as client:
+            yield Server(client, book)
+
+
+@contextlib.contextmanager
+def berth(command: str, **database: str) -> Iterator[Server]:
+    """A berth with an empty book of its own, or with the one that DATABASE_URL says."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("OS_")}
     env["BERTH_TELEMETRY__LOG_LEVEL"] = "warning"
-    process = subprocess.Popen(
-        [command, "placement", "serve", "--scratch", "--api", address], env=env, stdout=sys.stderr
-    )
+    env |= {f"BERTH_{name.replace('_', '__', 1)}": value for name, value in database.items()}
+    scratch = [] if database else ["--scratch"]
+    process = subprocess.Popen([command, "placement", "serve", *scratch, "--api", address], env=env, stdout=sys.stderr)
     try:
         with httpx.Client(base_url=f"http://{address}", timeout=ANSWER_TIMEOUT_S) as client:
             _wait(client, process)
