@@ -148,9 +148,14 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a field missing", b'{"project_id":"bad"}', {}, "message.invalid"),
     ("a UUID that is none", request("the first one"), {}, "message.invalid"),
     ("a UUID in capitals", request(str(uuid.UUID(int=2**128 - 1)).upper()), {}, "message.invalid"),
-    ("a project that is no word", request(str(uuid.uuid4()), project_id="a.#"), {}, "message.invalid"),
+    (
+        "a project that is no word",
+        request("00000001-0000-4000-8000-000000000000", project_id="a.#"),
+        {},
+        "message.invalid",
+    ),
     ("a header that is no number", b"{}", {"headers": {"berth-deadline-ms": "soon"}}, "message.invalid"),
-    ("a huge body", request(str(uuid.uuid4()), name="x" * 17 * 2**20), {}, "message.too_large"),
+    ("a huge body", request("00000002-0000-4000-8000-000000000000", name="x" * 17 * 2**20), {}, "message.too_large"),
 ]
 
 
@@ -229,8 +234,8 @@ async def test_a_lone_surrogate_ends_coded(client: Client) -> None:
     [
         (b"{", "message.malformed"),
         (b'{"type":"x"}', "message.unknown_type"),
-        (request(str(uuid.uuid4()), flavor="m9"), "flavor.unknown"),
-        (request(str(uuid.uuid4()), max_attempts=0), "message.invalid"),
+        (request("00000003-0000-4000-8000-000000000000", flavor="m9"), "flavor.unknown"),
+        (request("00000004-0000-4000-8000-000000000000", max_attempts=0), "message.invalid"),
     ],
 )
 async def test_whoever_waits_for_an_answer_gets_a_coded_one(client: Client, body: bytes, code: str) -> None:
@@ -275,7 +280,7 @@ def update(root: str, *, root_uuid: str | None = None, version: object = 1, **pr
     ).encode()
 
 
-ROOT = str(uuid.uuid4())
+ROOT = "00000005-0000-4000-8000-000000000000"
 INVENTORY: list[tuple[str, bytes, str]] = [
     ("a negative total", update(ROOT, inventories={"VCPU": {"total": -4}}), "message.invalid"),
     ("nothing of it", update(ROOT, inventories={"VCPU": {"total": 0}}), "message.invalid"),
@@ -289,8 +294,8 @@ INVENTORY: list[tuple[str, bytes, str]] = [
     ),
     ("an unknown trait", update(ROOT, traits=["HW_CPU_X86_TELEPATHY"]), "trait.unknown"),
     ("a trait that is none", update(ROOT, traits=["no trait"]), "message.invalid"),
-    ("another root", update(ROOT, root_uuid=str(uuid.uuid4())), "inventory.root"),
-    ("a parent from nowhere", update(ROOT, parent_uuid=str(uuid.uuid4())), "inventory.root"),
+    ("another root", update(ROOT, root_uuid="00000006-0000-4000-8000-000000000000"), "inventory.root"),
+    ("a parent from nowhere", update(ROOT, parent_uuid="00000007-0000-4000-8000-000000000000"), "inventory.root"),
     ("a version that is no number", update(ROOT, version="newest"), "message.invalid"),
     ("a NUL in a name", update(ROOT, name="a\u0000"), "provider.name"),
 ]
