@@ -131,6 +131,10 @@ async def client(small: Small) -> AsyncIterator[Client]:
         yield client
 
 
+# Fixed: every process of a test run must collect the same tests.
+FIXED = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(8)]
+
+
 def request(instance: str, **fields: Any) -> bytes:
     return json.dumps({"instance_uuid": instance, "flavor": "m1.tiny", "project_id": PROJECT, **fields}).encode()
 
@@ -150,12 +154,12 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a UUID in capitals", request(str(uuid.UUID(int=2**128 - 1)).upper()), {}, "message.invalid"),
     (
         "a project that is no word",
-        request("00000001-0000-4000-8000-000000000000", project_id="a.#"),
+        request(FIXED[1], project_id="a.#"),
         {},
         "message.invalid",
     ),
     ("a header that is no number", b"{}", {"headers": {"berth-deadline-ms": "soon"}}, "message.invalid"),
-    ("a huge body", request("00000002-0000-4000-8000-000000000000", name="x" * 17 * 2**20), {}, "message.too_large"),
+    ("a huge body", request(FIXED[2], name="x" * 17 * 2**20), {}, "message.too_large"),
 ]
 
 
@@ -234,8 +238,8 @@ async def test_a_lone_surrogate_ends_coded(client: Client) -> None:
     [
         (b"{", "message.malformed"),
         (b'{"type":"x"}', "message.unknown_type"),
-        (request("00000003-0000-4000-8000-000000000000", flavor="m9"), "flavor.unknown"),
-        (request("00000004-0000-4000-8000-000000000000", max_attempts=0), "message.invalid"),
+        (request(FIXED[3], flavor="m9"), "flavor.unknown"),
+        (request(FIXED[4], max_attempts=0), "message.invalid"),
     ],
 )
 async def test_whoever_waits_for_an_answer_gets_a_coded_one(client: Client, body: bytes, code: str) -> None:
@@ -280,7 +284,7 @@ def update(root: str, *, root_uuid: str | None = None, version: object = 1, **pr
     ).encode()
 
 
-ROOT = "00000005-0000-4000-8000-000000000000"
+ROOT = FIXED[5]
 INVENTORY: list[tuple[str, bytes, str]] = [
     ("a negative total", update(ROOT, inventories={"VCPU": {"total": -4}}), "message.invalid"),
     ("nothing of it", update(ROOT, inventories={"VCPU": {"total": 0}}), "message.invalid"),
@@ -294,8 +298,8 @@ INVENTORY: list[tuple[str, bytes, str]] = [
     ),
     ("an unknown trait", update(ROOT, traits=["HW_CPU_X86_TELEPATHY"]), "trait.unknown"),
     ("a trait that is none", update(ROOT, traits=["no trait"]), "message.invalid"),
-    ("another root", update(ROOT, root_uuid="00000006-0000-4000-8000-000000000000"), "inventory.root"),
-    ("a parent from nowhere", update(ROOT, parent_uuid="00000007-0000-4000-8000-000000000000"), "inventory.root"),
+    ("another root", update(ROOT, root_uuid=FIXED[6]), "inventory.root"),
+    ("a parent from nowhere", update(ROOT, parent_uuid=FIXED[7]), "inventory.root"),
     ("a version that is no number", update(ROOT, version="newest"), "message.invalid"),
     ("a NUL in a name", update(ROOT, name="a\u0000"), "provider.name"),
 ]
