@@ -39,6 +39,9 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One provider of a reported tree. Class and trait names are normalised on arrival (P-69).
 
     inventories and traits replace what the book has; aggregates too, unless None (left alone).
+    takes_from: what is allocated on that provider, of classes that it is no longer reported to have and this one has,
+    moves here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on).
+    Several may take from one; who fits moves whole, largest first. takes: consumers known to use this very provider.
     """
 
     uuid: Uuid
@@ -49,6 +52,8 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = {}
     traits: Annotated[tuple[TraitName, ...], Bound(max_length=1024)] = ()
     aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=256)] | None = None
+    takes_from: Uuid | None = None
+    takes: Annotated[tuple[Uuid, ...], Bound(max_length=10_000)] = ()
 
 
 class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.v1"):

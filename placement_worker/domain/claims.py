@@ -236,10 +236,12 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
                 continue  # over capacity or not, what does not worsen it is allowed (P-42)
             room = rooms.get(name)
             if room is None:
-                if name not in ledger.known_classes:
-                    invalid = True
-                    continue
-                return _FULL
+                known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
+                # Gone since it was chosen, perhaps to a child of the same host: raced, not full.
+                if known and shapes.get(uuid, shape) == shape:
+                    return _FULL
+                invalid = invalid or not known
+                continue
             if ledger.used_of(uuid, name) + more > room.capacity:
                 return _FULL
             if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:

@@ -13,8 +13,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
+from placement_worker.domain.handover import hand_over, sources_of, usage_after
 from placement_worker.domain.names import MAX_NAME, class_name, is_custom
-from placement_worker.domain.values import Provider, Stock, state_of, stock_of
+from placement_worker.domain.values import Holding, Provider, Stock, state_of, stock_of
+
+NOBODY: Mapping[str, Holding] = {}
+_Used = dict[str, dict[str, int]]
 
 
 class Refusal(Struct, frozen=True):
@@ -36,10 +40,14 @@ class Applied(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """What a group of updates comes to: each one's result, and the providers loaded as they are to be afterwards."""
+    """What a group of updates comes to: each one's result, and the providers loaded as they are to be afterwards.
+
+    moved: what consumers hold afterwards whose allocations followed a class to another provider.
+    """
 
     results: list[Applied | Refusal]
     after: dict[str, Provider]
+    moved: dict[str, Holding]
 
 
 def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | None:
@@ -58,6 +66,8 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | No
             return Refusal("provider.name_taken", f"two providers are named {report.name!r}")
         if "\x00" in report.name:
             return Refusal("provider.name", f"the name of {report.uuid} has a NUL character")
+        if report.takes_from == report.uuid:
+            return Refusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
         names.add(report.name)
         wrong = _flaw_of_report(report, known_traits)
@@ -83,14 +93,20 @@ def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> Re
     return None
 
 
-def plan(updates: Sequence[InventoryUpdate], earlier: Sequence[Sequence[str]], book: Mapping[str, Provider]) -> Plan:
+def plan(
+    updates: Sequence[InventoryUpdate],
+    earlier: Sequence[Sequence[str]],
+    book: Mapping[str, Provider],
+    holdings: Mapping[str, Holding] = NOBODY,
+) -> Plan:
     """Apply flawless updates in order, each whole or not at all.
 
     earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
-    holds a root, a provider or a name in the updates.
+    holds a root, a provider or a name in the updates. holdings: of every consumer of a provider that others take from.
     """
-    draft = _Draft(book)
-    return Plan([draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)], draft.providers)
+    draft = _Draft(book, holdings)
+    results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
+    return Plan(results, draft.providers, draft.moved)
 
 
 def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> list[Change]:
@@ -111,8 +127,14 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
 class _Draft:
     """The book as the updates so far have left it. A refused update leaves no trace."""
 
-    def __init__(self, book: Mapping[str, Provider]) -> None:
+    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> None:
         self.providers = dict(book)
+        self.moved: dict[str, Holding] = {}
+        self._holdings = holdings
+        self._holders: dict[str, list[str]] = {}
+        for consumer, holding in holdings.items():
+            for uuid in holding:
+                self._holders.setdefault(uuid, []).append(consumer)
         self.names = {provider.name: provider.uuid for provider in book.values()}
         self.trees: dict[str, set[str]] = {}
         for provider in book.values():
@@ -121,7 +143,8 @@ class _Draft:
     def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | Refusal:
         reported = tuple(report.uuid for report in update.providers)
         leaving = self._leaving(update, earlier, set(reported))
-        gone, aside = self._sort_leaving(leaving, set(reported))
+        moved, used = self._hand_over(update, {*reported, *leaving})
+        gone, aside = self._sort_leaving(leaving, set(reported), used)
         for report in update.providers:
             owner = self.names.get(report.name)
             # An owner that this update removes, or reports under another name, gives the name up.
@@ -129,12 +152,31 @@ class _Draft:
                 return Refusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in update.providers:
-            touched[report.uuid] = _reported(self.providers.get(report.uuid), report, update.root_uuid)
+            old = self.providers.get(report.uuid)
+            touched[report.uuid] = _reported(old, used[report.uuid], report, update.root_uuid)
         for uuid in aside:
-            touched[uuid] = _set_aside(self.providers[uuid])
+            touched[uuid] = _set_aside(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched, gone)
         classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.set_aside]
+        self.moved.update(moved)
         return Applied(reported, (*aside, *classes), self._commit(touched, gone))
+
+    def _hand_over(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
+        """(what moves, what is used after it). Only from providers that this report is about: `own`."""
+        sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
+        used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
+        moved: dict[str, Holding] = {}
+        stocks = {report.uuid: _stocks(report) for report in update.providers} if sources else {}
+        for source in sources:
+            now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
+            then = hand_over(update.providers, source, stocks, used, now)
+            before = [now[consumer] for consumer in then]
+            used = {uuid: usage_after(used[uuid], uuid, before, then.values()) for uuid in used}
+            moved.update(then)
+        return moved, used
+
+    def _held(self, consumer: str) -> Holding:
+        return self.moved.get(consumer, self._holdings[consumer])
 
     def _leaving(self, update: InventoryUpdate, earlier: Sequence[str], reported: set[str]) -> list[str]:
         """Providers of this tree that this source no longer reports, deepest first."""
@@ -150,7 +192,7 @@ class _Draft:
             parent = self.providers[parent].parent
         return depth
 
-    def _sort_leaving(self, leaving: Sequence[str], reported: set[str]) -> tuple[set[str], list[str]]:
+    def _sort_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
         """(those that can go, those that somebody still uses or lives under)."""
         gone: set[str] = set()
         aside: list[str] = []
@@ -161,7 +203,7 @@ class _Draft:
             needed = {self.providers[uuid].parent for uuid in tree if uuid not in going and uuid not in reported}
         for uuid in leaving:
             provider = self.providers[uuid]
-            if uuid in needed or any(provider.used.values()):
+            if uuid in needed or any(used[uuid].values()):
                 aside.append(uuid)
                 needed.add(provider.parent)
             else:
@@ -209,11 +251,15 @@ class _Draft:
         return changed
 
 
-def _reported(before: Provider | None, report: ProviderReport, root: str) -> Provider:
-    stocks = {class_name(spelled): stock_of(inventory) for spelled, inventory in report.inventories.items()}
+def _stocks(report: ProviderReport) -> dict[str, Stock]:
+    return {class_name(spelled): stock_of(inventory) for spelled, inventory in report.inventories.items()}
+
+
+def _reported(before: Provider | None, used: dict[str, int], report: ProviderReport, root: str) -> Provider:
+    stocks = _stocks(report)
     if before is not None:
         for name, stock in before.stocks.items():
-            if name not in stocks and before.used.get(name):
+            if name not in stocks and used.get(name):
                 stocks[name] = _closed(stock)
     aggregates = report.aggregates
     if aggregates is None:
@@ -226,7 +272,7 @@ def _reported(before: Provider | None, report: ProviderReport, root: str) -> Pro
         generation=before.generation if before is not None else 0,
         shape=before.shape if before is not None else 0,
         stocks=stocks,
-        used=before.used if before is not None else {},
+        used=used,
         traits=tuple(sorted(set(report.traits))),
         aggregates=tuple(sorted(set(aggregates))),
     )

@@ -13,10 +13,11 @@ import asyncpg
 from msgspec.structs import astuple
 
 from bus.contracts.placement import InventoryResult, InventoryUpdate
+from placement_worker.domain.handover import taken
 from placement_worker.domain.names import class_name, is_custom
 from placement_worker.domain.reports import changes_of, flaw, plan
 from placement_worker.domain.values import Provider
-from placement_worker.store import feed
+from placement_worker.store import feed, handover
 from placement_worker.store.group import Group, Key, Source
 from placement_worker.store.names import Names
 from placement_worker.store.port import Refused
@@ -31,6 +32,9 @@ SELECT id FROM providers
 WHERE root_id IN (SELECT root_id FROM providers WHERE uuid = ANY($1::uuid[]) OR name = ANY($2::text[]))
 ORDER BY id FOR NO KEY UPDATE
 """
+
+# From one provider to another, in any order; it is checked when all is written.
+NAMES_MAY_PASS = "SET CONSTRAINTS providers_name_key DEFERRED"
 
 DELETE_PROVIDERS = "DELETE FROM providers WHERE id = ANY($1::bigint[])"
 
@@ -129,10 +133,21 @@ async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> 
     """Plan what is new and write what it comes to."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
+    leaving = [pair for update in updates for pair in taken(update.providers)]
+    consumers = await handover.lock_holders(connection, leaving, names)  # consumers before providers, as everywhere
     ids, before = await _lock_trees(connection, updates)
-    outcome = plan(updates, [group.source(number).providers for number in fresh], before)
+    consumers |= await handover.lock_late_holders(connection, leaving, consumers, names)
+    holdings = {uuid: consumer.holding for uuid, consumer in consumers.items()}
+    outcome = plan(updates, [group.source(number).providers for number in fresh], before, holdings)
     group.settle(fresh, outcome.results)
-    await write_providers(connection, ids, before, outcome.after, names)
+    if outcome.moved:
+        between = handover.between(before, outcome.after)
+        await connection.execute(NAMES_MAY_PASS)
+        await write_providers(connection, ids, before, between, names)
+        await handover.write(connection, outcome, before, consumers, ids=ids, names=names)
+        await write_providers(connection, ids, between, outcome.after, names)
+    else:
+        await write_providers(connection, ids, before, outcome.after, names)
     await _execute_rows(connection, WRITE_SOURCES, group.written)
     await _execute_rows(connection, UNSETTLE_OTHERS, group.changed)
     return await feed.append(connection, changes_of(before, outcome.after))
@@ -166,8 +181,7 @@ async def write_providers(
     created = [provider for old, provider in changed if old is None]
     kept = [provider for old, provider in changed if old is not None]
     if created or gone:
-        # A name may pass from one provider to another here, in any order; it is checked when all is written.
-        await connection.execute("SET CONSTRAINTS providers_name_key DEFERRED")
+        await connection.execute(NAMES_MAY_PASS)
     if created:
         fresh_ids = await connection.fetch(NEW_IDS, len(created))
         ids.update((provider.uuid, row[0]) for provider, row in zip(created, fresh_ids, strict=True))

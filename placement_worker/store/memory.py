@@ -26,12 +26,14 @@ from bus.contracts.placement import (
 from bus.faults import BrokenInvariant
 from bus.service.memory_database import MemoryDatabase, Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
+from placement_worker.domain.handover import taken
 from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
+from placement_worker.domain.reports import Plan, flaw, plan
 from placement_worker.domain.reports import changes_of as changes_of_reports
-from placement_worker.domain.reports import flaw, plan
 from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, state_of
 from placement_worker.store.claims import providers_of, reply
 from placement_worker.store.group import Group, Key, Source
+from placement_worker.store.handover import HoldersBusy, Leaving
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
 TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
@@ -157,13 +159,35 @@ class MemoryBook:
             group.sort_out_stale()
             fresh = group.fresh()
             planned = [group.updates[number] for number in fresh]
+            leaving = [pair for update in planned for pair in taken(update.providers)]
+            locked = await self._lock_holders(transaction, leaving)
             before = await self._lock_trees(transaction, planned)
-            outcome = plan(planned, [group.source(number).providers for number in fresh], before)
+            await self._lock_late_holders(transaction, leaving, locked)
+            holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in _holders(table, leaving)}
+            outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings)
             group.settle(fresh, outcome.results)
             await transaction.statement()
-            transaction.will(lambda: _write_trees(table, before, outcome.after, group))
+            transaction.will(lambda: _write_trees(table, before, outcome, group))
             sequence = await self._append(transaction, changes_of_reports(before, outcome.after))
         return group.answers(sequence)
+
+    async def _lock_holders(self, transaction: Transaction, leaving: Sequence[Leaving]) -> list[str]:
+        """Everybody who holds something of these classes of these providers."""
+        if not leaving:
+            return []
+        await transaction.statement()
+        holders = _holders(self._table, leaving)
+        await transaction.lock([("consumer", uuid) for uuid in holders])
+        return holders
+
+    async def _lock_late_holders(
+        self, transaction: Transaction, leaving: Sequence[Leaving], locked: Sequence[str]
+    ) -> None:
+        """Those who came before the providers were locked: without waiting, or the group is tried again."""
+        late = [("consumer", uuid) for uuid in _holders(self._table, leaving) if uuid not in locked]
+        if not all(transaction.is_free(key) for key in late):
+            raise HoldersBusy("an allocation that is to be moved is being changed")
+        await transaction.lock(late)
 
     async def _know_names(self, updates: Sequence[InventoryUpdate]) -> None:
         """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
@@ -285,9 +309,18 @@ def _claimed(provider: Provider) -> ClaimedProvider:
     return ClaimedProvider(provider.generation, provider.shape, rooms)
 
 
-def _write_trees(
-    table: MemoryBookTable, before: Mapping[str, Provider], after: Mapping[str, Provider], group: Group
-) -> None:
+def _holders(table: MemoryBookTable, leaving: Sequence[Leaving]) -> list[str]:
+    return sorted(
+        uuid
+        for uuid, kept in table.consumers.items()
+        if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
+    )
+
+
+def _write_trees(table: MemoryBookTable, before: Mapping[str, Provider], outcome: Plan, group: Group) -> None:
+    after = outcome.after
+    for uuid, holding in outcome.moved.items():
+        table.consumers[uuid] = Kept(replace(table.consumers[uuid].consumer, holding=holding), None)
     for uuid in before:
         if uuid not in after:
             del table.providers[uuid]

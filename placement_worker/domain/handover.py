@@ -1,0 +1,145 @@
+"""Decides where allocations go when a provider loses a class to others of its tree: a flat host that turns nested.
+
+A report says who takes over (`ProviderReport.takes_from`); this says which consumer goes where. The largest go first,
+each whole to the first taker with room for all of it; one that fits nowhere whole is split. What finds no room stays
+where it is, set aside like anything that is in use and no longer reported, and goes with a later report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from bus.contracts.placement import ProviderReport
+from placement_worker.domain.names import class_name
+from placement_worker.domain.values import Holding, Stock
+
+Used = Mapping[str, Mapping[str, int]]
+Stocks = Mapping[str, Mapping[str, Stock]]
+
+
+def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
+    """Providers that others take over from, each once, in the order in which they are named."""
+    return list(dict.fromkeys(report.takes_from for report in reports if report.takes_from is not None))
+
+
+def taken(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
+    """(provider, class): whose allocations are to go elsewhere, if there are any."""
+    kept = {report.uuid: set(map(class_name, report.inventories)) for report in reports}
+    pairs = [(report.takes_from, class_name(name)) for report in reports for name in report.inventories]
+    return list(dict.fromkeys((uuid, name) for uuid, name in pairs if uuid and name not in kept.get(uuid, ())))
+
+
+def hand_over(
+    reports: Sequence[ProviderReport], source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]
+) -> dict[str, Holding]:
+    """What the consumers that move hold afterwards; those that stay as they are are left out.
+
+    stocks: of every reported provider; used: of every provider of the tree; holdings: of everybody who holds something
+    of `source`.
+    """
+    moving = _Moving(source, stocks, used, holdings)
+    for classes, takers in _bundles(reports, source, stocks):
+        for consumer in _in_order(holdings, source, classes, takers):
+            named = [report.uuid for report in takers if consumer in report.takes]
+            moving.move(consumer, classes, named or [report.uuid for report in takers])
+    return moving.moved
+
+
+def usage_after(
+    used: Mapping[str, int], provider: str, before: Iterable[Holding], after: Iterable[Holding]
+) -> dict[str, int]:
+    """What is used of one provider once these holdings have become those; classes at 0 are left out."""
+    amounts = dict(used)
+    for sign, holdings in ((-1, before), (1, after)):
+        for holding in holdings:
+            for name, amount in holding.get(provider, {}).items():
+                amounts[name] = amounts.get(name, 0) + sign * amount
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _bundles(
+    reports: Sequence[ProviderReport], source: str, stocks: Stocks
+) -> Iterator[tuple[list[str], list[ProviderReport]]]:
+    """(classes, who takes them): what the same providers take goes together (processors and memory)."""
+    kept = stocks.get(source, {})
+    takers: dict[str, list[ProviderReport]] = {}
+    for report in reports:
+        if report.takes_from == source:
+            for spelled in report.inventories:
+                takers.setdefault(class_name(spelled), []).append(report)
+    bundles: dict[tuple[str, ...], list[str]] = {}
+    for name, who in takers.items():
+        if name not in kept:
+            bundles.setdefault(tuple(report.uuid for report in who), []).append(name)
+    for classes in bundles.values():
+        yield sorted(classes), takers[classes[0]]
+
+
+def _in_order(
+    holdings: Mapping[str, Holding], source: str, classes: Sequence[str], takers: Sequence[ProviderReport]
+) -> list[str]:
+    """Those whose place is known, then the largest: they are the hardest to place."""
+    known = {consumer for report in takers for consumer in report.takes}
+
+    def rank(consumer: str) -> tuple[bool, list[int], str]:
+        held = holdings[consumer][source]
+        return consumer not in known, [-held.get(name, 0) for name in classes], consumer
+
+    return sorted((consumer for consumer, held in holdings.items() if source in held), key=rank)
+
+
+class _Moving:
+    """Holdings and room as the moves so far have left them."""
+
+    def __init__(self, source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]) -> None:
+        self.moved: dict[str, Holding] = {}
+        self._source = source
+        self._stocks = stocks
+        self._holdings = holdings
+        self._used = {uuid: dict(amounts) for uuid, amounts in used.items()}
+
+    def move(self, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
+        """Give these classes of one consumer to the takers, as far as there is room."""
+        held = self._held(consumer).get(self._source, {})
+        wanted = {name: held[name] for name in classes if name in held}
+        if not wanted:
+            return
+        for taker in takers:
+            if all(self._takes(consumer, taker, name, amount) == amount for name, amount in wanted.items()):
+                for name, amount in wanted.items():
+                    self._give(consumer, taker, name, amount)
+                return
+        for name, amount in wanted.items():
+            left = amount
+            for taker in takers:
+                part = self._takes(consumer, taker, name, left)
+                if part:
+                    self._give(consumer, taker, name, part)
+                    left -= part
+
+    def _held(self, consumer: str) -> Holding:
+        return self.moved.get(consumer, self._holdings[consumer])
+
+    def _takes(self, consumer: str, taker: str, name: str, amount: int) -> int:
+        """How much of an amount this taker can hold of this consumer, by its room and the inventory's constraints."""
+        stock = self._stocks[taker].get(name)
+        if stock is None:
+            return 0
+        has = self._held(consumer).get(taker, {}).get(name, 0)
+        free = max(0, stock.capacity - self._used.get(taker, {}).get(name, 0))
+        total = min(has + min(amount, free), stock.max_unit)
+        total -= total % stock.step_size
+        return total - has if total >= stock.min_unit and total > has else 0
+
+    def _give(self, consumer: str, taker: str, name: str, amount: int) -> None:
+        holding = {uuid: dict(resources) for uuid, resources in self._held(consumer).items()}
+        for uuid, more in ((self._source, -amount), (taker, amount)):
+            resources = holding.setdefault(uuid, {})
+            resources[name] = resources.get(name, 0) + more
+            if not resources[name]:
+                del resources[name]
+            if not resources:
+                del holding[uuid]
+        used = self._used.setdefault(taker, {})
+        used[name] = used.get(name, 0) + amount
+        self.moved[consumer] = holding

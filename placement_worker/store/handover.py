@@ -1,0 +1,117 @@
+"""Allocations that follow their class to another provider, written together with the inventory that moved them.
+
+Consumers are locked before providers, as by every writer. Who holds something is known only after looking, and may be
+joined by another before the providers are locked: those late ones are locked without waiting, and when that cannot be
+done the whole group is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import asyncpg
+from msgspec.structs import replace
+
+from bus.faults import Transient
+from placement_worker.domain.claims import Decision
+from placement_worker.domain.reports import Plan
+from placement_worker.domain.values import Consumer, Provider
+from placement_worker.store import claims
+from placement_worker.store.names import Names
+
+HOLDERS = """
+SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
+JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
+"""
+# Waiting here could close a circle with somebody who holds the consumer and waits for the providers.
+LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
+READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
+
+Leaving = tuple[str, str]  # (provider, class)
+
+_NOBODY = Consumer(0, 0, "", "", "")
+
+
+class HoldersBusy(Transient):
+    """Somebody is at this moment changing what is to be moved."""
+
+    code = "inventory.holders_busy"
+
+
+async def lock_holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], names: Names) -> dict[str, Consumer]:
+    """Everybody who holds something of these classes of these providers, locked."""
+    return await _lock(connection, await _holders(connection, leaving, names), names)
+
+
+async def lock_late_holders(
+    connection: asyncpg.Connection, leaving: Sequence[Leaving], known: Collection[str], names: Names
+) -> dict[str, Consumer]:
+    """Those who came between `lock_holders` and the locks of the providers. Raises HoldersBusy."""
+    late = [uuid for uuid in await _holders(connection, leaving, names) if uuid not in known]
+    if late and len(await connection.fetch(LOCK_WITHOUT_WAITING, late)) < len(late):
+        raise HoldersBusy("an allocation that is to be moved is being changed")
+    return await _lock(connection, late, names)
+
+
+def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
+    """Old and new providers and inventories together, so that allocations can go from one to the other."""
+    both = {uuid: _with_old(before.get(uuid), provider) for uuid, provider in after.items()}
+    return {**both, **{uuid: provider for uuid, provider in before.items() if uuid not in after}}
+
+
+async def write(
+    connection: asyncpg.Connection,
+    plan: Plan,
+    before: Mapping[str, Provider],
+    consumers: Mapping[str, Consumer],
+    *,
+    ids: Mapping[str, int],
+    names: Names,
+) -> None:
+    """What the consumers hold now, and what is used of the providers. Consumers keep their generation."""
+    moved: dict[str, Consumer | None] = {
+        uuid: replace(consumers[uuid], holding=holding) for uuid, holding in plan.moved.items()
+    }
+    used, generations = _usage(before, plan.after)
+    elsewhere = {provider for holding in plan.moved.values() for provider in holding} - ids.keys()
+    everywhere = {**ids, **dict(await connection.fetch(READ_IDS, list(elsewhere)))} if elsewhere else ids
+    decision = Decision([], moved, used, generations)
+    await claims.write(connection, decision, consumers, {}, ids=everywhere, names=names)
+
+
+def _usage(
+    before: Mapping[str, Provider], after: Mapping[str, Provider]
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """What is used afterwards where that is another amount than before, and those providers' generations."""
+    used: dict[str, dict[str, int]] = {}
+    generations: dict[str, int] = {}
+    for uuid in before.keys() | after.keys():
+        old, new = before.get(uuid), after.get(uuid)
+        was, now = old.used if old is not None else {}, new.used if new is not None else {}
+        differs = {name: now.get(name, 0) for name in was.keys() | now.keys() if was.get(name, 0) != now.get(name, 0)}
+        if differs:
+            used[uuid] = differs
+            generations[uuid] = new.generation if new is not None else before[uuid].generation
+    return used, generations
+
+
+async def _holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], names: Names) -> list[str]:
+    pairs = [(uuid, names.class_ids[name]) for uuid, name in leaving if name in names.class_ids]
+    if not pairs:
+        return []
+    return [row[0] for row in await connection.fetch(HOLDERS, *map(list, zip(*pairs, strict=True)))]
+
+
+async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: Names) -> dict[str, Consumer]:
+    if not uuids:
+        return {}
+    inserted, found = await claims.lock_consumers(connection, dict.fromkeys(uuids, _NOBODY), names)
+    if inserted:  # gone since we looked: the row made ahead of it is not wanted
+        await connection.execute(claims.DELETE_CONSUMERS, list(inserted))
+    return {uuid: consumer for uuid, consumer in found.items() if consumer.holding}
+
+
+def _with_old(old: Provider | None, new: Provider) -> Provider:
+    if old is None or old.stocks.keys() <= new.stocks.keys():
+        return new
+    return replace(new, stocks={**old.stocks, **new.stocks})
