@@ -26,7 +26,7 @@ from bus.outcome import Done, Outcome, Received
 from bus.port import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
-PUBLISH_SLICE = 200
+PUBLISH_SLICE = 1000
 # With patience, an outage of the broker is asked about so often.
 PUBLISH_AGAIN_S = 0.25
 # Waiting this long without hearing anything, a client asks; so many at a time, so many at most.

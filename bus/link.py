@@ -24,7 +24,8 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus.
 
     batch_items, batch_bytes: the most that is sent as one broker message.
-    link_flights: broker messages of one batching link that wait for their confirm at once.
+    link_flights: broker messages of one batching link that wait for their confirm at once; full_flights: as many when
+    each is full, because waiting would not make them any larger (a slow disk confirms late).
     flights: the same over all links; waiting: messages gathered over all links before publishers must wait.
     close_s: how long close() waits for what is gathered.
     """
@@ -32,6 +33,7 @@ class BusLimits(Struct, frozen=True, kw_only=True):
     batch_items: int = 128
     batch_bytes: int = 512 * 1024
     link_flights: int = 2
+    full_flights: int = 8
     flights: int = 256
     waiting: int = 50_000
     close_s: float = 5.0
@@ -199,8 +201,7 @@ class Publisher:
             await asyncio.wait(list(self._flights), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _pump_link(self, link: _Link) -> None:
-        most = self._limits.link_flights if link.mode.batches else self._limits.flights
-        while link.entries and link.flying < most and not link.asked:
+        while link.entries and link.flying < self._most(link) and not link.asked:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
                 return
@@ -214,6 +215,13 @@ class Publisher:
             task.add_done_callback(self._flights.discard)
         if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
+
+    def _most(self, link: _Link) -> int:
+        """How many broker messages of a link may fly now."""
+        if not link.mode.batches:
+            return self._limits.flights
+        full = len(link.entries) >= self._limits.batch_items
+        return self._limits.full_flights if full else self._limits.link_flights
 
     async def _fly(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:
         error: BaseException | None = None
