@@ -48,6 +48,9 @@ class Groups(Generic[Item, Result]):
         self._committed = committed
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
+        # Not the size of the set: a task leaves that a turn after it has looked for more, and what comes in that turn
+        # would wait for ever.
+        self._working = 0
 
     async def submit(self, item: Item) -> Result:
         """The item's own outcome, once its group has been committed. Raises Transient."""
@@ -55,7 +58,8 @@ class Groups(Generic[Item, Result]):
             raise TooMany(f"{len(self._waiting)} writes are waiting")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if len(self._running) < self._under_way:
+        if self._working < self._under_way:
+            self._working += 1
             task = asyncio.create_task(self._work(), name=f"rest {self._name}")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -67,10 +71,13 @@ class Groups(Generic[Item, Result]):
             await asyncio.wait(self._running)
 
     async def _work(self) -> None:
-        while self._waiting:  # ends: each round takes some
-            group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
-            metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
-            await self._run(group)
+        try:
+            while self._waiting:  # ends: each round takes some
+                group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
+                metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
+                await self._run(group)
+        finally:
+            self._working -= 1
 
     async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:

@@ -1,0 +1,222 @@
+"""What the REST API's writes come to, decided without a database: Placement's generations, capacity, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement_worker.domain.allocations import ConsumerWrite, Remove, Replace, decide
+from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.reshape import Reshape, reshape
+from placement_worker.domain.trees import (
+    CreateProvider,
+    DeleteProvider,
+    Grove,
+    SetAggregates,
+    SetStocks,
+    SetTraits,
+    UpdateProvider,
+)
+from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
+
+CLASSES = {"VCPU": 1, "DISK_GB": 2}
+TRAITS = {"CUSTOM_T": 1}
+
+
+def stock(total: int, **fields: Any) -> Stock:
+    return Stock(
+        **{
+            "total": total,
+            "reserved": 0,
+            "min_unit": 1,
+            "max_unit": 100,
+            "step_size": 1,
+            "allocation_ratio": 1.0,
+            "capacity": total,
+            **fields,
+        }
+    )
+
+
+def provider(uuid: str, **fields: Any) -> Provider:
+    made = {
+        "parent": None,
+        "root": uuid,
+        "generation": 5,
+        "shape": 5,
+        "stocks": {},
+        "used": {},
+        "traits": (),
+        "aggregates": (),
+    }
+    return Provider(uuid=uuid, name=f"name-{uuid}", **{**made, **fields})
+
+
+def grove(*providers: Provider) -> Grove:
+    return Grove({p.uuid: p for p in providers}, CLASSES, TRAITS)
+
+
+def why(outcome: object) -> Why | None:
+    return outcome.why if isinstance(outcome, Refusal) else None
+
+
+def moved(outcome: object, before: Provider) -> tuple[int, bool]:
+    assert isinstance(outcome, Provider), outcome
+    return outcome.generation - before.generation, outcome.shape > before.shape
+
+
+def test_generations_move_as_placement_moves_them() -> None:
+    a = provider("a", stocks={"VCPU": stock(4)}, traits=("CUSTOM_T",), aggregates=("g",))
+    same = SetStocks("a", {"VCPU": stock(4)}, 5)
+    assert moved(grove(a).apply(same), a) == (1, False)
+    assert moved(grove(a).apply(SetStocks("a", {"VCPU": stock(5)}, 5)), a) == (1, True)
+    assert moved(grove(a).apply(SetStocks("a", {})), a) == (1, True)
+    assert moved(grove(a).apply(SetTraits("a", ["CUSTOM_T"], 5)), a) == (0, False)
+    assert moved(grove(a).apply(SetTraits("a", [], 5)), a) == (1, True)
+    assert moved(grove(a).apply(SetAggregates("a", ["g"], 5)), a) == (1, False)
+    assert moved(grove(a).apply(SetAggregates("a", ["h"])), a) == (0, True)
+    assert moved(grove(a).apply(UpdateProvider("a", "other")), a) == (0, False)
+
+
+def test_a_parent_may_be_given_once_and_changed_from_1_37() -> None:
+    a, b, c = provider("a"), provider("b"), provider("c")
+    trees = grove(a, b, c)
+    assert moved(trees.apply(UpdateProvider("b", "name-b", "a")), b) == (0, True)
+    assert moved(trees.apply(UpdateProvider("c", "name-c", "b")), c) == (0, True)
+    assert why(trees.apply(UpdateProvider("b", "name-b", "c"))) is Why.BAD_PARENT
+    assert why(trees.apply(UpdateProvider("a", "name-a", "c", may_move=True))) is Why.BAD_PARENT, "a loop"
+    assert why(trees.apply(UpdateProvider("b", "name-b", None))) is Why.BAD_PARENT
+    assert why(trees.apply(DeleteProvider("b"))) is Why.IS_PARENT
+    trees.apply(UpdateProvider("b", "name-b", None, may_move=True))
+    assert {p.uuid: p.root for p in trees.providers.values()} == {"a": "a", "b": "b", "c": "b"}
+
+
+def test_a_group_sees_what_it_has_done() -> None:
+    trees = grove()
+    assert why(trees.apply(SetStocks("a", {}))) is Why.NO_PROVIDER
+    assert isinstance(trees.apply(CreateProvider("a", "n")), Provider)
+    assert why(trees.apply(CreateProvider("b", "n"))) is Why.DUPLICATE
+    assert isinstance(trees.apply(UpdateProvider("a", "m")), Provider)
+    child = trees.apply(CreateProvider("b", "n", "a"))
+    assert isinstance(child, Provider)
+    assert child.root == "a"
+    assert isinstance(trees.apply(DeleteProvider("b")), Provider)
+    assert isinstance(trees.apply(DeleteProvider("a")), Provider)
+    assert trees.providers == {}
+
+
+def test_what_is_held_stays() -> None:
+    a = provider("a", stocks={"VCPU": stock(4), "DISK_GB": stock(4)}, used={"DISK_GB": 1, "VCPU": 1})
+    outcome = grove(a).apply(SetStocks("a", {}))
+    assert isinstance(outcome, Refusal)
+    assert (outcome.why, "'VCPU, DISK_GB'" in outcome.words) == (Why.IN_USE, True)
+    assert why(grove(a).apply(DeleteProvider("a"))) is Why.PROVIDER_IN_USE
+    assert isinstance(grove(a).apply(SetStocks("a", {"VCPU": stock(1), "DISK_GB": stock(1, capacity=0)})), Provider)
+
+
+def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
+    a = provider("a", stocks={"VCPU": stock(4)}, used={"VCPU": 2})
+    b = provider("b")
+    held = Consumer(1, 0, "p", "u", "X", {"a": {"VCPU": 2}})
+    inventories = {"a": (5, {}), "b": (5, {"VCPU": stock(4)})}
+    book = {"a": a, "b": b}
+    left = reshape(Reshape(inventories, ()), {"c": held}, book, CLASSES)
+    assert why(left) is Why.IN_USE
+    move = ConsumerWrite("c", {"b": {"VCPU": 2}}, "p", "u", "X", 1)
+    done = reshape(Reshape(inventories, (move,)), {"c": held}, book, CLASSES)
+    assert not isinstance(done, Refusal)
+    assert {u: (p.generation, p.used, set(p.stocks)) for u, p in done.final.items()} == {
+        "a": (6, {}, set()),
+        "b": (8, {"VCPU": 2}, {"VCPU"}),
+    }
+    assert why(reshape(Reshape({"a": (4, {})}, ()), {}, book, CLASSES)) is Why.GENERATION
+    assert why(reshape(Reshape({"z": (0, {})}, ()), {}, book, CLASSES)) is Why.NO_PROVIDER
+
+
+def claimed(**used: int) -> dict[str, ClaimedProvider]:
+    return {
+        uuid: ClaimedProvider(5, 5, {"VCPU": Room(10, 1, 8, 1, amount), "DISK_GB": Room(10, 2, 10, 2, 0)})
+        for uuid, amount in used.items()
+    }
+
+
+def write(consumer: str, amount: int, host: str = "a", name: str = "VCPU", **fields: Any) -> Replace:
+    held = {host: {name: amount}} if amount else {}
+    return Replace((ConsumerWrite(consumer, held, "p", "u", **fields),))
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (write("c", 8), None),
+        (write("c", 9), Why.DOES_NOT_FIT),  # max_unit
+        (write("c", 3, name="DISK_GB"), Why.DOES_NOT_FIT),  # step_size
+        (write("c", 1, name="CUSTOM_NONE"), Why.NO_SUCH),
+        (write("c", 1, host="z"), Why.NO_PROVIDER),
+        (write("c", 1, expects=None), None),
+        (write("c", 1, expects=1), Why.CONSUMER_GENERATION),
+        (write("held", 1, expects=None), Why.CONSUMER_GENERATION),
+        (write("held", 1, expects=3), None),
+        (write("fenced", 1, expects=None), None),
+        (Remove("c"), Why.NO_ALLOCATIONS),
+        (Remove("held"), None),
+    ],
+)
+def test_an_allocation_write_ends_as_placements_would(item: Replace | Remove, expected: Why | None) -> None:
+    consumers = {
+        "held": Consumer(3, 0, "p", "u", "X", {"a": {"VCPU": 2}}),
+        "fenced": Consumer(4, 2, "p", "u", "X"),
+    }
+    [outcome], decision = decide([item], consumers, claimed(a=2), {**CLASSES})
+    assert why(outcome) is expected
+    assert bool(decision.consumers) is (expected is None)
+
+
+def test_only_what_is_asked_for_or_emptied_moves_a_generation() -> None:
+    held = Consumer(3, 0, "p", "u", "X", {"a": {"VCPU": 2}})
+    for item, generations in (
+        (write("c", 2, host="b"), {"a": 5, "b": 6}),
+        (write("c", 0), {"a": 6}),
+        (Remove("c"), {"a": 5}),
+    ):
+        _, decision = decide([item], {"c": held}, claimed(a=2, b=0), CLASSES)
+        assert decision.generations == generations
+        assert decision.used["a"]["VCPU"] == 0
+
+
+def test_what_does_not_worsen_an_overage_is_allowed() -> None:
+    held = Consumer(1, 0, "p", "u", "X", {"a": {"VCPU": 6}})
+    for amount, fits in ((6, True), (5, True), (7, False)):
+        [outcome], _ = decide([write("c", amount)], {"c": held}, claimed(a=20), CLASSES)
+        assert (outcome is None) is fits
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("cde"), st.integers(0, 9), st.sampled_from("ab")), max_size=12))
+def test_a_group_is_what_its_members_are_one_after_the_other(asked: list[tuple[str, int, str]]) -> None:
+    items = [write(consumer, amount, host) for consumer, amount, host in asked]
+    together, decision = decide(items, {}, claimed(a=0, b=0), CLASSES)
+    consumers: dict[str, Consumer] = {}
+    providers = claimed(a=0, b=0)
+    apart = []
+    for item in items:
+        [outcome], step = decide([item], consumers, providers, CLASSES)
+        apart.append(outcome)
+        for uuid, after in step.consumers.items():
+            consumers.pop(uuid, None)
+            if after is not None:
+                consumers[uuid] = after
+        for uuid, used in step.used.items():
+            rooms = {
+                n: Room(r.capacity, r.min_unit, r.max_unit, r.step_size, used.get(n, r.used))
+                for n, r in providers[uuid].rooms.items()
+            }
+            providers[uuid] = ClaimedProvider(step.generations[uuid], 5, rooms)
+    assert together == apart
+    assert {u: c for u, c in decision.consumers.items() if c is not None} == consumers
+    for uuid, used in decision.used.items():
+        assert used["VCPU"] == providers[uuid].rooms["VCPU"].used <= 10
+        assert decision.generations[uuid] == providers[uuid].generation

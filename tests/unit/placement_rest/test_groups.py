@@ -1,0 +1,118 @@
+"""Writes that gather: one transaction for what came meanwhile, one outcome each, and nobody pays for a neighbour."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from bus.faults import DatabaseUnavailable, Transient
+from placement_worker.rest.groups import TRIES, Groups, TooMany
+
+
+class Book:
+    """Doubles what it is given; refuses to store 13, and fails as often as it is told."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        self.commits = 0
+        self.failures: list[Exception] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.began = asyncio.Event()
+
+    async def apply(self, items: Sequence[int]) -> list[int]:
+        self.groups.append(list(items))
+        self.began.set()
+        await self.go.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        if 13 in items:
+            raise ValueError("13")
+        return [2 * item for item in items]
+
+    def committed(self) -> None:
+        self.commits += 1
+
+
+def make(book: Book, **limits: int) -> Groups[int, int]:
+    limits = {"group_max": 4, "waiting_max": 8, "under_way": 1, **limits}
+    return Groups("test", book.apply, committed=book.committed, **limits)
+
+
+async def test_what_gathers_is_the_next_group() -> None:
+    book = Book()
+    groups = make(book)
+    book.go.clear()
+    asked = [asyncio.create_task(groups.submit(number)) for number in range(7)]
+    await book.began.wait()
+    book.go.set()
+    assert await asyncio.gather(*asked) == [0, 2, 4, 6, 8, 10, 12]
+    assert [len(group) for group in book.groups] == [4, 3]
+    assert book.commits == 2
+    await groups.drain()
+
+
+async def test_one_bad_item_fails_alone() -> None:
+    book = Book()
+    groups = make(book)
+    results = await asyncio.gather(*(groups.submit(n) for n in (1, 13, 2)), return_exceptions=True)
+    assert results[0] == 2
+    assert isinstance(results[1], ValueError)
+    assert results[2] == 4
+    assert book.commits == 2
+
+
+async def test_a_transaction_that_was_given_up_is_tried_again_but_not_for_ever() -> None:
+    book = Book()
+    groups = make(book)
+    book.failures = [Transient(code="database.deadlock")] * (TRIES - 1)
+    assert await groups.submit(1) == 2
+    book.failures = [Transient(code="database.deadlock")] * TRIES
+    with pytest.raises(Transient):
+        await groups.submit(1)
+    assert await groups.submit(3) == 6
+
+
+async def test_a_database_that_went_away_may_have_committed_and_is_not_asked_again() -> None:
+    book = Book()
+    groups = make(book)
+    book.failures = [DatabaseUnavailable("gone")]
+    with pytest.raises(DatabaseUnavailable):
+        await groups.submit(1)
+    assert len(book.groups) == 1
+
+
+async def test_who_asks_at_once_after_an_answer_is_served() -> None:
+    """It hung: the worker had looked for more, and was still counted as working."""
+    groups = make(Book())
+    async with asyncio.timeout(5):
+        assert [await groups.submit(number) for number in range(9)] == [2 * number for number in range(9)]
+
+
+async def test_no_more_wait_than_may() -> None:
+    book = Book()
+    groups = make(book, waiting_max=2)
+    book.go.clear()
+    first = asyncio.create_task(groups.submit(0))
+    await book.began.wait()
+    waiting = [asyncio.create_task(groups.submit(n)) for n in (1, 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooMany):
+        await groups.submit(3)
+    book.go.set()
+    assert await asyncio.gather(first, *waiting) == [0, 2, 4]
+
+
+async def test_who_stops_waiting_takes_nobody_along() -> None:
+    book = Book()
+    groups = make(book)
+    book.go.clear()
+    asked = [asyncio.create_task(groups.submit(n)) for n in range(3)]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    book.go.set()
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert results[0::2] == [0, 4]
+    assert isinstance(results[1], asyncio.CancelledError)
