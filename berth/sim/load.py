@@ -139,6 +139,17 @@ class Chaos:
         }[blow.kind]
         return asyncio.create_task(what(blow.target, blow.seconds), name=f"blow {blow.kind} {blow.target}")
 
+    def one_last_change_unheard(self) -> None:
+        """At rest: every scheduler is cut off while a host changes, and no other change follows to show a gap."""
+        for name, life in self._world.lives.items():
+            if name.startswith("scheduler"):
+                for transport in life.transports:
+                    transport.cut(REPAIR_S)
+        for fleet in self._world.fleets.values():
+            for host in fleet.hosts:
+                (fleet.disable if host.enabled else fleet.enable)(host.plan.uuid)
+                return
+
     async def _crash(self, name: str, seconds: float) -> None:
         world = self._world
         if name in world.expected_down or name not in world.lives:

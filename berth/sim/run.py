@@ -128,6 +128,7 @@ class _Runner:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         quiet_since: float | None = None
+        probed = False
         while True:
             found = self._open(tasks)
             now = loop.time()
@@ -139,8 +140,12 @@ class _Runner:
             else:
                 if quiet_since is None:
                     quiet_since = now
-                    self.rest_s = now - begun
-                if now - quiet_since >= STILL_S:
+                    if not probed:
+                        self.rest_s = now - begun
+                        probed = True
+                        Chaos(self._world).one_last_change_unheard()
+                        begun, quiet_since = now, None
+                if quiet_since is not None and now - quiet_since >= STILL_S:
                     self._last_words()
                     return
             await asyncio.sleep(POLL_S)

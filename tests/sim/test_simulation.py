@@ -55,7 +55,7 @@ def test_on_a_good_day_everything_that_fits_is_built() -> None:
     assert result.breach == ""
     assert result.states.keys() <= {"active", "deleted", "failed", "refused"}
     assert result.states["active"] > 0
-    assert result.rest_s == 0.0
+    assert result.rest_s < 5.0
 
 
 def test_a_failing_plan_is_shrunk_to_what_makes_it_fail() -> None:
