@@ -207,4 +207,4 @@ def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock) -> Driver:
     """The driver that the configuration names."""
     if config.driver == "ironic":
         return BareMetal(config.ironic, clock=clock)
-    return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock)
+    return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

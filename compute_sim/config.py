@@ -7,20 +7,46 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.contracts.base import Amount, ClassName, TraitName, Uuid, Word
 from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds
 
 
-class HostSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One simulated hypervisor. Ratios are Nova's initial ones (N-27)."""
+class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A device of a host: a child provider of its own. under: another device listed before it, or a cell (`numa0`)."""
+
+    name: Word
+    inventories: dict[ClassName, Amount] = {}
+    traits: tuple[TraitName, ...] = ()
+    under: str = ""
+
+
+class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One simulated hypervisor. Ratios are Nova's initial ones (N-27).
+
+    disk_gb 0: no disk of its own. numa: so many NUMA cells, whatever `numa_share` says. devices: docs/nested.md.
+    aggregates: the host says itself which it is in; empty: that is left to others.
+    """
 
     vcpus: Annotated[int, Bound(ge=1, le=2**20)] = 64
     memory_mb: Annotated[int, Bound(ge=1, le=2**30)] = 262_144
-    disk_gb: Annotated[int, Bound(ge=1, le=2**30)] = 4_000
+    disk_gb: Annotated[int, Bound(ge=0, le=2**30)] = 4_000
     reserved_memory_mb: Annotated[int, Bound(ge=0)] = 512
     cpu_ratio: Annotated[float, Bound(gt=0, le=1000)] = 4.0
     memory_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
     disk_ratio: Annotated[float, Bound(gt=0, le=1000)] = 1.0
+    numa: Annotated[int, Bound(ge=0, le=16)] = 0
+    devices: Annotated[tuple[Device, ...], Bound(max_length=64)] = ()
+    aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=16)] = ()
+
+    def __post_init__(self) -> None:
+        above = {"", *(f"numa{cell}" for cell in range(16))}
+        for device in self.devices:
+            if device.name in above or device.under not in above:
+                raise ValueError(
+                    f"device {device.name!r} under {device.under!r}: names are unique, the upper one first"
+                )
+            above.add(device.name)
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +67,8 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One compute service.
 
     driver: what manages the machines. hosts, sizes (dealt out in turn), gpu_share, numa_share, seed, faults: the
-    simulated fleet. state_dir: where it remembers across processes; None = in memory only.
+    simulated fleet. nested False: hosts are reported as before there were trees, everything at the root; the first
+    report with True moves what is allocated. state_dir: where it remembers across processes; None = in memory only.
     max_builds_per_host: as Nova's max_concurrent_builds (N-28). max_builds: builds under way in the service.
     max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
     build_limit_s: the service gives a build up after this, whatever its conductor thinks.
@@ -54,6 +81,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
     vgpus_per_gpu: Annotated[int, Bound(ge=1, le=64)] = 8
     numa_share: Rate = 0.0
+    nested: bool = True
     seed: int = 1
     faults: Faults = Faults()
     ironic: IronicConfig = IronicConfig()

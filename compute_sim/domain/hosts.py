@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from uuid import UUID, uuid5
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, ProviderReport
 from compute_sim.config import ComputeConfig, HostSize
@@ -27,6 +30,12 @@ class HostPlan(Struct, frozen=True):
     gpus: tuple[str, ...] = ()  # uuids of the GPU children
     numa: tuple[str, ...] = ()  # uuids of the NUMA cell children
     vgpus_per_gpu: int = 0
+    devices: tuple[str, ...] = ()  # uuids of the size's devices, in their order
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """Uuids of everything below the root."""
+        return (*self.numa, *self.gpus, *self.devices)
 
 
 def plan_hosts(config: ComputeConfig, cell: str, service: str) -> tuple[HostPlan, ...]:
@@ -38,14 +47,16 @@ def _plan_host(config: ComputeConfig, cell: str, service: str, index: int) -> Ho
     root = uuid5(_SPACE, f"{config.seed}/{cell}/{service}/{index}")
     gpus = config.gpus_per_host if _chosen(config.gpu_share, index) else 0
     # Offset by half a turn, so that hosts with both kinds of children exist only when the shares force it.
-    numa = 2 if _chosen(config.numa_share, index + config.hosts // 2) else 0
+    size = config.sizes[index % len(config.sizes)]
+    numa = size.numa or (2 if _chosen(config.numa_share, index + config.hosts // 2) else 0)
     return HostPlan(
         uuid=str(root),
         name=f"{service}-{index:05d}",
-        size=config.sizes[index % len(config.sizes)],
+        size=size,
         gpus=tuple(str(uuid5(root, f"gpu{n}")) for n in range(gpus)),
         numa=tuple(str(uuid5(root, f"numa{n}")) for n in range(numa)),
         vgpus_per_gpu=config.vgpus_per_gpu,
+        devices=tuple(str(uuid5(root, f"device {device.name}")) for device in size.devices),
     )
 
 
@@ -54,36 +65,85 @@ def _chosen(share: float, index: int) -> bool:
     return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
 
 
-def tree(plan: HostPlan, size: HostSize, *, enabled: bool) -> tuple[ProviderReport, ...]:
-    """The host's providers: the root, then its children. With NUMA cells, processors and memory are the cells'."""
-    disk = {"DISK_GB": Inventory(total=size.disk_gb, max_unit=size.disk_gb, allocation_ratio=size.disk_ratio)}
+def tree(plan: HostPlan, size: HostSize, *, enabled: bool, nested: bool = True) -> tuple[ProviderReport, ...]:
+    """The host's providers: the root, then its children. With NUMA cells, processors and memory are the cells'.
+
+    nested False: as before there were trees, everything at the root.
+    """
+    children = (*_cells(plan, size), *_gpus(plan), *_devices(plan, size))
     root = ProviderReport(
         uuid=plan.uuid,
         name=plan.name,
-        inventories=disk if plan.numa else {**_compute(size, 1), **disk},
+        inventories={**({} if plan.numa and nested else _compute(size, 1)), **_disk(size)},
         traits=(NODE_TRAIT,) if enabled else (NODE_TRAIT, DISABLED_TRAIT),
+        aggregates=size.aggregates or None,
     )
-    cells = tuple(
+    return (root, *children) if nested else (_flat(root, children),)
+
+
+def _flat(root: ProviderReport, children: Sequence[ProviderReport]) -> ProviderReport:
+    """The root with what its children have, the whole machine's processors and memory already being its own."""
+    sums: Counter[str] = Counter()
+    for child in children:
+        if NUMA_TRAIT not in child.traits:
+            sums.update({name: inventory.total for name, inventory in child.inventories.items()})
+    return replace(root, inventories={**root.inventories, **{name: _all_of(total) for name, total in sums.items()}})
+
+
+def _cells(plan: HostPlan, size: HostSize) -> tuple[ProviderReport, ...]:
+    return tuple(
         ProviderReport(
             uuid=child,
             name=f"{plan.name}-numa{n}",
             parent_uuid=plan.uuid,
             inventories=_compute(size, len(plan.numa)),
             traits=(NUMA_TRAIT,),
+            takes_from=plan.uuid,
         )
         for n, child in enumerate(plan.numa)
     )
-    gpus = tuple(
+
+
+def _gpus(plan: HostPlan) -> tuple[ProviderReport, ...]:
+    return tuple(
         ProviderReport(
             uuid=child,
             name=f"{plan.name}-gpu{n}",
             parent_uuid=plan.uuid,
-            inventories={"VGPU": Inventory(total=plan.vgpus_per_gpu, max_unit=plan.vgpus_per_gpu)},
+            inventories={"VGPU": _all_of(plan.vgpus_per_gpu)},
             traits=(GPU_TRAITS[n % len(GPU_TRAITS)],),
+            takes_from=plan.uuid,
         )
         for n, child in enumerate(plan.gpus)
     )
-    return (root, *cells, *gpus)
+
+
+def _devices(plan: HostPlan, size: HostSize) -> tuple[ProviderReport, ...]:
+    above = {"": plan.uuid, **{f"numa{n}": child for n, child in enumerate(plan.numa)}}
+    found: list[ProviderReport] = []
+    for uuid, device in zip(plan.devices, size.devices, strict=False):  # a host that is resized keeps its devices
+        found.append(
+            ProviderReport(
+                uuid=uuid,
+                name=f"{plan.name}-{device.name}",
+                parent_uuid=above.get(device.under, plan.uuid),
+                inventories={name: _all_of(total) for name, total in device.inventories.items()},
+                traits=device.traits,
+                takes_from=plan.uuid if device.inventories else None,
+            )
+        )
+        above[device.name] = uuid
+    return tuple(found)
+
+
+def _all_of(total: int) -> Inventory:
+    return Inventory(total=total, max_unit=total)
+
+
+def _disk(size: HostSize) -> dict[str, Inventory]:
+    if not size.disk_gb:
+        return {}
+    return {"DISK_GB": Inventory(total=size.disk_gb, max_unit=size.disk_gb, allocation_ratio=size.disk_ratio)}
 
 
 def _compute(size: HostSize, parts: int) -> dict[str, Inventory]:

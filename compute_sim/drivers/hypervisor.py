@@ -15,11 +15,12 @@ from compute_sim.fleet import Fleet, Guest, Host
 class Hypervisors:
     """The driver of a Fleet."""
 
-    def __init__(self, fleet: Fleet, faults: Faults, *, seed: int, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, faults: Faults, *, seed: int, clock: Clock, nested: bool = True) -> None:
         self._fleet = fleet
         self._faults = faults
         self._seed = seed
         self._clock = clock
+        self._nested = nested
         self._forget: list[Callable[[], None]] = []
 
     async def open(self) -> None:
@@ -45,7 +46,7 @@ class Hypervisors:
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
         """The provider trees."""
-        return [tree(host.plan, host.size, enabled=host.enabled) for host in self._these(hosts)]
+        return [tree(host.plan, host.size, enabled=host.enabled, nested=self._nested) for host in self._these(hosts)]
 
     async def spawn(self, build: Build) -> None:
         """Build as this attempt's fate has it."""
@@ -97,5 +98,5 @@ class Hypervisors:
 def _check(host: Host, build: Build) -> None:
     """A build whose allocation names no provider of this host was sent to the wrong one: building would leak."""
     plan, allocations = host.plan, build.allocations
-    if plan.uuid not in allocations and not any(child in allocations for child in (*plan.numa, *plan.gpus)):
+    if plan.uuid not in allocations and not any(child in allocations for child in plan.children):
         raise BuildAbort("allocation.elsewhere", "the allocation names no provider of this host")

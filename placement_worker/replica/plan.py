@@ -111,7 +111,8 @@ class Plan:
         self.apart = _code(steps, "together", "traits and resources not on the same providers")
         self.nothing = _code(steps, "resources", "nothing is asked")
         self.nearness = [self._name_misses(slot) for slot in self.entangled.search.slots]
-        self.unfit = _code(steps, "together", "groups do not fit together")
+        groups = ", ".join(group.suffix.removeprefix("_") for group in query.groups)
+        self.unfit = _code(steps, f"groups {groups}" if groups else "together", "groups do not fit together")
         self.unknown = _code(steps, "together", "too many combinations to try")
 
     def _name_misses(self, slot: Slot) -> list[int]:

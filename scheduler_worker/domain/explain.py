@@ -66,6 +66,8 @@ def phrase(step: str, reason: str) -> str:
     """One reason in words. `step` is a resource class where the replica's search says one of AMOUNTS."""
     if reason in PHRASES:
         return PHRASES[reason]
+    if reason == "groups do not fit together" and step.startswith("groups "):
+        return f"have room for each of {step}, but not for all of them together"
     if step.startswith("group ") and reason in GROUPS:
         return GROUPS[reason].format(step)
     if reason in AMOUNTS:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from compute_sim.config import ComputeConfig, HostSize
+import pytest
+
+from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.domain.faults import KIND, Ending, Faults, fate
 from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, plan_hosts, tree
 
@@ -68,3 +70,36 @@ def test_trees_are_roots_first_and_hold_the_hardware_once() -> None:
     assert "VCPU" not in providers[0].inventories and "DISK_GB" in providers[0].inventories
     assert [p.traits for p in providers if "VGPU" in p.inventories] == [(trait,) for trait in GPU_TRAITS]
     assert DISABLED_TRAIT in tree(plan, plan.size, enabled=False)[0].traits
+
+
+NESTED = HostSize(
+    vcpus=8,
+    numa=2,
+    devices=(
+        Device(name="agent", under="numa1"),
+        Device(name="port", under="agent", inventories={"SRIOV_NET_VF": 8}, traits=("CUSTOM_RED",)),
+    ),
+)
+
+
+def test_devices_hang_where_they_are_told_to_and_take_over_from_the_root() -> None:
+    (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=0.0, sizes=(NESTED,)), "c", "s")
+    root, _, cell, agent, port = tree(plan, plan.size, enabled=True)
+    assert (cell.parent_uuid, agent.parent_uuid, port.parent_uuid) == (root.uuid, cell.uuid, agent.uuid)
+    assert [report.takes_from for report in (cell, agent, port)] == [root.uuid, None, root.uuid]
+    assert plan.children == (*plan.numa, agent.uuid, port.uuid)
+
+
+def test_a_host_not_yet_nested_has_the_same_at_its_root() -> None:
+    (plan,) = plan_hosts(ComputeConfig(hosts=1, gpu_share=1.0, sizes=(NESTED,)), "c", "s")
+    (root,) = tree(plan, plan.size, enabled=True, nested=False)
+    totals = {name: inventory.total for name, inventory in root.inventories.items()}
+    assert totals == {"VCPU": 8, "MEMORY_MB": 262_144, "DISK_GB": 4_000, "SRIOV_NET_VF": 8, "VGPU": 16}
+
+
+@pytest.mark.parametrize(
+    "devices", [(Device(name="a", under="b"),), (Device(name="a"), Device(name="a")), (Device(name="numa0"),)]
+)
+def test_a_device_under_nothing_or_named_twice_is_refused(devices: tuple[Device, ...]) -> None:
+    with pytest.raises(ValueError, match="device"):
+        HostSize(devices=devices)

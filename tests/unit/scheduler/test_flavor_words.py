@@ -217,7 +217,7 @@ def test_groups_that_fit_only_apart_say_so() -> None:
     street = numa_street((4, 2))
     street.hosts.book.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
     assert street.place() is None
-    assert "fell at together (groups do not fit together)" in street.why_not()
+    assert "have room for each of groups CPU, NIC, but not for all of them together" in street.why_not()
 
 
 def test_storage_shared_by_aggregate() -> None:

@@ -1,0 +1,147 @@
+"""The examples of docs/nested.md, running: one street for a module of tests, booted and looked at from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+import compute_sim.app
+from berth.client import BuildClient, Track
+from berth.gather import gather, rest
+from berth.invariants import Facts, judge
+from berth.settings import CellSettings, Settings, UpSettings, read_settings
+from berth.site import process_name
+from berth.up import Street, site
+from bus.clock import new_uuid
+from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
+from bus.contracts.placement import InventoryResult, InventoryUpdate
+from compute_sim.config import ComputeConfig, Device, HostSize
+from compute_sim.fleet import Fleet
+
+PAGE = Path(__file__).parents[2] / "docs" / "nested.md"
+CELL, OLD = "cell1", "cell1-old"
+PATIENCE_S = 60.0
+
+# The host that is upgraded: two NUMA cells and two cards with eight PGPUs each, reported flat at first.
+UPGRADED = HostSize(
+    vcpus=16,
+    memory_mb=32_768,
+    reserved_memory_mb=0,
+    disk_gb=0,
+    cpu_ratio=1.0,
+    numa=2,
+    devices=tuple(Device(name=f"card{n}", under=f"numa{n}", inventories={"PGPU": 8}) for n in range(2)),
+)
+FLAT = ComputeConfig(hosts=1, gpu_share=0.0, sizes=(UPGRADED,), nested=False, heartbeat_s=0.5)
+
+
+def blocks(kind: str) -> list[str]:
+    """The page's fenced blocks of one kind."""
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def page_settings(directory: Path) -> Settings:
+    """The page's settings, read as an operator's file is; a host for every size."""
+    path = directory / "berth.toml"
+    path.write_text("\n".join(blocks("toml")))
+    settings = read_settings(path, {})
+    compute = replace(settings.compute, hosts=len(settings.compute.sizes), gpu_share=0.0, heartbeat_s=0.5)
+    up = UpSettings(schedulers=2, placements=2, computes_per_cell=1, nodes=0)
+    return replace(settings, compute=compute, up=up, cells={CELL: CellSettings()})
+
+
+class Example:
+    """What a test holds in its hands: a client, and eyes on the book."""
+
+    def __init__(self, street: Street, client: BuildClient, old: Fleet) -> None:
+        self.street = street
+        self.client = client
+        self._old = old
+        self.rng = street.site.rng
+
+    def requests(self, flavor: str, count: int) -> list[BuildRequest]:
+        """So many builds of one flavor."""
+        return [
+            BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, project_id="nested") for _ in range(count)
+        ]
+
+    async def boot(self, flavor: str, count: int = 1) -> list[Track]:
+        """Build, to the end."""
+        tracks = await self.client.boot(self.requests(flavor, count))
+        await self.ended()
+        return tracks
+
+    async def ended(self) -> None:
+        """Everything asked for has ended, and everybody knows."""
+        assert await self.client.wait(PATIENCE_S), [t.state for t in self.client.tracks.values() if not t.ended_at]
+        assert await rest(self.street.site, timeout_s=PATIENCE_S)
+
+    async def delete(self, tracks: list[Track]) -> None:
+        """Delete those that run."""
+        running = [track.instance_uuid for track in tracks if track.state == "active"]
+        queries = [BuildQuery(instance_uuid=uuid) for uuid in running]
+        pages = await self.client.bus.request_all(queries, BuildPage, timeout_s=PATIENCE_S, causes=running)
+        await self.client.delete([page.builds[0] for page in pages if isinstance(page, BuildPage)])
+        await self.ended()
+
+    async def looked_at(self) -> Facts:
+        """Everything from outside, the invariants judged."""
+        facts = await gather(self.street.site, accepted=list(self.client.tracks), events=self.client.events)
+        assert [verdict for verdict in judge(facts) if not verdict.holds] == []
+        return facts
+
+    async def where(self, tracks: list[Track]) -> Counter[tuple[str, str, int]]:
+        """How many of these hold what of which provider, by the providers' names, read from PostgreSQL."""
+        facts = await self.looked_at()
+        names = await self.names()
+        counted: Counter[tuple[str, str, int]] = Counter()
+        for track in tracks:
+            for provider, resources in facts.allocations.get(track.instance_uuid, {}).items():
+                counted.update((names[provider], name, amount) for name, amount in resources.items())
+        return counted
+
+    async def names(self) -> dict[str, str]:
+        """{provider: its name}, of hosts without the host's own."""
+        book = self.street.site.environment("names").database("placement", pool_size=1)
+        try:
+            async with book.raw() as connection:
+                rows = await connection.fetch("SELECT uuid::text, name FROM providers")
+        finally:
+            await book.close()
+        return {uuid: re.sub(rf"^({CELL}-c1|{OLD})-\d+", "host", name) for uuid, name in rows}
+
+    async def old_service(self, *, nested: bool) -> None:
+        """Start the service of the host that is upgraded; killed first, if it runs."""
+        if OLD in self.street.ensemble.members:
+            await self.street.ensemble.kill(OLD)
+        config = replace(FLAT, nested=nested)
+        environment = self.street.site.environment(OLD)
+        service = compute_sim.app.build(environment, config, CELL, OLD, fleet=self._old)
+        await self.street.ensemble.start((OLD, service))
+
+
+@contextlib.asynccontextmanager
+async def example(directory: Path) -> AsyncIterator[Example]:
+    """The street of the page: one host an example, the pools told by plain messages."""
+    async with site(page_settings(directory), directory=None, seed=3) as here:
+        street = Street(here)
+        client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("nested"), keep_events=True)
+        await street.start()
+        await client.open()
+        try:
+            for body in blocks("json"):
+                update = msgspec.json.decode(body, type=InventoryUpdate)
+                result = await client.bus.request(update, InventoryResult, timeout_s=PATIENCE_S)
+                assert result.outcome == "applied"
+            made = Example(street, client, Fleet.planned(FLAT, CELL, OLD))
+            await made.old_service(nested=False)
+            yield made
+        finally:
+            await client.close()
+            await street.ensemble.stop()
