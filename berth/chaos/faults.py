@@ -15,6 +15,7 @@ from msgspec import Struct
 from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, Deck, Fault, Kind
 from berth.chaos.scene import Scene, descendants, last_words
 from berth.embedded.postgres import Postgres
+from berth.embedded.process import ServerFailed
 from berth.embedded.rabbitmq import RabbitMQ
 
 log = structlog.get_logger("chaos")
@@ -58,9 +59,9 @@ class Saboteur:
         self._rests_until = dict.fromkeys(SERVERS, 0.0)
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def disturb(self, deck: Deck, every_s: float) -> None:
-        """A fault every so many seconds, until cancelled. What has begun goes on: see `settle`."""
-        while True:
+    async def disturb(self, deck: Deck, every_s: float, most: int) -> None:
+        """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`."""
+        while len(self.injected) < most:
             await self._clock.sleep(every_s)
             paused = sum(fault.kind is Kind.PAUSE for fault in self._busy.values())
             fault = deck.deal(self._free(), paused=paused, broken=len(self._busy))
@@ -93,10 +94,18 @@ class Saboteur:
                     await asyncio.to_thread(self._scene.crew.restart, name)
 
     async def settle(self) -> None:
-        """Wait until every fault is undone and every worker is ready. Raises what undoing raised, or ServerFailed."""
+        """Wait until every fault is undone and every worker is ready (`watch` runs). Raises ServerFailed."""
         async with asyncio.timeout(UNDO_TIMEOUT_S):
             await asyncio.gather(*self._under_way)
-        await self._scene.crew.ready()
+        until = self._clock.monotonic() + UNDO_TIMEOUT_S
+        while True:
+            try:
+                await self._scene.crew.ready()
+                return
+            except ServerFailed:  # it ended by itself: `watch` has written it down and starts it again
+                if self._clock.monotonic() > until:
+                    raise
+            await self._clock.sleep(2 * RESTART_AFTER_S)
 
     def _free(self) -> dict[str, list[str]]:
         roles = {role: self._scene.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}

@@ -130,6 +130,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
 
     boots: int = 20_000
     fault_every_s: float = 2.0
+    most_faults: int = 1_000_000
     seed: int = 1
     in_flight: int = 150
     in_flight_most: int = 1_500

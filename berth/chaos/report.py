@@ -36,6 +36,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     refused: int
     deleted: int
     failures_by_code: Mapping[str, int]
+    failure_reasons: Mapping[str, str]
     events: int
     events_repeated: int
     lost: int
@@ -66,12 +67,20 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
 
     @property
     def bugs(self) -> tuple[Death, ...]:
-        """Deaths that no outage explains: a broken invariant, an error nobody expected, wrong settings."""
-        return tuple(death for death in self.died if death.status in BUGS)
+        """Deaths that no outage explains: a broken invariant, an error nobody expected, wrong settings.
+
+        A worker that could not set itself up for a minute because the bus was away gives up and says so.
+        """
+        return tuple(
+            death
+            for death in self.died
+            if death.status in BUGS and not any(code in death.last_words for code in OUTAGES)
+        )
 
 
 # Exit statuses of bus.service.main: a fault, wrong settings, a broken invariant.
 BUGS = (1, 2, 70)
+OUTAGES = ('"code":"bus.unavailable"', '"code":"database.unavailable"')
 
 
 def render(report: ChaosReport, console: Console) -> None:
@@ -98,6 +107,8 @@ def render(report: ChaosReport, console: Console) -> None:
         )]],
     )  # fmt: skip
     console.print(f"failures: {_words(report.failures_by_code)}; dead letters: {_words(report.dead_letters)}")
+    for code, reason in report.failure_reasons.items():
+        console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
     console.print(
         f"{report.ends_per_s:.0f} builds and deletes ended a second; {report.events} events heard, "
         f"{report.events_repeated} of them again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import tempfile
 from collections import Counter
@@ -32,11 +33,17 @@ from berth.gather import gather, rest
 from berth.invariants import Facts, judge
 from berth.site import process_name
 from bus.contracts.build import BuildEvent, BuildState
+from bus.faults import Transient
+from bus.port import BusError
 from bus.service.telemetry import configure_logging
 
 PROGRESS_EVERY_S = 5.0
 STRETCH_S = 10.0
 EXAMPLES = 5
+# Whichever scheduler is free answers, so several answers in a row have to be complete.
+HOSTS_KNOWN_S = 90.0
+ANSWERS_IN_A_ROW = 4
+ASK_AGAIN_S = 0.1
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -57,6 +64,7 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
         await run.watch.open()
         try:
             await wait_registered(stage)
+            await run.hosts_known()
             console.print(f"seed {plan.seed}; up: {', '.join(stage.crew.workers)}", soft_wrap=True)
             return run.summed_up(await run.through())
         finally:
@@ -80,6 +88,18 @@ class Run:
         self._clock = site.clock
         self._console = console
 
+    async def hosts_known(self) -> None:
+        """Return when the schedulers know every host: a build before that is told, rightly, that there is none."""
+        crew = self.plan.crew
+        count = len(crew.cells) * crew.computes_per_cell * crew.compute.hosts
+        async with asyncio.timeout(HOSTS_KNOWN_S):
+            in_a_row = 0
+            while in_a_row < ANSWERS_IN_A_ROW * crew.schedulers:
+                with contextlib.suppress(Transient, BusError):
+                    page = await self.client.hosts(limit=count, timeout_s=HOSTS_KNOWN_S)
+                    in_a_row = in_a_row + 1 if sum(host.up for host in page.hosts) == count else 0
+                await self._clock.sleep(ASK_AGAIN_S)
+
     async def through(self) -> Ending:
         """All of it."""
         began = self._clock.monotonic()
@@ -95,7 +115,7 @@ class Run:
         """Load and faults, until the last request is accepted."""
         async with asyncio.TaskGroup() as group:
             others = [
-                group.create_task(self.saboteur.disturb(self._deck, self.plan.fault_every_s)),
+                group.create_task(self.saboteur.disturb(self._deck, self.plan.fault_every_s, self.plan.most_faults)),
                 group.create_task(self.saboteur.watch()),
                 group.create_task(self._tell()),
             ]
@@ -158,6 +178,7 @@ class Run:
             refused=states[BuildState.REFUSED],
             deleted=states[BuildState.DELETED],
             failures_by_code=_failures(events),
+            failure_reasons=_reasons(events),
             events=len(events),
             events_repeated=len(events) - len(told),
             lost=len(found.lost),
@@ -189,6 +210,16 @@ def _failures(events: Sequence[BuildEvent]) -> dict[str, int]:
         if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED)
     }
     return dict(Counter(ends.values()).most_common())
+
+
+def _reasons(events: Sequence[BuildEvent]) -> dict[str, str]:
+    """One reason of each code, with the funnel of its search."""
+    found: dict[str, str] = {}
+    for event in events:
+        if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED) and event.code not in found:
+            steps = "; ".join(f"{step.step} left {step.left} {step.fell or ''}" for step in event.funnel)
+            found[event.code] = f"{event.reason} {steps}".strip()
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

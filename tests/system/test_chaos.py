@@ -23,9 +23,17 @@ DECK = (
 
 async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -> None:
     whole = ChaosPlan()
-    crew = msgspec.structs.replace(whole.crew, cells=("cell1",))
+    crew = msgspec.structs.replace(whole.crew, cells=("cell1",), computes_per_cell=1)
     plan = ChaosPlan(
-        boots=400, in_flight=50, population=150, fault_every_s=0.5, seed=1, deck=DECK, crew=crew, early_deletes=0.05
+        boots=400,
+        in_flight=40,
+        population=150,
+        fault_every_s=0.7,
+        most_faults=len(DECK),
+        seed=1,
+        deck=DECK,
+        crew=crew,
+        early_deletes=0.05,
     )
     said = Console(file=io.StringIO(), width=120)
     report = await chaos(plan, tmp_path, said)
