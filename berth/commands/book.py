@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import UUID
 
 import asyncpg
 import typer
@@ -51,20 +52,24 @@ UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid 
 def audit(
     context: typer.Context,
     mend: Annotated[bool, typer.Option("--repair", help="Put right what can be.")] = False,
+    consumers: Annotated[
+        Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with the book: orphaned, doubled and miscounted allocations, and capacity exceeded.
 
-    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes. Doubled: of
-    an instance, on another host than its own. Repairing releases the orphaned, removes what nobody can give back
-    and counts usage anew; doubled and exceeded ones are told, because somebody has to move a machine. Exit status 1
-    while anything is wrong.
+    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
+    --consumers, held by whoever is not named there. Doubled: of an instance, on another host than its own; with
+    --consumers, one class of two trees that do not share it (a move under way looks so too). Repairing releases the
+    orphaned, removes what nobody can give back and counts usage anew; doubled and exceeded ones are told, because
+    somebody has to move a machine. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
-            orphans, doubled = await _lost(here, database)
+            orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
                 wrong = await questions.findings(connection)
                 over = await questions.over_capacity(connection)
@@ -224,6 +229,33 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str]]:
             if state == "active" and host is not None and places - {host}:
                 doubled.append(f"{uuid}: runs on {host}, holds {', '.join(sorted(places - {host}))}")
     return [uuid for uuid in holders if uuid not in alive], doubled
+
+
+async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str]]:
+    """The same, by a list of all that may hold something."""
+    async with database.raw() as connection:  # before the list is read: whoever holds something was known by then
+        held = await questions.allocations(connection)
+        doubled = await questions.doubled(connection)
+    alive = uuids_of(path)
+    return [uuid for uuid in held if uuid not in alive], doubled
+
+
+def uuids_of(path: Path) -> frozenset[str]:
+    """The UUIDs that a file names, one a line. Raises Stop."""
+    found: set[str] = set()
+    try:
+        with path.open() as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        found.add(str(UUID(line.strip())))
+                    except ValueError:
+                        raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
+    except (OSError, UnicodeError) as error:
+        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {error}") from error
+    if not found:  # an empty list would make an orphan of everybody
+        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names nobody")
+    return frozenset(found)
 
 
 async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> Sequence[Any]:

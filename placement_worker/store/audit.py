@@ -79,6 +79,17 @@ SELECT DISTINCT 'allocation of ' || a.consumer || ', whom the book does not know
 WHERE NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL)
 """
 
+SHARING = "MISC_SHARES_VIA_AGGREGATE"
+DOUBLED = """
+SELECT a.consumer, c.name, array_agg(DISTINCT r.uuid::text ORDER BY r.uuid::text)
+FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN providers r ON r.id = p.root_id
+JOIN resource_classes c ON c.id = a.class_id
+WHERE NOT EXISTS (
+    SELECT FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id AND t.name = $1
+)
+GROUP BY a.consumer, c.name HAVING count(DISTINCT p.root_id) > 1 ORDER BY a.consumer, c.name
+"""
+
 
 async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
     """Every inventory, by provider and class."""
@@ -117,6 +128,12 @@ async def feed_span(connection: asyncpg.Connection) -> tuple[int, int, int]:
     """(lowest number kept, highest, how many are kept)."""
     row = await connection.fetchrow(SPAN)
     return (row[0], row[1], row[2])
+
+
+async def doubled(connection: asyncpg.Connection) -> list[str]:
+    """Consumers that hold one class of two trees, neither of which shares it; one line each."""
+    rows = await connection.fetch(DOUBLED, SHARING)
+    return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
 
 
 async def findings(connection: asyncpg.Connection) -> list[str]:

@@ -1,0 +1,66 @@
+"""`berth placement audit --consumers` on a book that REST clients write, as an operator runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from berth.commands.book import uuids_of
+from berth.commands.common import Stop
+from bus.clock import new_uuid
+from tests.integration.placement_rest.conftest import Placement
+
+pytestmark = pytest.mark.postgres
+
+
+async def audit(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
+    env = {**os.environ, "BERTH_DATABASE__URL": placement.database_url}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "berth", "placement", "audit", "--json", *words),
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, json.loads(said) if said else {}
+
+
+async def test_whoever_is_not_named_is_an_orphan(placement: Placement, tmp_path: Path) -> None:
+    one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
+    alive, orphan, doubled = (new_uuid(placement.rng) for _ in range(3))
+    assert (await placement.claim(alive, one, VCPU=1)).status_code == 204
+    assert (await placement.claim(orphan, one, VCPU=2)).status_code == 204
+    body = {
+        "allocations": {host: {"resources": {"VCPU": 1}} for host in (one, other)},
+        "project_id": "p",
+        "user_id": "u",
+        "consumer_generation": None,
+        "consumer_type": "INSTANCE",
+    }
+    await placement.call("PUT", f"/allocations/{doubled}", body, status=204)
+    names = tmp_path / "ids"
+    names.write_text(f"{alive.upper()}\n\n{doubled}\n")
+
+    status, found = await audit(placement, "--consumers", str(names))
+    assert (status, found["orphaned"], len(found["doubled"]), found["unsound"]) == (1, [orphan], 1, [])
+    assert found["doubled"][0].startswith(f"{doubled}: VCPU of ")
+
+    status, found = await audit(placement, "--consumers", str(names), "--repair")
+    assert (status, found["orphaned"], found["repaired"]) == (1, [], [f"{orphan}: released"])
+    shown = await placement.call("GET", f"/resource_providers/{one}/usages")
+    assert shown.json()["usages"] == {"VCPU": 2}
+
+
+def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
+    names = tmp_path / "ids"
+    for text in ("\n", "no uuid\n"):
+        names.write_text(text)
+        with pytest.raises(Stop) as stop:
+            uuids_of(names)
+        assert stop.value.status == 2
