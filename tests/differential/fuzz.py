@@ -63,7 +63,8 @@ class Pair:
             found = self._asked_otherwise(call, ours)
             self.excused[known.ADDS_UP_TWICE] += not found
         if found:
-            reason = known.reason(call, body, real, ours)
+            whole = real if limit is None else self.real.send(_without_limit(call))
+            reason = known.reason(call, body, whole, ours)
             if reason is not None:
                 self.excused[reason] += 1
                 found = []
@@ -84,9 +85,7 @@ class Pair:
 
     def _limited(self, call: Call, limit: int, part: Any) -> list[str]:
         """Which of many candidates are taken is each server's own choice."""
-        parts = urlsplit(call.path)
-        pairs = [pair for pair in parts.query.split("&") if not pair.startswith("limit=")]
-        whole = self.real.send(Call("GET", f"{parts.path}?{'&'.join(pairs)}", call.version))
+        whole = self.real.send(_without_limit(call))
         return part_of(part, data_of(whole), limit) if call.minor >= 12 else []
 
     def _compare_wording(self, call: Call, real: str, ours: str) -> None:
@@ -111,6 +110,12 @@ class Pair:
         self.real.wipe()
         self.ours.wipe()
         self.parted = False
+
+
+def _without_limit(call: Call) -> Call:
+    path, _, query = call.path.partition("?")
+    kept = [pair for pair in query.split("&") if not pair.startswith("limit=")]
+    return Call(call.method, f"{path}?{'&'.join(kept)}", call.version, headers=call.headers)
 
 
 def _limit(call: Call) -> int | None:

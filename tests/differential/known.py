@@ -13,6 +13,7 @@ from compare import data_of, without_order, wording
 NUL = "\\u0000"
 ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
 KINDS = ("resources", "required", "member_of", "in_tree")
+SHARES = "MISC_SHARES_VIA_AGGREGATE"
 EMPTY = {("allocation_requests", 0), ("resource_providers", 0)}
 
 
@@ -28,6 +29,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
     if call.path.startswith("/allocation_candidates?") and real.status_code == ours.status_code == 200:
         if not data_of(real)["allocation_requests"] and _only_forbids(call):
             return "a group without resources that only forbids: the real one finds nothing at all"
+        if _loses_anchors(call, data_of(real), data_of(ours)):
+            return "the real one keeps one tree of several that share all that the un-numbered group asks for"
         return "negative capacity" if _clamped(data_of(real)) == without_order(data_of(ours)) else None
     return None
 
@@ -42,6 +45,30 @@ def _only_forbids(call: Call) -> bool:
         elif suffix:
             groups.setdefault(suffix, [])
     return any(not kinds for kinds in groups.values())
+
+
+def _loses_anchors(call: Call, real: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether all that the real one lacks takes its un-numbered group from providers that share.
+
+    It takes two answers to that group for one when only the trees differ for which they were found. real: without the
+    call's limit.
+    """
+    plain, numbered, _ = _asked(call)
+    if not plain or not numbered:
+        return False
+    known = without_order(real["allocation_requests"])
+    extra = [one for one in ours["allocation_requests"] if json.dumps(without_order(one), sort_keys=True) not in known]
+    missing = len(known) - (len(ours["allocation_requests"]) - len(extra))
+    summaries = ours["provider_summaries"]
+    return (
+        bool(extra)
+        and (missing == 0 or "limit=" in call.path)
+        and all(
+            SHARES in summaries[uuid].get("traits", [SHARES])
+            for one in extra
+            for uuid in one.get("mappings", {}).get("", [])
+        )
+    )
 
 
 def adds_up_twice(call: Call) -> bool:
