@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--berth", required=True, help="the berth command")
     parser.add_argument("--schemathesis", required=True, help="the schemathesis command")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=25, help="at most so many requests an operation and phase")
+    parser.add_argument("--examples", type=int, default=8, help="at most so many requests an operation and phase")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="berth-openapi-") as folder, berth(options.berth) as url:
         document = Path(folder, "openapi.json")
