@@ -38,9 +38,10 @@ def hand_over(
     of `source`.
     """
     moving = _Moving(source, stocks, used, holdings)
+    known = {report.uuid: frozenset(report.takes) for report in reports}
     for classes, takers in _bundles(reports, source, stocks):
         for consumer in _in_order(holdings, source, classes, takers):
-            named = [report.uuid for report in takers if consumer in report.takes]
+            named = [report.uuid for report in takers if consumer in known[report.uuid]]
             moving.move(consumer, classes, named or [report.uuid for report in takers])
     return moving.moved
 

@@ -118,6 +118,25 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     assert (await said(store, report(*NESTED.providers, version=3))).outcome == "unchanged"
 
 
+async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: PlacementStore) -> None:
+    await said(store, FLAT)
+    await said(store, report(node(POOL, VCPU=1), version=1))
+    await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
+    await said(store, NESTED)
+    elsewhere = ClaimOption(allocations={POOL: {"VCPU": 1}})
+    again = Claim(
+        consumer=CONSUMERS[0],
+        attempt=2,
+        consumer_generation=1,
+        release_first=True,
+        options=(elsewhere,),
+        project_id="p",
+    )
+    (result,) = await store.apply([again])
+    assert result.outcome == "claimed"
+    assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {"VCPU": 1}}
+
+
 async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: PlacementStore) -> None:
     await said(store, FLAT)
     shape = (await store.snapshot(None, 1)).providers[0].shape
