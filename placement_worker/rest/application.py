@@ -68,8 +68,7 @@ class Application:
                 response = exchange.error(_unexpected(error))
         if self._cors.on:
             response = self._crossed(exchange, headers, response)
-        metrics.REQUESTS.labels(exchange.request.method, exchange.route, response.status).inc()
-        metrics.SECONDS.labels(exchange.request.method, exchange.route).observe(self._api.clock.monotonic() - began)
+        metrics.answered(exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began)
         await _send(send, exchange, response)
 
     async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:

@@ -20,3 +20,22 @@ GROUP_ITEMS = Histogram(
     buckets=(1, 2, 5, 10, 20, 50, 100),
 )
 REPLICA = Gauge("berth_placement_rest_replica_sequence", "The feed number that this process's replica is at.")
+
+
+# Looking labels up costs as much as all the rest of counting, and there are few: methods times routes times statuses.
+_requests: dict[tuple[str, str, int], Counter] = {}
+_seconds: dict[tuple[str, str], Histogram] = {}
+METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
+
+
+def answered(method: str, route: str, status: int, seconds: float) -> None:
+    """Count one answer. route: a path of the table, never one that a client made up."""
+    method = method if method in METHODS else "other"
+    counter = _requests.get((method, route, status))
+    if counter is None:
+        counter = _requests[method, route, status] = REQUESTS.labels(method, route, status)
+    histogram = _seconds.get((method, route))
+    if histogram is None:
+        histogram = _seconds[method, route] = SECONDS.labels(method, route)
+    counter.inc()
+    histogram.observe(seconds)

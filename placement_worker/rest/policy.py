@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from oslo_config import cfg
-from oslo_policy import opts, policy
+from typing import TYPE_CHECKING
 
 from bus.clock import Clock
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller
 from placement_worker.rest.config import PolicyConfig
 
+if TYPE_CHECKING:
+    from oslo_policy import policy
+
 # Verdicts are kept this long: a changed policy file acts after it, and oslo.policy is asked once per caller and rule.
 REFRESH_S = 2.0
 MAX_VERDICTS = 10_000
 
-_OLD = policy.DeprecatedRule(
-    name="rule:admin_api",
-    check_str="role:admin",
-    deprecated_reason="Placement's defaults before its roles were refined.",
-    deprecated_since="5.0.0",
-)
 _BASE = (
     ("admin_api", "role:admin", False, True),
     ("service_api", "role:service", True, True),
@@ -106,13 +101,15 @@ class Policy:
             "system_scope": caller.system_scope,
         }
         target = {"project_id": project_id, "user_id": caller.user_id}
-        try:
-            return bool(self._enforcer.authorize(rule, target, creds))
-        except policy.InvalidScope:
-            return False
+        # do_raise: a token of the wrong scope is refused like any other, without an exception of its own.
+        return bool(self._enforcer.authorize(rule, target, creds, do_raise=False))
 
 
 def _enforcer(config: PolicyConfig) -> policy.Enforcer:
+    # Here, not above: a third of a second of imports that no command but the one that serves should pay.
+    from oslo_config import cfg  # noqa: PLC0415
+    from oslo_policy import opts, policy  # noqa: PLC0415
+
     conf = cfg.ConfigOpts()
     conf([], project="placement", default_config_files=[], default_config_dirs=[])
     opts.set_defaults(conf)
@@ -126,13 +123,19 @@ def _enforcer(config: PolicyConfig) -> policy.Enforcer:
     enforcer = policy.Enforcer(conf)
     enforcer.suppress_default_change_warnings = True
     enforcer.suppress_deprecation_warnings = True
+    old = policy.DeprecatedRule(
+        name="rule:admin_api",
+        check_str="role:admin",
+        deprecated_reason="Placement's defaults before its roles were refined.",
+        deprecated_since="5.0.0",
+    )
     for name, check, deprecates, scoped in _BASE:
         enforcer.register_default(
             policy.RuleDefault(
                 name,
                 check,
                 scope_types=["project"] if scoped else None,
-                deprecated_rule=_OLD if deprecates else None,
+                deprecated_rule=old if deprecates else None,
             )
         )
     for name, check in RULES.items():
