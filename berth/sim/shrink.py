@@ -13,7 +13,7 @@ from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
-MAX_RUNS = 150
+MAX_RUNS = 60
 
 
 class Shrinker:
