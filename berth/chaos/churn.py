@@ -64,7 +64,6 @@ class Churn:
         self._flavors = {request.instance_uuid: request.flavor for request in requests}
         sent = 0
         while (sent < len(requests) or self._early) and not self.stuck:
-            self._last = sent == len(requests)
             await self._delete(self._early)
             await self._delete(self._surplus())
             room = self._room_now()
@@ -76,6 +75,7 @@ class Churn:
             self.accepted += [request.instance_uuid for request in part]
             self._asked([request.instance_uuid for request in part])
             sent += len(part)
+            self._last = sent == len(requests)  # before anything else is heard: who is marked now would never be asked
 
     def _room_now(self) -> int:
         """How many more may be asked for: what is stuck does not count, up to a bound."""
