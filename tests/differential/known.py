@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 from calls import Call
-from compare import data_of, without_order, wording
+from compare import data_of, not_negative, without_order, wording
 
 NUL = "\\u0000"
 ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
@@ -31,7 +31,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
             return "a group without resources that only forbids: the real one finds nothing at all"
         if _loses_anchors(call, data_of(real), data_of(ours)):
             return "the real one keeps one tree of several that share all that the un-numbered group asks for"
-        return "negative capacity" if _clamped(data_of(real)) == without_order(data_of(ours)) else None
+        same = without_order(not_negative(data_of(real))) == without_order(data_of(ours))
+        return "negative capacity" if same else None
     return None
 
 
@@ -109,10 +110,3 @@ def _asked(call: Call) -> tuple[set[str], list[set[str]], str]:
 
 def _lists(data: Any) -> list[tuple[str, int]]:
     return [(key, len(value)) for key, value in data.items()] if isinstance(data, dict) else []
-
-
-def _clamped(data: Any) -> Any:
-    for summary in data["provider_summaries"].values():
-        for stock in summary["resources"].values():
-            stock["capacity"] = max(0, stock["capacity"])
-    return without_order(data)
