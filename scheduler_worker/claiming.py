@@ -57,6 +57,9 @@ class Away(Transient):
     code = "placement.away"
 
 
+# How often a request that fits nowhere else looks again at hosts some children of which were full.
+SECOND_CHANCES = 3
+
 # Outcomes after which another claim is made.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE})
 
@@ -116,6 +119,8 @@ class Work(Struct, kw_only=True):
     claims: int = 0
     lost: list[str] = []
     looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
+    partly: list[int] = []  # hosts of which only some children are known to be full
+    chances: int = 0  # how often those were looked at again
     probe: ClaimOption | None = None  # asks whether an earlier run of ours holds a claim
     ending: Ending | None = None
 
@@ -245,7 +250,13 @@ class Claiming:
 
     def _nothing(self, work: Work, now_s: float) -> None:
         """Nothing fits: look again at the newest state; then make sure that no earlier run of ours holds a claim."""
-        if not work.looked_twice:
+        if not work.looked_twice or (work.partly and work.chances < SECOND_CHANCES):
+            # A full child does not make its host full: another scheduler may have taken what we asked for, and left
+            # the like of it beside. By the newest news it is a candidate again or is none.
+            for row in work.partly:
+                work.tried.pop(row, None)
+            work.partly = []
+            work.chances += 1
             work.looked_twice = True
             return
         if not work.fresh and work.probe is None:
@@ -329,11 +340,18 @@ class Claiming:
             case ClaimOutcome.FULL | ClaimOutcome.GONE:
                 metrics.RETRIES.labels(answer.outcome.value).inc()
                 work.tried[choice.selected.row] = f"claim.{answer.outcome.value}"
+                if answer.outcome is ClaimOutcome.FULL and self._is_in_parts(choice.selected):
+                    work.partly.append(choice.selected.row)
             case ClaimOutcome.CONSUMER_CHANGED:
                 reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
                 work.ending = Stopped(CONSUMER_CHANGED, reason)
             case ClaimOutcome.INVALID:
                 work.ending = Stopped("claim.invalid", answer.reason or "the resource book cannot ever accept this")
+
+    def _is_in_parts(self, asked: Candidate) -> bool:
+        """Whether anybody but the host's root was to give something."""
+        root = self._book.uuid_of(asked.row)
+        return any(uuid != root for option in asked.options for uuid in option.allocations)
 
     def _probed(self, work: Work, answer: ClaimResult) -> None:
         if answer.outcome is ClaimOutcome.CLAIMED:
