@@ -305,3 +305,37 @@ async def test_one_bad_item_does_not_fail_its_neighbours(street: Street) -> None
     assert [isinstance(ending, Placed) for ending in endings] == [at != 7 for at in range(20)]
     taken = [ending.selections[0].host for ending in endings if isinstance(ending, Placed)]
     assert len(set(taken)) == 6  # spread, not herded
+
+
+async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
+    hosts, root = street.hosts, street.hosts.uuids[0]
+    cards = [new_uuid(hosts.rng) for _ in range(2)]
+    for sequence, card in enumerate(cards, 1):
+        state = ProviderState(
+            uuid=card,
+            name=card,
+            root_uuid=root,
+            parent_uuid=root,
+            generation=1,
+            shape=1,
+            inventories={"VGPU": (2.0, 1, 2, 1, 2, 0, 1.0)},
+        )
+        hosts.book.apply([Change(sequence=sequence, provider=card, generation=1, state=state)])
+    taken: set[str] = set()  # by another scheduler, of which our book has not heard yet
+
+    def full_at_first(claim: Claim) -> ClaimResult:
+        if not taken:
+            taken.update(uuid for uuid in claim.options[0].allocations if uuid in cards)
+            return result(ClaimOutcome.FULL)
+        assert not taken & claim.options[0].allocations.keys()
+        return street.claimed(claim)
+
+    def news() -> None:
+        used = [Change(sequence=3, provider=card, generation=2, used={"VGPU": 2}) for card in sorted(taken)]
+        hosts.book.apply(used)
+
+    street.answer, street.refreshed = full_at_first, news
+    wanted = structs.replace(hosts.wanted(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
+    (placed,) = await street.claiming.place([Asking(request=hosts.request(), wanted=wanted)])
+    assert isinstance(placed, Placed), placed
+    assert (placed.selections[0].host_uuid, len(street.claims)) == (root, 2)
