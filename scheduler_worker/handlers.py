@@ -243,7 +243,7 @@ class RequestHandler:
         for (item, wanted), ending in zip(asking, endings, strict=True):
             if isinstance(ending, Away):
                 away = ending
-            elif isinstance(ending, NoHost) and ending.unannounced and self._may_wait(item):
+            elif isinstance(ending, NoHost) and ending.may_be_early and self._may_wait(item):
                 item.outcome = UNHEARD
             elif isinstance(ending, Contended) and item.received.meta.attempt < RETRIES:
                 item.outcome = Retry(CONTENDED, f"{ending.claims} claims were lost to others")
@@ -260,7 +260,7 @@ class RequestHandler:
             raise away
 
     def _may_wait(self, item: Item) -> bool:
-        """Just started: hosts that nobody has announced yet may still be; "no host" would be a guess."""
+        """Just started: hosts that nobody has reported or announced yet may still be; "no host" would be a guess."""
         started_s = self._clock.monotonic() if self._started_s is None else self._started_s
         warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
         return not warm and item.received.meta.attempt < RETRIES

@@ -34,6 +34,12 @@ class NoHost(Struct, frozen=True):
     unannounced: int = 0
     claims: int = 0
 
+    @property
+    def may_be_early(self) -> bool:
+        """Whether it may be for want of reports alone: hosts not announced yet, or no host in the book at all."""
+        hosts = self.funnel[0].left + sum(self.funnel[0].fell.values()) if self.funnel else 1
+        return self.unannounced > 0 or hosts == 0
+
 
 class Selector:
     """All that a decision reads. It changes nothing but the book's assumptions, which its callers make."""

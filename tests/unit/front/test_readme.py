@@ -63,5 +63,5 @@ def test_what_the_readme_points_at_exists() -> None:
     for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (ROOT / target).exists(), target
-        for script in re.findall(r"`(scripts/\w+)", text):
+        for script in re.findall(r"`(scripts/[\w-]+)", text):
             assert (ROOT / script).exists(), script
