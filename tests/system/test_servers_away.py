@@ -49,6 +49,7 @@ async def load_while_the_database_restarts(small: Small) -> None:
     client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True)
     await client.open()
     try:
+        await hosts_known(client)
         plan = LoadPlan(boots=BOOTS, mix={"m1.tiny": 1.0}, rate_per_s=100.0, timeout_s=PATIENCE_S)
         loading = asyncio.create_task(run_load(client, plan, clock=site.clock, rng=random.Random(5)))
         assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
@@ -61,6 +62,16 @@ async def load_while_the_database_restarts(small: Small) -> None:
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()
+
+
+async def hosts_known(client: BuildClient) -> None:
+    """Wait until the scheduler knows every host: before that, builds wait for the hosts and all end at once."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            page = await client.hosts(limit=100, timeout_s=PATIENCE_S)
+            if sum(host.up and bool(host.resources) for host in page.hosts) == PLAN.compute.hosts:
+                return
+            await asyncio.sleep(0.05)  # nothing announces it
 
 
 def says(small: Small, name: str, *events: str) -> None:
