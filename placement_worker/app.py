@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import structlog
 
 from bus.bus import API, Bus
+from bus.cell_link import CellLink, wait_for
 from bus.consumer import Consumer
 from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.service.settings import SettingsError
-from placement_worker.cell import CellLink
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import Handlers
 from placement_worker.publisher import FeedPublisher
@@ -63,7 +62,7 @@ def build(
         service.task("rest", rest.run)
         service.check("rest", lambda: rest.ready)
         service.drain(rest.drain)
-    service.prepare(lambda: _cells_up(links, config.cell_wait_s))
+    service.prepare(lambda: wait_for(links, config.cell_wait_s))
     service.drain(publisher.drain)
     return service
 
@@ -90,15 +89,6 @@ def _writers(bus: Bus, handlers: Handlers, config: PlacementConfig) -> list[Cons
             prefetch=config.inventory_prefetch,
         ),
     ]
-
-
-async def _cells_up(links: Sequence[CellLink], wait_s: float) -> None:
-    """Give the cells a moment, so that a system that starts together is whole when it says ready."""
-    try:
-        async with asyncio.timeout(wait_s):
-            await asyncio.gather(*(link.up.wait() for link in links))
-    except TimeoutError:
-        log.warning("placement.cells_away", cells=[link.name for link in links if not link.up.is_set()])
 
 
 async def _nothing() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from bus.bus import API, Bus
+from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
 from bus.contracts.cell import ComputeHosts, Heartbeat, ReportHosts
 from bus.outbox import Relay
@@ -17,7 +18,6 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker import metrics, plugins
 from scheduler_worker.announcements import AnnouncementHandler
-from scheduler_worker.cell import CellLink, wait_for
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.decisions import refused_event

@@ -6,15 +6,12 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-import pytest
-
 from bus.bus import Bus
+from bus.cell_link import CellLink
 from bus.clock import SystemClock
 from bus.contracts.placement import Release, ReleaseResult
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
-from placement_worker.cell import CellLink as PlacementLink
-from scheduler_worker.cell import CellLink as SchedulerLink
 
 PATIENCE_S = 10.0
 RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")
@@ -32,10 +29,7 @@ class Fickle(MemoryBroker):
         super().declare(planned, owner)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("link_of", [PlacementLink, SchedulerLink], ids=["placement", "scheduler"])
-async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes(
-    link_of: type[PlacementLink] | type[SchedulerLink],
-) -> None:
+async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes() -> None:
     clock = SystemClock()
     broker = Fickle(clock)
     theirs = Bus("c1", broker.transport("c1"), process="worker", clock=clock, rng=random.Random(1))
@@ -43,7 +37,7 @@ async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes(
     async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
         return [Done(ReleaseResult(outcome="absent"))] * len(batch)
 
-    link = link_of(theirs, [theirs.consumer("placement.requests", answer)])
+    link = CellLink(theirs, [theirs.consumer("placement.requests", answer)])
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(PATIENCE_S):
         while not broker.fell:  # noqa: ASYNC110  (a broker does not announce it)

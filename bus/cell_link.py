@@ -1,4 +1,4 @@
-"""Placement's presence on one cell's bus. A cell that is away holds nobody up: it is served when it comes."""
+"""A worker's presence on a cell's bus below it. A cell that is away holds nobody up: it is served when it comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bus.bus import Bus
 from bus.consumer import Consumer
 from bus.port import BusUnavailable
 
-log = structlog.get_logger("placement")
+log = structlog.get_logger(__name__)
 
 AGAIN_S = 0.5  # the cell went away again while its queues were being declared
 
@@ -54,3 +54,12 @@ class CellLink:
     async def close(self) -> None:
         """Close the connection."""
         await self._bus.close()
+
+
+async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
+    """Give the cells a moment, so that a system that starts together is whole when it says ready."""
+    try:
+        async with asyncio.timeout(wait_s):
+            await asyncio.gather(*(link.up.wait() for link in links))
+    except TimeoutError:
+        log.warning("cells.away", cells=[link.name for link in links if not link.up.is_set()])
