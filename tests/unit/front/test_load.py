@@ -9,7 +9,7 @@ import random
 import pytest
 
 from berth.client import Track
-from berth.load import LoadPlan, draw_requests, percentiles, report, run_load
+from berth.load import LoadPlan, draw_requests, percentiles, run_load, sum_up
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from tests.unit.front.world import ClientWorld
 
@@ -50,7 +50,7 @@ def test_a_report_counts_every_build_once() -> None:
         Track(instance_uuid="5", flavor="f", intended_at=10.0, stages={}),
     ]
     tracks[1].terminals = 2
-    found = report(tracks, started=10.0, now=20.0)
+    found = sum_up(tracks, started=10.0, now=20.0)
     assert (found.requests, found.active, found.failed, found.refused, found.unfinished) == (5, 2, 1, 1, 1)
     assert (found.seconds, found.boots_per_s) == (2.0, 1.0)
     assert (found.latency_ms["p50"], found.latency_ms["max"]) == (500.0, 1500.0)
@@ -60,7 +60,7 @@ def test_a_report_counts_every_build_once() -> None:
 
 
 def test_a_report_of_nothing_that_ended() -> None:
-    found = report([Track(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
+    found = sum_up([Track(instance_uuid="5", flavor="f", intended_at=0.0, stages={})], started=0.0, now=8.0)
     assert (found.seconds, found.boots_per_s, found.unfinished, found.latency_ms) == (8.0, 0.0, 1, {})
 
 

@@ -117,7 +117,7 @@ async def run_load(
         ticker.cancel()
     progress(len(requests) - client.unfinished, len(requests))
     tracks = [client.tracks[request.instance_uuid] for request in requests]
-    return report(tracks, started=started, now=clock.monotonic())
+    return sum_up(tracks, started=started, now=clock.monotonic())
 
 
 async def _tick(client: BuildClient, asked: int, clock: Clock, progress: Callable[[int, int], None]) -> None:
@@ -156,7 +156,7 @@ async def _closed_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[B
             return
 
 
-def report(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:
+def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:
     """Sum up what a client saw of its builds."""
     ended = [t.ended_at for t in tracks if t.ended_at is not None]
     seconds = max((max(ended) if ended else now) - started, 1e-9)
