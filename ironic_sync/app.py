@@ -12,6 +12,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
+from ironic_sync.store.port import Positions
 from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 
 log = structlog.get_logger(__name__)
@@ -19,31 +20,34 @@ log = structlog.get_logger(__name__)
 SCHEMA = "ironic_sync"
 
 
-def build(env: Environment, config: IronicSyncConfig, *, source: IronicSource | None = None) -> Service:
+def build(
+    env: Environment,
+    config: IronicSyncConfig,
+    *,
+    source: IronicSource | None = None,
+    store: Positions | None = None,
+) -> Service:
     """One ironic_sync process. Any number may run; one works, the others are ready to take over.
 
-    source: instead of Ironic's REST API at the configured address.
+    source: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
     """
-    bus, database = env.bus(API), env.database(SCHEMA)
+    bus = env.bus(API)
+    service = Service("ironic-sync", clock=env.clock, log=log)
+    positions = store if store is not None else _postgres(env, service)
     reading = source if source is not None else rest_source(config)
     loop = SyncLoop(
         reading,
-        PostgresPositions(database),
+        positions,
         bus.transport,
         bus.publish_all,
         clock=env.clock,
         rng=env.rng,
         config=config,
     )
-    service = Service("ironic-sync", clock=env.clock, log=log)
-
-    async def open_database() -> None:
-        await database.open(MIGRATIONS)
 
     async def nothing_to_open() -> None:
         """The source connects when it is asked."""
 
-    service.resource(open_database, database.close)
     service.resource(bus.open, bus.close)
     service.resource(nothing_to_open, reading.close)
     service.task("sync", loop.run)
@@ -51,6 +55,16 @@ def build(env: Environment, config: IronicSyncConfig, *, source: IronicSource | 
     service.check("bus", lambda: bus.transport.connected)
     service.check("ironic", lambda: loop.healthy)
     return service
+
+
+def _postgres(env: Environment, service: Service) -> Positions:
+    database = env.database(SCHEMA)
+
+    async def open_database() -> None:
+        await database.open(MIGRATIONS)
+
+    service.resource(open_database, database.close)
+    return PostgresPositions(database)
 
 
 def rest_source(config: IronicSyncConfig) -> RestSource:

@@ -1,22 +1,48 @@
-"""Positions in memory: for tests, and to show what PostgreSQL is expected to do."""
+"""Positions in memory, as PostgreSQL keeps them: for tests and simulation. It passes the same suite.
+
+The writer holds a lock in a transaction that stays open for its term, and every write compares the epoch that each new
+writer raises. As in the table, what a process only counted for itself (reads, tries) is not kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.service.memory_database import MemoryDatabase, Session, Transaction
 from ironic_sync.domain.position import Position
 from ironic_sync.store.port import NotLeader
 
+LEADER = ("leader",)
 
-class MemoryPositions:
-    """Positions of several would-be writers in one process; share the object to share the positions."""
 
-    def __init__(self) -> None:
+class MemoryPositionTable(MemoryDatabase):
+    """The committed positions; they outlive the processes."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.positions: dict[str, Position] = {}
         self.versions: dict[str, int] = {}
         self.epoch = 0
-        self._held = False
+        self.holding: Transaction | None = None
+
+
+class MemoryPositions:
+    """Positions of several would-be writers; one session a process, or one object shared in a test."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session if session is not None else MemoryPositionTable(SystemClock()).session()
+        assert isinstance(self._session.database, MemoryPositionTable)
+        self._table = self._session.database
+
+    @property
+    def positions(self) -> Mapping[str, Position]:
+        """What is committed."""
+        return self._table.positions
 
     def lead(self) -> AbstractAsyncContextManager[MemoryTerm]:
         """Become the only writer. Raises NotLeader at once while another one is."""
@@ -24,61 +50,89 @@ class MemoryPositions:
 
     def depose(self) -> None:
         """Let another take over while the writer does not know it yet (as when its connection is cut)."""
-        self._held = False
-        self.epoch += 1
+        table = self._table
+        table.epoch += 1
+        if table.holding is not None:
+            table.release(table.holding, [LEADER])
 
     @asynccontextmanager
     async def _lead(self) -> AsyncIterator[MemoryTerm]:
-        if self._held:
-            raise NotLeader("another process is the writer")
-        self._held = True
-        self.epoch += 1
-        epoch = self.epoch
-        try:
-            yield MemoryTerm(self, epoch)
-        finally:
-            if self.epoch == epoch:
-                self._held = False
+        table = self._table
+        async with self._session.transaction() as holding:
+            if not holding.is_free(LEADER):
+                raise NotLeader("another process is the writer")
+            await holding.lock([LEADER])
+            table.holding = holding
+            epoch = table.epoch = table.epoch + 1
+            yield MemoryTerm(self._session, holding, epoch)
 
 
 class MemoryTerm:
     """One term of being the only writer."""
 
-    def __init__(self, positions: MemoryPositions, epoch: int) -> None:
-        self._all = positions
+    def __init__(self, session: Session, holding: Transaction, epoch: int) -> None:
+        assert isinstance(session.database, MemoryPositionTable)
+        self._session = session
+        self._table = session.database
+        self._holding = holding
         self._epoch = epoch
 
     async def load(self) -> tuple[Mapping[str, Position], Mapping[str, int]]:
         """All positions by node, and the version of each that was published."""
-        await self.check()
-        return dict(self._all.positions), dict(self._all.versions)
+        async with self._fenced():
+            return dict(self._table.positions), dict(self._table.versions)
 
     async def save(self, positions: Sequence[Position]) -> None:
-        """Keep these."""
-        await self.check()
-        self._all.positions.update({position.uuid: position for position in positions})
+        """Keep these, all or none; one that is older than what is kept is not."""
+        async with self._fenced() as transaction:
+            transaction.will(partial(self._write, [_kept(position) for position in positions]))
 
     async def published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed."""
-        await self.check()
-        for uuid, version in versions.items():
-            self._all.versions[uuid] = max(version, self._all.versions.get(uuid, 0))
+        async with self._fenced() as transaction:
+            transaction.will(partial(self._note, dict(versions)))
 
     async def forget(self, told_before: float) -> int:
         """Drop positions of removed nodes."""
-        await self.check()
-        limit = int(told_before * 1_000_000)
-        old = [
-            p.uuid
-            for p in self._all.positions.values()
-            if p.report is None and p.version == self._all.versions.get(p.uuid, 0) and p.version < limit
-        ]
-        for uuid in old:
-            del self._all.positions[uuid]
-            self._all.versions.pop(uuid, None)
+        async with self._fenced() as transaction:
+            limit = int(told_before * 1_000_000)
+            old = [
+                p.uuid
+                for p in self._table.positions.values()
+                if p.report is None and p.version == self._table.versions.get(p.uuid, 0) and p.version < limit
+            ]
+            transaction.will(partial(self._drop, old))
         return len(old)
 
     async def check(self) -> None:
         """Whether this is still the only writer."""
-        if self._all.epoch != self._epoch:
-            raise NotLeader("another process has become the writer")
+        await self._holding.statement()
+        async with self._fenced():
+            pass
+
+    @asynccontextmanager
+    async def _fenced(self) -> AsyncIterator[Transaction]:
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            if self._table.epoch != self._epoch:
+                raise NotLeader("another process has become the writer")
+            yield transaction
+
+    def _write(self, positions: Iterable[Position]) -> None:
+        for position in positions:
+            known = self._table.positions.get(position.uuid)
+            if known is None or known.version <= position.version:
+                self._table.positions[position.uuid] = position
+
+    def _note(self, versions: Mapping[str, int]) -> None:
+        for uuid, version in versions.items():
+            self._table.versions[uuid] = max(version, self._table.versions.get(uuid, 0))
+
+    def _drop(self, nodes: Iterable[str]) -> None:
+        for uuid in nodes:
+            self._table.positions.pop(uuid, None)
+            self._table.versions.pop(uuid, None)
+
+
+def _kept(position: Position) -> Position:
+    return replace(position, tries=0, heard_seq=0, read_seq=0)
