@@ -1,0 +1,223 @@
+"""A queue of the memory broker: what is ready, what was given back, who consumes, and when messages die."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from bus.port import Delivery, Outgoing
+from bus.topology import QueuePlan
+
+if TYPE_CHECKING:
+    from bus.memory.broker import MemoryBroker
+    from bus.memory.transport import MemoryTransport
+
+# Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
+MAX_PER_TURN = 256
+
+
+class Stored:
+    """One message in the broker. `number` is its place in line; it keeps it when it is given back."""
+
+    __slots__ = ("died", "expires_at", "message", "number", "redelivered", "returns")
+
+    def __init__(self, message: Outgoing, number: int, expires_at: float | None) -> None:
+        self.message = message
+        self.number = number
+        self.expires_at = expires_at
+        self.returns = 0
+        self.redelivered = False
+        self.died = ""
+
+
+class MemoryDelivery:
+    """One message handed to a consumer."""
+
+    __slots__ = (
+        "_consumer",
+        "_stored",
+        "body",
+        "content_type",
+        "correlation_id",
+        "delivery_count",
+        "exchange",
+        "headers",
+        "message_id",
+        "redelivered",
+        "reply_to",
+        "routing_key",
+        "timestamp",
+        "type",
+    )
+
+    def __init__(self, stored: Stored, consumer: Consumption) -> None:
+        message = stored.message
+        self._stored = stored
+        self._consumer = consumer
+        self.body = message.body
+        self.exchange = consumer.transport.names.local(message.exchange)
+        self.routing_key = message.routing_key
+        self.content_type: str | None = message.content_type
+        self.message_id: str | None = message.message_id or None
+        self.type: str | None = message.type or None
+        self.correlation_id = message.correlation_id
+        self.reply_to = consumer.transport.names.local_reply(message.reply_to)
+        self.headers: Mapping[str, object] = message.headers
+        if stored.died:
+            self.headers = {**message.headers, "x-first-death-reason": stored.died}
+        self.redelivered = stored.redelivered
+        self.delivery_count = stored.returns
+        self.timestamp: float | None = None
+
+    def ack(self) -> None:
+        """Done with it."""
+        self._consumer.settle(self._stored)
+
+    def nack(self, *, requeue: bool) -> None:
+        """Give it back, or let it die."""
+        self._consumer.give_up(self._stored, requeue=requeue)
+
+
+class Consumption:
+    """One consumption of one queue by one transport; also stands for a transport's single gets."""
+
+    def __init__(self, queue: Queue, transport: MemoryTransport, prefetch: int, on: Callable[[Delivery], None]) -> None:
+        self.queue = queue
+        self.transport = transport
+        self.prefetch = prefetch
+        self.on_delivery = on
+        self.unacked: dict[int, Stored] = {}
+        self.active = True
+
+    def settle(self, stored: Stored) -> None:
+        """Its holder is done with it."""
+        if self.unacked.pop(stored.number, None) is not None:
+            self.queue.wake()
+
+    def give_up(self, stored: Stored, *, requeue: bool) -> None:
+        """Its holder is not: back in line, or to the dead letters."""
+        if self.unacked.pop(stored.number, None) is None:
+            return
+        if requeue:
+            self.queue.take_back(stored)
+        else:
+            self.queue.bury(stored, "rejected")
+        self.queue.wake()
+
+    def give_all_back(self) -> None:
+        """Everything unacknowledged goes back in line."""
+        unacked, self.unacked = list(self.unacked.values()), {}
+        for stored in unacked:
+            self.queue.take_back(stored)
+        self.queue.wake()
+
+
+class Queue:
+    """A queue: what is ready, what was given back (first in line again), who consumes."""
+
+    def __init__(self, broker: MemoryBroker, planned: QueuePlan, owner: MemoryTransport | None) -> None:
+        self.broker = broker
+        self.plan = planned
+        self.owner = owner
+        self.ready: deque[Stored] = deque()
+        self.returned: list[tuple[int, Stored]] = []
+        self.consumers: list[Consumption] = []
+        self.holders: list[Consumption] = []  # cancelled, or single gets, with something unacknowledged
+        self.next_number = 0
+        self.woken = False
+        self.alarm_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.returned)
+
+    @property
+    def full(self) -> bool:
+        """Whether a publish is refused."""
+        return not self.plan.drop_head and len(self) >= self.plan.max_length
+
+    def put(self, message: Outgoing, now: float, died: str = "") -> None:
+        """A new message, last in line."""
+        if self.plan.drop_head and len(self) >= self.plan.max_length:
+            self.bury(self.pop(), "maxlen")
+        waits = [wait for wait in (self.plan.ttl_s, message.expiration_s) if wait is not None]
+        stored = Stored(message, self.next_number, now + min(waits) if waits else None)
+        stored.died = died
+        self.next_number += 1
+        self.ready.append(stored)
+        if self.consumers:
+            self.wake()
+        if stored.expires_at is not None:
+            self.broker.alarm(self, stored.expires_at)
+
+    def pop(self) -> Stored:
+        """The first in line, out of it."""
+        return heapq.heappop(self.returned)[1] if self.returned else self.ready.popleft()
+
+    def head(self) -> Stored | None:
+        """The first in line."""
+        if self.returned:
+            return self.returned[0][1]
+        return self.ready[0] if self.ready else None
+
+    def take_back(self, stored: Stored) -> None:
+        """At its old place in line, unless it has come back too often."""
+        stored.returns += 1
+        stored.redelivered = True
+        limit = self.plan.delivery_limit
+        if limit is not None and stored.returns > limit:
+            self.bury(stored, "delivery_limit")
+        else:
+            heapq.heappush(self.returned, (stored.number, stored))
+
+    def bury(self, stored: Stored, reason: str) -> None:
+        """To the dead letters, where this queue has some."""
+        if self.plan.dead_exchange is not None:
+            self.broker.dead_letter(self.plan, stored.message, reason)
+
+    def expire(self, now: float) -> None:
+        """What is past its time leaves from the head of the line, as in RabbitMQ."""
+        while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
+            self.bury(self.pop(), "expired")
+        if first is not None and first.expires_at is not None:
+            self.broker.alarm(self, first.expires_at)
+
+    def wake(self) -> None:
+        """Hand out what is ready, on the next turn of the loop."""
+        if not self.woken and (self.ready or self.returned) and self.consumers:
+            self.woken = True
+            asyncio.get_running_loop().call_soon(self._pump, context=self.broker.context)
+
+    def _pump(self) -> None:
+        self.woken = False
+        self.expire(self.broker.clock.monotonic())
+        idle = handed = 0
+        while (self.ready or self.returned) and idle < len(self.consumers):
+            if handed == MAX_PER_TURN:
+                self.wake()
+                return
+            consumer = self.consumers.pop(0)
+            self.consumers.append(consumer)  # whoever was served goes to the end of the round
+            if len(consumer.unacked) >= consumer.prefetch:
+                idle += 1
+                continue
+            idle = 0
+            handed += 1
+            self.hand_to(consumer)
+
+    def hand_to(self, consumer: Consumption) -> None:
+        """The first in line to this consumer."""
+        stored = self.pop()
+        consumer.unacked[stored.number] = stored
+        consumer.on_delivery(MemoryDelivery(stored, consumer))
+
+    def forget(self, transport: MemoryTransport) -> None:
+        """A connection is gone: its consumers leave, and what they held goes back in line."""
+        mine = [one for one in (*self.consumers, *self.holders) if one.transport is transport]
+        self.consumers = [one for one in self.consumers if one.transport is not transport]
+        self.holders = [one for one in self.holders if one.transport is not transport]
+        for consumer in mine:
+            consumer.active = False
+            consumer.give_all_back()

@@ -1,0 +1,206 @@
+"""One connection to a memory broker: the transport port, lost and taken up again as RabbitMQ's are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
+from bus.memory.queue import Consumption
+from bus.port import BusUnavailable, Delivery, Outgoing, QueueMissing
+from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, plan, reply_plan
+
+if TYPE_CHECKING:
+    from bus.memory.broker import MemoryBroker
+
+
+class MemorySubscription:
+    """A consumption that is taken up again after a lost connection."""
+
+    def __init__(
+        self, transport: MemoryTransport, queue: str, prefetch: int, on_delivery: Callable[[Delivery], None]
+    ) -> None:
+        self._transport = transport
+        self._queue = queue
+        self._prefetch = prefetch
+        self._on_delivery = on_delivery
+        self._consumer: Consumption | None = None
+
+    def attach(self) -> None:
+        """Begin, on a connection that is up."""
+        queue = self._transport.broker.queue(self._queue)
+        self._consumer = Consumption(queue, self._transport, self._prefetch, self._on_delivery)
+        queue.consumers.append(self._consumer)
+        queue.wake()
+
+    async def cancel(self) -> None:
+        """No new deliveries; those handed over may still be acknowledged."""
+        self._transport.subscriptions = [one for one in self._transport.subscriptions if one is not self]
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None and consumer.active:
+            consumer.active = False
+            consumer.queue.consumers = [one for one in consumer.queue.consumers if one is not consumer]
+            consumer.queue.holders.append(consumer)
+
+
+class MemoryTransport:
+    """One connection to a MemoryBroker."""
+
+    def __init__(self, broker: MemoryBroker, name: str, prefix: str) -> None:
+        self.broker = broker
+        self.name = name
+        self.subscriptions: list[MemorySubscription] = []
+        self.names = Names(prefix)
+        self._plain = not prefix
+        self._declared: list[QueuePlan] = []
+        self._getters: dict[str, Consumption] = {}
+        self._callbacks: list[Callable[[], None]] = []
+        self._connected = asyncio.Event()
+        self._opened = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be spoken to now."""
+        return self._connected.is_set()
+
+    async def open(self) -> None:
+        """Connect; waits while the broker is stopped."""
+        self._opened = True
+        if self not in self.broker.transports:
+            self.broker.transports.append(self)
+        if self.broker.up:
+            self._connected.set()
+        await self._connected.wait()
+
+    async def close(self) -> None:
+        """Close; unacknowledged deliveries go back to their queues."""
+        self._opened = False
+        if self in self.broker.transports:
+            self.broker.transports.remove(self)
+        self.lose()
+        self.subscriptions.clear()
+        self.broker.quiet()
+
+    def lose(self) -> None:
+        """The connection is cut."""
+        self._connected.clear()
+        self._getters.clear()
+        self.broker.leave(self)
+
+    def reconnect_soon(self) -> None:
+        """Come back on the next turn of the loop."""
+        asyncio.get_running_loop().call_soon(self._reconnect, context=self.broker.context)
+
+    def _reconnect(self) -> None:
+        if not self._opened or not self.broker.up or self.connected:
+            return
+        self._connected.set()
+        for planned in self._declared:
+            self.broker.declare(planned, self if planned.exclusive else None)
+        for subscription in self.subscriptions:
+            subscription.attach()
+        for callback in self._callbacks:
+            callback()
+
+    async def declare_exchanges(self) -> None:
+        """Declare the three exchanges of the catalogue."""
+        self._check()
+        for exchange in (COMMANDS, EVENTS, DEAD):
+            self.broker.declare_exchange(self.names.exchange(exchange))
+
+    async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
+        """Declare a queue with its retry and dead-letter queues."""
+        self._check()
+        for planned in plan(row, name, bindings):
+            self._declare(planned)
+
+    async def declare_reply_queue(self, name: str) -> None:
+        """Declare a private queue for replies."""
+        self._check()
+        self._declare(reply_plan(name))
+
+    async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
+        """A durable queue bound to somebody else's exchange."""
+        self._check()
+        if not self.broker.has_exchange(exchange):
+            raise QueueMissing(f"no exchange {exchange!r}")
+        self._declare(foreign_plan(queue))
+        for key in keys:
+            self.broker.bind(self.names.queue(queue), exchange, key)
+
+    async def publish(self, message: Outgoing) -> None:
+        """Publish and wait for the confirm, which takes one turn of the loop."""
+        self._check()
+        self.broker.route(self._outward(message))
+        await asyncio.sleep(0)
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> MemorySubscription:
+        """Deliver messages of a queue to a callback."""
+        self._check()
+        subscription = MemorySubscription(self, self.names.queue(queue), prefetch, on_delivery)
+        subscription.attach()
+        self.subscriptions.append(subscription)
+        return subscription
+
+    async def get(self, queue: str) -> Delivery | None:
+        """Take one message."""
+        self._check()
+        found = self.broker.queue(self.names.queue(queue))
+        found.expire(self.broker.clock.monotonic())
+        if not len(found):
+            return None
+        taken: list[Delivery] = []
+        getter = self._getters.get(queue)
+        if getter is None or not getter.active or getter.queue is not found:
+            getter = self._getters[queue] = Consumption(found, self, 0, taken.append)
+            found.holders.append(getter)
+        getter.on_delivery = taken.append
+        found.hand_to(getter)
+        return taken[0]
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready in a queue."""
+        self._check()
+        found = self.broker.queue(self.names.queue(queue))
+        found.expire(self.broker.clock.monotonic())
+        return len(found)
+
+    async def purge(self, queue: str) -> int:
+        """Drop what is ready in a queue."""
+        self._check()
+        found = self.broker.queue(self.names.queue(queue))
+        dropped = len(found)
+        found.ready.clear()
+        found.returned.clear()
+        return dropped
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called each time the connection is back."""
+        self._callbacks.append(callback)
+
+    def _check(self) -> None:
+        if not self._connected.is_set():
+            raise BusUnavailable(f"{self.name}: not connected")
+
+    def _declare(self, planned: QueuePlan) -> None:
+        real = self.names.plan(planned)
+        self.broker.declare(real, self if real.exclusive else None)
+        self._declared = [one for one in self._declared if one.name != real.name] + [real]
+
+    def _outward(self, message: Outgoing) -> Outgoing:
+        """With this transport's prefix, and without what the caller could still change."""
+        reply_to = message.reply_to
+        if self._plain and not message.headers and not (reply_to and reply_to.startswith(FOREIGN)):
+            return message
+        return structs.replace(
+            message,
+            exchange=self.names.exchange(message.exchange),
+            routing_key=self.names.key(message.exchange, message.routing_key),
+            reply_to=None if reply_to is None else self.names.queue(reply_to),
+            headers=dict(message.headers),
+        )
