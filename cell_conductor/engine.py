@@ -296,3 +296,4 @@ def _tell(steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing
             cause=instance.cause,
         )
     metrics.ALTERNATES.inc(sum(isinstance(a.message, Spawn) and a.message.attempt > 1 for a in outgoing))
+    metrics.stages([a.message for a in outgoing])

@@ -120,13 +120,21 @@ def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
         build_timeout_s=message.build_timeout_s,
         requested_at=message.requested_at,
         cause=cause,
+        stamps=message.stamps,
     )
 
 
 def _result(message: ComputeResult, at: float) -> Event:
     match message.outcome:
         case ComputeOutcome.ACTIVE:
-            return Spawned(at=at, attempt=message.attempt, host_uuid=message.host_uuid, service=message.service)
+            return Spawned(
+                at=at,
+                attempt=message.attempt,
+                host_uuid=message.host_uuid,
+                service=message.service,
+                begun_at=message.begun_at,
+                ended_at=message.at,
+            )
         case ComputeOutcome.FAILED:
             return SpawnFailed(
                 at=at,
@@ -135,6 +143,8 @@ def _result(message: ComputeResult, at: float) -> Event:
                 code=message.code or "spawn.failed",
                 reason=message.reason,
                 final=message.final,
+                begun_at=message.begun_at,
+                ended_at=message.at,
             )
         case ComputeOutcome.DESTROYED:
             return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid)

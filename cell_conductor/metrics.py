@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter, Histogram
+
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent
+from bus.service.stages import STAGE_S
 
 STEPS = Counter("berth_conductor_steps", "Events taken, by state before and event.", ["state", "event"])
 ASKED = Counter("berth_conductor_asked", "Questions to placement, by kind and outcome.", ["kind", "outcome"])
@@ -11,3 +17,11 @@ ALTERNATES = Counter("berth_conductor_alternates", "Attempts commanded on an alt
 SWEPT = Counter("berth_conductor_swept", "Deadlines that passed, by state.", ["state"])
 REPAIRED = Counter("berth_conductor_repaired", "Differences between hosts' reports and the record.", ["kind"])
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
+
+
+def stages(said: Iterable[Message]) -> None:
+    """The stages that end in a cell, of the builds that these announcements end."""
+    ended = [m.stamps for m in said if isinstance(m, BuildEvent) and m.stamps is not None]
+    if ended:
+        STAGE_S.observe("dispatched", [stamps.dispatched - stamps.claimed for stamps in ended])
+        STAGE_S.observe("built", [stamps.built - stamps.dispatched for stamps in ended])

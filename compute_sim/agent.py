@@ -211,7 +211,7 @@ class Agent:
         await self._fault
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
-        started = self._clock.monotonic()
+        started, begun_at = self._clock.monotonic(), self._clock.time()
         slot = self._host_slots.get(key[0])
         if slot is None:
             slot = self._host_slots[key[0]] = asyncio.Semaphore(self._limits.per_host)
@@ -224,7 +224,7 @@ class Agent:
         self._build_s.observe(self._clock.monotonic() - started)
         if not entry.final:
             self._count_failures(key[0], works=entry.phase is Phase.RUNNING)
-        self._answer(key, entry)
+        self._answer(key, entry, begun_at)
 
     async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
         """Have the driver build; how it ended, as the entry to remember."""
@@ -279,10 +279,10 @@ class Agent:
 
     # --- answers
 
-    def _answer(self, key: Key, entry: Entry) -> None:
+    def _answer(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
         said = answer(entry)
         assert said is not None, entry
-        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final)
+        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
 
     def _refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
         self._tell(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
@@ -296,7 +296,15 @@ class Agent:
         chain.answers.clear()
 
     def _tell(
-        self, key: Key, attempt: int, outcome: ComputeOutcome, code: str = "", reason: str = "", *, final: bool = False
+        self,
+        key: Key,
+        attempt: int,
+        outcome: ComputeOutcome,
+        code: str = "",
+        reason: str = "",
+        *,
+        final: bool = False,
+        begun_at: float = 0.0,
     ) -> None:
         self._ended[outcome].inc()
         self._say(
@@ -310,6 +318,7 @@ class Agent:
                 reason=reason,
                 at=self._clock.time(),
                 final=final,
+                begun_at=begun_at,
             )
         )
 

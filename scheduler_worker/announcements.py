@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, StoryLine
+from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received
 from scheduler_worker import metrics
@@ -33,6 +35,7 @@ class AnnouncementHandler:
         async with self._store.unit() as unit:
             kept = await unit.lock([event.instance_uuid for event in events])
             stories: dict[str, list[StoryLine]] = {}
+            ended: list[Stamps] = []
             for event in sorted(events, key=lambda event: (event.instance_uuid, event.sequence)):
                 found = kept.get(event.instance_uuid)
                 if found is None:
@@ -47,6 +50,9 @@ class AnnouncementHandler:
                     self._ignored(event, "late")
                     stories.setdefault(event.instance_uuid, []).extend(told(event, len(event.history), now))
                     continue
+                if announced.stamps is not None:
+                    ended.append(replace(announced.stamps, announced=now))
+                    announced = replace(announced, stamps=ended[-1])
                 kept[event.instance_uuid] = type(found)(standing=standing, delete_requested=found.delete_requested)
                 stories.setdefault(event.instance_uuid, []).extend(told(announced, len(found.standing.history), now))
                 metrics.ANNOUNCED.labels("announced").inc()
@@ -60,6 +66,7 @@ class AnnouncementHandler:
                 ],
                 now,
             )
+        metrics.announced(ended)
         return [Done()] * len(batch)
 
     def _ignored(self, event: BuildEvent, why: str) -> None:

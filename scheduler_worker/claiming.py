@@ -73,6 +73,8 @@ class Placed(Struct, frozen=True, kw_only=True):
     passed: int
     score: float
     claims: int
+    decided_at: float = 0.0  # the first choice
+    claimed_at: float = 0.0
     lost: tuple[str, ...] = ()  # claims that came to nothing before, in order: "host: outcome"
 
 
@@ -117,6 +119,7 @@ class Work(Struct, kw_only=True):
     again: Candidate | None = None  # ask for this host again: its shape had changed
     raced: int = 0
     claims: int = 0
+    decided_at: float = 0.0
     lost: list[str] = []
     looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
     partly: list[int] = []  # hosts of which only some children are known to be full
@@ -189,6 +192,9 @@ class Claiming:
         started = self._clock.monotonic()
         self._decide(works)
         decided = self._clock.monotonic()
+        decided_at = self._clock.time()
+        for work in works:
+            work.decided_at = work.decided_at or decided_at
         metrics.STAGE_S.labels("decide").observe(decided - started)
         claiming = [work for work in works if work.choice is not None or work.probe is not None]
         if claiming:
@@ -412,6 +418,8 @@ class Claiming:
             passed=passed,
             score=score,
             claims=work.claims,
+            decided_at=work.decided_at,
+            claimed_at=self._clock.time(),
             lost=tuple(work.lost),
         )
 

@@ -11,6 +11,7 @@ from bus.bus import API
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, StoryLine
 from bus.contracts.cell import CellBuild, InstanceSpec
+from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.wire import Malformed
 from scheduler_worker.claiming import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
@@ -94,8 +95,8 @@ def _failed(
     )
 
 
-def decided_event(one: Decided, request: BuildRequest, at: float) -> BuildEvent:
-    """What clients hear about a decision."""
+def decided_event(one: Decided, request: BuildRequest, at: float, stamps: Stamps | None = None) -> BuildEvent:
+    """What clients hear about a decision; how long the stages took, where it is the end."""
     return BuildEvent(
         instance_uuid=one.instance_uuid,
         project_id=request.project_id,
@@ -109,10 +110,13 @@ def decided_event(one: Decided, request: BuildRequest, at: float) -> BuildEvent:
         reason=one.reason,
         funnel=one.funnel,
         at=at,
+        stamps=stamps if one.terminal else None,
     )
 
 
-def cell_build(request: BuildRequest, placed: Placed, at: float, *, build_timeout_s: float) -> CellBuild:
+def cell_build(
+    request: BuildRequest, placed: Placed, at: float, stamps: Stamps, *, build_timeout_s: float
+) -> CellBuild:
     """The command to the cell (C-6)."""
     return CellBuild(
         spec=InstanceSpec(
@@ -127,6 +131,7 @@ def cell_build(request: BuildRequest, placed: Placed, at: float, *, build_timeou
         consumer_generation=placed.consumer_generation,
         build_timeout_s=request.build_timeout_s or build_timeout_s,
         requested_at=at,
+        stamps=stamps,
     )
 
 

@@ -20,6 +20,7 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
@@ -69,6 +70,7 @@ class Item(Struct, kw_only=True):
     request: BuildRequest
     received: Received
     digest: bytes
+    taken_at: float
     refused: tuple[str, str] | None = None  # (code, reason): recorded as refused at once
     fresh: bool = False
     cancelled: bool = False  # a delete came before the decision
@@ -103,7 +105,8 @@ class RequestHandler:
         """Record, then delete, then decide: a delete in the same batch is in time to stop its build."""
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
-        items = [self._item(received) for received in batch if isinstance(received.message, BuildRequest)]
+        now = self._clock.time()
+        items = [self._item(received, now) for received in batch if isinstance(received.message, BuildRequest)]
         deletes = [received for received in batch if isinstance(received.message, DeleteRequest)]
         if items:
             started = self._clock.monotonic()
@@ -126,11 +129,11 @@ class RequestHandler:
 
     # --- builds
 
-    def _item(self, received: Received) -> Item:
+    def _item(self, received: Received, now: float) -> Item:
         request = received.message
         assert isinstance(request, BuildRequest)
         digest = blake2b(_encode(request), digest_size=16).digest()
-        item = Item(request=request, received=received, digest=digest)
+        item = Item(request=request, received=received, digest=digest, taken_at=now)
         if request.flavor not in self._selector.asked:
             known = ", ".join(sorted(self._selector.asked))
             item.refused = ("flavor.unknown", f"there is no flavor {request.flavor} (there are: {known})"[:MAX_REASON])
@@ -186,6 +189,7 @@ class RequestHandler:
             code=code,
             reason=reason,
             at=now,
+            stamps=_stamps(item, None, now) if item.refused else None,
         )
 
     def _recorded(self, item: Item) -> None:
@@ -270,13 +274,17 @@ class RequestHandler:
         if not decided:
             return
         started = self._clock.monotonic()
+        stamps: dict[str, Stamps] = {}
         async with self._store.unit() as unit:
             now = self._clock.time()
             written = await unit.decide(decided, now)
             for one in decided:
                 if one.instance_uuid in written:
-                    self._dispatch(unit, one, items[one.instance_uuid].request, placed.get(one.instance_uuid), now)
+                    item, where = items[one.instance_uuid], placed.get(one.instance_uuid)
+                    stamps[one.instance_uuid] = said = _stamps(item, where, now)
+                    self._dispatch(unit, one, item.request, where, said, now)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started)
+        metrics.decided(list(stamps.values()))
         for one in decided:
             items[one.instance_uuid].outcome = _accepted(one.instance_uuid)
             if one.terminal:
@@ -294,11 +302,13 @@ class RequestHandler:
         )
         await self._cancel([items[one.instance_uuid] for one in decided if one.instance_uuid not in written])
 
-    def _dispatch(self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, now: float) -> None:
+    def _dispatch(  # noqa: PLR0917  (hot, so no keywords)
+        self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, stamps: Stamps, now: float
+    ) -> None:
         if placed is not None:
-            command = cell_build(request, placed, now, build_timeout_s=self._config.build_timeout_s)
+            command = cell_build(request, placed, now, stamps, build_timeout_s=self._config.build_timeout_s)
             unit.say(Addressed(placed.cell, command, one.instance_uuid))
-        unit.say(to_clients(decided_event(one, request, now)))
+        unit.say(to_clients(decided_event(one, request, now, stamps)))
 
     async def _cancel(self, items: list[Item]) -> None:
         """Deleted, or decided by somebody else first: free the claim, unless a cell has it.
@@ -360,6 +370,14 @@ def _is_undone(found: OnRecord) -> bool:
     """It is over, or may only end, and no cell has it: nothing may stay claimed for it, but what is somebody else's."""
     over = found.delete_requested or found.state in (BuildState.FAILED, BuildState.DELETED)
     return over and found.cell is None and found.code != CONSUMER_CHANGED
+
+
+def _stamps(item: Item, placed: Placed | None, now: float) -> Stamps:
+    """The stages so far; a program that does not say when it asked is taken to have asked just now."""
+    asked = item.received.meta.sent_at or item.taken_at
+    if placed is None:
+        return Stamps(asked=asked, queued=item.taken_at, decided=now)
+    return Stamps(asked=asked, queued=item.taken_at, decided=placed.decided_at, claimed=placed.claimed_at)
 
 
 def _accepted(instance_uuid: str) -> Done:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import Counter, Gauge, Histogram
+
+from bus.contracts.stages import Stamps
+from bus.service.stages import STAGE_S as BUILD_STAGE_S
 
 FAST_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 HOSTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000)
@@ -18,3 +23,15 @@ STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one s
 ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by what became of them.", ["outcome"])
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
+
+
+def decided(builds: Sequence[Stamps]) -> None:
+    """The stages that end with the decision."""
+    BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.asked for stamps in builds])
+    BUILD_STAGE_S.observe("decided", [stamps.decided - stamps.queued for stamps in builds])
+    BUILD_STAGE_S.observe("claimed", [stamps.claimed - stamps.decided for stamps in builds if stamps.claimed])
+
+
+def announced(builds: Sequence[Stamps]) -> None:
+    """The last stage, as far as a scheduler sees it: until it passed the end on."""
+    BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])

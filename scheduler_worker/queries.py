@@ -8,7 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
 from bus.outcome import Done, Outcome, Received
 from scheduler_worker.domain.hosts import NOBODY
 from scheduler_worker.domain.select import Selector
@@ -71,5 +71,7 @@ class QueryHandler:
 
 def _in_order(build: BuildRecord) -> BuildRecord:
     """Its story as it happened: what cells announce arrives late, out of order, and perhaps twice."""
-    lines = dict.fromkeys(build.story)
-    return replace(build, story=tuple(sorted(lines, key=lambda line: line.at)))
+    lines: dict[tuple[float, str, str, str], StoryLine] = {}
+    for line in build.story:  # told twice, the first counts: they differ only in when they were passed on
+        lines.setdefault((line.at, line.who, line.what, line.detail), line)
+    return replace(build, story=tuple(sorted(lines.values(), key=lambda line: line.at)))

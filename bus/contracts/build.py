@@ -9,6 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
+from .stages import Stamps
 
 
 class BuildState(StrEnum):
@@ -85,7 +86,9 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
 
     sequence: rises with every state of one instance, so a late event is recognised. `terminal`: no other
     terminal event follows for the request that caused it. code and reason explain failed and refused;
-    funnel explains a request that no host could take; history lists the attempts.
+    funnel explains a request that no host could take; history lists the attempts. stamps: with the end of a build, when
+    each of its stages ended: [asked, queued, decided, claimed, dispatched, built, announced] in seconds since the epoch,
+    0 where it never came to that.
     """
 
     instance_uuid: Uuid
@@ -101,6 +104,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
     at: float = 0.0
+    stamps: Stamps | None = None
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, tag="build.query.v1"):
@@ -133,12 +137,16 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StoryLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person."""
+    """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
+
+    stamps: with the end of the build, when each of its stages ended.
+    """
 
     at: float
     who: str
     what: str
     detail: str = ""
+    stamps: Stamps | None = None
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):

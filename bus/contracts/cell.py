@@ -9,6 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Allocations, Generation, Label, Message, Reason, Uuid, Word
+from .stages import Stamps
 
 
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,7 +40,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     """Build one instance: on the first selection, which is claimed under attempt 1, or on an alternate.
 
     consumer_generation: what the claim of the first selection left the consumer at.
-    selections: the chosen host, then the alternates, all of this cell.
+    selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
     """
 
     spec: InstanceSpec
@@ -47,6 +48,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     consumer_generation: Generation
     build_timeout_s: float = 300.0
     requested_at: float = 0.0
+    stamps: Stamps | None = None
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
@@ -87,6 +89,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     """How one attempt ended on its host. May come late, twice, or never.
 
     final: with `failed`, no other host would do better (a broken image): the alternates are not tried (C-14).
+    begun_at: when the service took the command (0: it does not remember); at: when it says this.
     """
 
     instance_uuid: Uuid
@@ -98,6 +101,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     reason: Reason = ""
     at: float = 0.0
     final: bool = False
+    begun_at: float = 0.0
 
 
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):

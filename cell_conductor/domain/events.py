@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.placement import ClaimOutcome
+from bus.contracts.stages import Stamps
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -23,6 +24,7 @@ class BuildAsked(Event, frozen=True, kw_only=True):
     build_timeout_s: float
     requested_at: float = 0.0
     cause: str = ""
+    stamps: Stamps | None = None
 
 
 class DeleteAsked(Event, frozen=True, kw_only=True):
@@ -32,21 +34,25 @@ class DeleteAsked(Event, frozen=True, kw_only=True):
 
 
 class Spawned(Event, frozen=True, kw_only=True):
-    """A host says that an attempt runs."""
+    """A host says that an attempt runs. begun_at, ended_at: by its own clock (0: not known)."""
 
     attempt: int
     host_uuid: str
     service: str
+    begun_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
-    """A host says that an attempt failed. `final`: no other host would do better (C-14)."""
+    """A host says that an attempt failed. `final`: no other host would do better (C-14). Times as in Spawned."""
 
     attempt: int
     host_uuid: str
     code: str = ""
     reason: str = ""
     final: bool = False
+    begun_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class TimedOut(Event, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.stages import Stamps
 
 
 class State(StrEnum):
@@ -37,6 +38,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
     answered: the build request got its terminal event. cause: the request that last asked for something.
+    stamps: when each stage of the build ended, until it is answered.
     """
 
     uuid: str
@@ -56,6 +58,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
     cause: str = ""
+    stamps: Stamps | None = None
 
     @property
     def here(self) -> Selection:

@@ -13,6 +13,7 @@ from bus.contracts.base import MAX_REASON, Message
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
+from bus.contracts.stages import Stamps
 
 from .events import (
     BuildAsked,
@@ -20,6 +21,7 @@ from .events import (
     ClaimRefused,
     DeleteAsked,
     Destroyed,
+    Event,
     HostMissing,
     HostRuns,
     Released,
@@ -75,6 +77,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
     here = instance.here
     up = replace(
         _noted(instance, "active", at=event.at),
+        stamps=_stamped(instance, event),
         state=State.ACTIVE,
         selections=(here,),  # alternates are of no use any more
         position=0,
@@ -105,6 +108,7 @@ def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Ste
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    failed = replace(failed, stamps=_stamped(instance, event))
     if event.final:
         return _give_up(failed, event.at, patience, code=event.code, reason=event.reason)
     return _next(failed, event.at, patience)
@@ -113,14 +117,16 @@ def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Ste
 def time_out(instance: Instance, event: TimedOut, patience: Patience) -> Step:
     """The host never answered: fence the attempt there, then claim the next alternate, or give up."""
     reason = f"no answer within {instance.build_timeout_s:g} s"
-    return _next(_noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason), event.at, patience)
+    over = _noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
+    return _next(replace(over, stamps=_stamped(instance, event)), event.at, patience)
 
 
 def vanish(instance: Instance, event: Destroyed, patience: Patience) -> Step:
     """The host destroyed the attempt that was being built, though nobody asked: the attempt has failed."""
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    return _next(_noted(instance, "failed", at=event.at, code="spawn.destroyed"), event.at, patience)
+    gone = _noted(instance, "failed", at=event.at, code="spawn.destroyed")
+    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, patience)
 
 
 def move_on(instance: Instance, event: Claimed, patience: Patience) -> Step:
@@ -240,6 +246,7 @@ def _adopt(instance: Instance, event: BuildAsked) -> Instance:
         build_timeout_s=event.build_timeout_s,
         requested_at=event.requested_at,
         cause=event.cause,
+        stamps=event.stamps,
     )
 
 
@@ -312,6 +319,21 @@ def _noted(instance: Instance, outcome: str, *, at: float, code: str = "", reaso
     return replace(instance, history=(*instance.history, record))
 
 
+def _stamped(instance: Instance, event: Event) -> Stamps | None:
+    """The stages, now that an attempt has ended: `dispatched` by the first attempt, `built` by the last.
+
+    A host that never answered, or has forgotten when it began, began when it was commanded; we have that time.
+    """
+    if instance.stamps is None:
+        return None
+    begun_at, ended_at = (event.begun_at, event.ended_at) if isinstance(event, Spawned | SpawnFailed) else (0.0, 0.0)
+    return replace(
+        instance.stamps,
+        dispatched=instance.stamps.dispatched or begun_at or instance.since,
+        built=ended_at or event.at,
+    )
+
+
 def _announce(
     instance: Instance,
     state: BuildState,
@@ -337,8 +359,10 @@ def _announce(
         reason=instance.reason if failed else "",
         history=instance.history if state in _ENDS else (),
         at=at,
+        stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
     )
-    return Step(replace(instance, sequence=instance.sequence + 1), (*first, said))
+    stamps = None if terminal else instance.stamps  # said once, and of no use any more
+    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, said))
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)

@@ -60,7 +60,14 @@ def told(event: BuildEvent, known: int, now: float) -> tuple[StoryLine, ...]:
         for tried in event.history[known:]
         if tried.outcome != "active"  # the announcement itself says so
     )
-    return (*tries, StoryLine(at=event.at or now, who=who, what=event.state.value, detail=_detail(event.host, event)))
+    itself = StoryLine(
+        at=event.at or now,
+        who=who,
+        what=event.state.value,
+        detail=_detail(event.host, event),
+        stamps=event.stamps,
+    )
+    return (*tries, itself)
 
 
 def _detail(host: str | None, said: BuildEvent | AttemptRecord) -> str:

@@ -1,0 +1,55 @@
+"""The stages of one build, and when each of them ended: carried along in the messages, from the request to its end.
+
+Every stamp is the wall clock of the process that wrote it. Clocks of two machines differ, so a stage that ends on
+another machine than it began may seem to end before; `durations` never lets it take less than nothing.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+# In the order of a build's life. Stamps has a field for each.
+STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
+
+
+class Stamps(Struct, frozen=True, array_like=True):
+    """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or nobody knows.
+
+    asked: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was chosen
+    (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
+    dispatched: the compute service of the first host took the command. built: a host said how its attempt ended, the
+    last if there were several. announced: the scheduler passed that on; whoever reads it knows when it arrived.
+    """
+
+    asked: float = 0.0
+    queued: float = 0.0
+    decided: float = 0.0
+    claimed: float = 0.0
+    dispatched: float = 0.0
+    built: float = 0.0
+    announced: float = 0.0
+
+
+def durations(stamps: Stamps, *, since: float | None = None, until: float | None = None) -> dict[str, float]:
+    """Seconds in each stage that the build went through, in order; a stage without a stamp is left out.
+
+    since, until: the reader's own times instead of the first stamp and the last, as a client knows when it meant to
+    ask and when it heard. No stage takes less than nothing and, with `until`, none ends later: so the durations add up
+    to `until - since` whatever the clocks say. The time of a stage left out is in the next one.
+    """
+    ends = (
+        stamps.queued,
+        stamps.decided,
+        stamps.claimed,
+        stamps.dispatched,
+        stamps.built,
+        stamps.announced if until is None else until,
+    )
+    last = since if since is not None else stamps.asked or next((end for end in ends if end), 0.0)
+    spent: dict[str, float] = {}
+    for stage, stamp in zip(STAGES, ends, strict=True):
+        if stamp:
+            end = max(last, stamp if until is None else min(stamp, until))
+            spent[stage] = end - last
+            last = end
+    return spent
