@@ -1,17 +1,19 @@
-"""What one boot's last event says of where its time went. (Whoever adds timestamps to events fills this in.)"""
+"""What one boot's last event says of where its time went."""
 
 from __future__ import annotations
 
 from bus.contracts.build import BuildEvent
+from bus.contracts.stages import durations
 
 
-def stages_of(event: BuildEvent) -> dict[str, float]:
+def stages_of(event: BuildEvent, *, since: float | None = None, until: float | None = None) -> dict[str, float]:
     """Seconds in each stage of `record.STAGES` that the event tells of; stages it does not tell of are absent.
 
-    `queued` may lack the time before the broker confirmed, `announced` is completed by the load generator (it alone
-    knows when it heard): leave it out.
+    since, until: when the client meant to ask and when it heard, both by its own wall clock. Given both, the stages
+    add up to the latency between them whatever the clocks of other machines say. Left out: from when the broker was
+    given the request (`queued`), and to when the scheduler passed the end on (`announced`).
     """
-    return {}
+    return {} if event.stamps is None else durations(event.stamps, since=since, until=until)
 
 
 def conflicts_of(event: BuildEvent) -> int | None:
