@@ -23,8 +23,9 @@ from placement_worker.replica.columns import (
     Moves,
     Numbers,
     Rows,
-    grown,
 )
+from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.trees import Trees
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -33,12 +34,8 @@ if TYPE_CHECKING:
     from placement_worker.replica.plan import Plan
     from placement_worker.replica.sharing import Sharing
 
-FIRST_SIZE = 1024
-
 # Distinct values are swept when this many have gathered, and then when they have doubled.
 SWEEP_FROM = 4096
-
-NOBODY = -1
 
 
 class Gap(Struct, frozen=True):
@@ -48,12 +45,21 @@ class Gap(Struct, frozen=True):
     got: int
 
 
-class Book:
+class Book(Trees):
     """All providers that the feed has told of, and the claims in flight that it has not.
 
     `sequence` is the number of the last change in it. Rows are stable while their provider exists. Arrays that it
     hands out are read-only views or copies; indices are rows.
     """
+
+    _filled = (
+        *Trees._filled,
+        ("generation", 0),
+        ("shape", 0),
+        ("traits", 0),
+        ("aggregates", 0),
+        ("classes", 0),
+    )
 
     def __init__(self) -> None:
         self.sequence = 0
@@ -67,18 +73,8 @@ class Book:
         self._clear()
 
     def _clear(self) -> None:
-        size = FIRST_SIZE
-        self.size = size
-        self.top = 0  # rows at and above this were never used
-        self.parent = np.full(size, NOBODY, dtype=np.int32)
-        self.root = np.full(size, NOBODY, dtype=np.int32)
-        # A tree's other members hang on its root as a doubly linked list, in no order.
-        self.first_member = np.full(size, NOBODY, dtype=np.int32)
-        self.next_member = np.full(size, NOBODY, dtype=np.int32)
-        self.previous_member = np.full(size, NOBODY, dtype=np.int32)
-        self.live = np.zeros(size, dtype=np.bool_)
-        self.is_root = np.zeros(size, dtype=np.bool_)
-        self.named_by = np.zeros(size, dtype=np.int32)  # rows that name this one as parent or root
+        self._clear_trees()
+        size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
         self.shape = np.zeros(size, dtype=np.int64)
         self.traits = np.zeros(size, dtype=np.int32)
@@ -89,12 +85,6 @@ class Book:
         self.class_sets: Distinct[tuple[int, ...]] = Distinct(())
         self._columns: dict[str, ClassColumns] = {}
         self._by_number: list[ClassColumns] = []
-        self._uuids: list[str] = []
-        self._names: list[str] = []
-        self._rows: dict[str, int] = {}
-        self._free_rows: list[int] = []
-        self._providers = 0
-        self._roots: Rows | None = None
         self._sweep_at = SWEEP_FROM
         self.epoch += 1
         self.moves.forget()
@@ -166,48 +156,6 @@ class Book:
         """
         return self.moves.since(since)
 
-    def __len__(self) -> int:
-        return self._providers
-
-    def rows_of_roots(self) -> Rows:
-        """Rows of all root providers, ascending. Shared: do not write to it."""
-        if self._roots is None:
-            self._roots = np.flatnonzero(self.is_root[: self.top])
-            self._roots.flags.writeable = False
-        return self._roots
-
-    def row_of(self, uuid: str) -> int | None:
-        """The row of a provider, None when there is no such provider."""
-        row = self._rows.get(uuid)
-        return row if row is not None and self.live[row] else None
-
-    def uuid_of(self, row: int) -> str:
-        """The provider's uuid."""
-        return self._uuids[row]
-
-    def uuids_of(self, rows: Rows) -> list[str]:
-        """The providers' uuids."""
-        uuids = self._uuids
-        return [uuids[row] for row in rows.tolist()]
-
-    def name_of(self, row: int) -> str:
-        """The provider's name."""
-        return self._names[row]
-
-    def root_of(self, row: int) -> int:
-        """The row of the provider's root."""
-        return int(self.root[row])
-
-    def parent_of(self, row: int) -> int | None:
-        """The row of the provider's parent, None for a root."""
-        parent = int(self.parent[row])
-        return None if parent == NOBODY else parent
-
-    def tree(self, root_row: int) -> list[int]:
-        """Rows of the tree: the root, then depth by depth, each depth by name."""
-        members = self._members(root_row)
-        return sorted(members, key=lambda row: (self._depth(row), self._names[row], self._uuids[row]))
-
     def generation_of(self, row: int) -> int:
         """The provider's generation, as Placement's API has it."""
         return int(self.generation[row])
@@ -275,19 +223,6 @@ class Book:
             if kind := column.kind[row]:
                 found[column.name] = (column.kinds.values[kind], int(column.used[row]), int(column.free[row]))
         return dict(sorted(found.items()))
-
-    def members(self, roots: Rows) -> tuple[Rows, Rows]:
-        """All rows of these trees, the roots first, and beside each the position of its root in `roots`."""
-        rows, owners = [roots], [np.arange(len(roots))]
-        frontier, owner = self.first_member[roots], owners[0]
-        while True:  # ends: each round follows the lists by one member
-            more = frontier != NOBODY
-            if not more.any():
-                return np.concatenate(rows), np.concatenate(owners)
-            frontier, owner = frontier[more].astype(np.intp), owner[more]
-            rows.append(frontier)
-            owners.append(owner)
-            frontier = self.next_member[frontier]
 
     # --- writing
 
@@ -420,104 +355,15 @@ class Book:
         if shape:
             self.shape_moves.add(root)
 
-    # --- rows and trees
+    # --- classes and distinct values
 
-    def _link(self, row: int, state: ProviderState) -> None:
-        """Put the row into its tree. Parents and roots that are not known yet get a row that is not live."""
-        root = row if state.root_uuid == state.uuid else self._named(state.root_uuid)
-        parent = NOBODY if state.parent_uuid is None else self._named(state.parent_uuid)
-        if self.root[row] == root and self.parent[row] == parent and self.is_root[row] == (root == row):
-            return
-        for named in (root, parent):  # before the old names are dropped: a row in both must not be freed between
-            if named not in {row, NOBODY}:
-                self.named_by[named] += 1
-        self._unlink(row)
-        self.root[row] = root
-        self.parent[row] = parent
-        if root == row:
-            self.is_root[row] = True
-            self._roots = None
-            return
-        first = self.first_member[root]
-        self.next_member[row] = first
-        self.previous_member[row] = NOBODY
-        if first != NOBODY:
-            self.previous_member[first] = row
-        self.first_member[root] = row
-
-    def _unlink(self, row: int) -> None:
-        root, parent = int(self.root[row]), int(self.parent[row])
-        self.root[row] = self.parent[row] = NOBODY
-        if root == NOBODY:
-            return
-        if root == row:
-            self.is_root[row] = False
-            self._roots = None
-        else:
-            after, before = self.next_member[row], self.previous_member[row]
-            if before == NOBODY:
-                self.first_member[root] = after
-            else:
-                self.next_member[before] = after
-            if after != NOBODY:
-                self.previous_member[after] = before
-            self.next_member[row] = self.previous_member[row] = NOBODY
-        for named in (root, parent):
-            if named not in {row, NOBODY}:
-                self.named_by[named] -= 1
-                self._drop_row_if_unnamed(named)
-
-    def _members(self, root_row: int) -> list[int]:
-        members, row = [root_row], int(self.first_member[root_row])
-        while row != NOBODY:
-            members.append(row)
-            row = int(self.next_member[row])
-        return members
-
-    def _depth(self, row: int) -> int:
-        depth = 0
-        while (parent := int(self.parent[row])) != NOBODY and depth <= self._providers:
-            row, depth = parent, depth + 1
-        return depth
-
-    def _named(self, uuid: str) -> int:
-        row = self._rows.get(uuid)
-        return self._new_row(uuid) if row is None else row
-
-    def _new_row(self, uuid: str) -> int:
-        if self._free_rows:
-            row = self._free_rows.pop()
-            self._uuids[row] = uuid
-        else:
-            self._reserve_room(1)
-            row = self.top
-            self.top += 1
-            self._uuids.append(uuid)
-            self._names.append("")
-        self._rows[uuid] = row
-        return row
-
-    def _drop_row_if_unnamed(self, row: int) -> None:
-        if not self.live[row] and not self.named_by[row] and (uuid := self._uuids[row]) in self._rows:
-            del self._rows[uuid]
-            self._uuids[row] = ""
-            for column in self._by_number:
-                column.root_free[row] = 0
-            self._free_rows.append(row)
-
-    def _reserve_room(self, rows: int) -> None:
-        size = self.size
-        while size < self.top + rows:
-            size *= 2
-        if size == self.size:
-            return
-        for name in ("parent", "root", "first_member", "next_member", "previous_member"):
-            setattr(self, name, grown(getattr(self, name), size, NOBODY))
-        for name in ("live", "is_root", "named_by", "generation", "shape", "traits", "aggregates", "classes"):
-            setattr(self, name, grown(getattr(self, name), size))
+    def _grown(self, size: int) -> None:
         for column in self._by_number:
             column.grow(size)
-        self.size = size
+
+    def _emptied(self, row: int) -> None:
+        for column in self._by_number:
+            column.root_free[row] = 0
 
     def _column(self, name: str) -> ClassColumns:
         column = self._columns.get(name)
@@ -530,14 +376,6 @@ class Book:
         classes = self.class_sets.values[self.classes[row]]
         if column.number not in classes:
             self.classes[row] = self.class_sets.id_of(tuple(sorted((*classes, column.number))))
-
-    def _sum_over_trees(self, amounts: Amounts, roots: Rows) -> Amounts:
-        if not (self.first_member[roots] != NOBODY).any():
-            return amounts[roots]
-        rows, owners = self.members(roots)
-        sums = np.zeros(len(roots), dtype=np.int64)
-        np.add.at(sums, owners, amounts[rows])
-        return sums
 
     def _sweep(self) -> None:
         """Forget distinct values that no row has any more, once enough have gathered."""

@@ -8,8 +8,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
+from placement_worker.replica.rows import NOBODY
 
 # Bits of a signature's word that are used.
 WORD_BITS = 62

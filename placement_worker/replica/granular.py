@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Flags, Rows
 from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.field import Field, Members, kinds_of
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, slots_of
+from placement_worker.replica.rows import NOBODY
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tables import (
     GIVES,

@@ -15,12 +15,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.columns import ClassColumns, Flags, Looked, Numbers, Rows
 from placement_worker.replica.covers import Cover, can_cover
 from placement_worker.replica.entangled import Entangled
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import UNNUMBERED, Slot
+from placement_worker.replica.rows import NOBODY
 from placement_worker.replica.tables import GIVES
 
 Codes = NDArray[np.uint16]

@@ -15,12 +15,13 @@ import numpy as np
 
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.covers import unions
 from placement_worker.replica.plan import Codes, Plan, kept_plan, plan_of
 from placement_worker.replica.query import Found, Query
 from placement_worker.replica.request import Slot
+from placement_worker.replica.rows import NOBODY
 
 __all__ = ["Found", "Query", "options", "search"]
 

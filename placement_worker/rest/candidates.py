@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from placement_worker.domain.names import is_custom
-from placement_worker.replica.book import NOBODY, Book
+from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import ClassColumns, Rows
+from placement_worker.replica.rows import NOBODY
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import Asked, asked_of
 from placement_worker.rest.faults import Fault

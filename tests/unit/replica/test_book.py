@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement_worker.replica.book import FIRST_SIZE, SWEEP_FROM, Book, Gap
+from placement_worker.replica.book import SWEEP_FROM, Book, Gap
 from placement_worker.replica.columns import MOVES_KEPT, Moves
+from placement_worker.replica.rows import FIRST_SIZE
 from placement_worker.replica.search import Query, search
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 
