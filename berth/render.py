@@ -12,6 +12,7 @@ from rich.text import Text
 from berth.invariants import Verdict
 from berth.load import Failure, LoadReport
 from bus.contracts.build import FunnelStep
+from bus.contracts.stages import Stamps, durations
 
 FAILURES_SHOWN = 12
 
@@ -92,6 +93,13 @@ def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int
         fell = ", ".join(f"{count} {why}" for why, count in sorted(step.fell.items(), key=lambda item: -item[1]))
         line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   fell: ' + fell if fell else ''}"
         console.print(Text(printable(line)), soft_wrap=True)
+
+
+def render_stages(stamps: Sequence[Stamps], console: Console) -> None:
+    """How long each stage of each build took; who looks from outside adds the way of the last event to himself."""
+    for one in stamps:
+        spent = [f"{stage} {1000 * seconds:.1f} ms" for stage, seconds in durations(one).items()]
+        console.print(Text(f"stages: {', '.join(spent)}"), soft_wrap=True)
 
 
 def render_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:

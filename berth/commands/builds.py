@@ -24,7 +24,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.render import printable, render_funnel, render_rows
+from berth.render import printable, render_funnel, render_rows, render_stages
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
 
@@ -243,6 +243,7 @@ def _show_record(record: BuildRecord, *, history: bool) -> None:
         out.print()
         rows = [[_when(line.at), line.who, line.what, line.detail] for line in record.story]
         render_rows(out, ["at (UTC)", "who", "what", ""], rows)
+        render_stages([line.stamps for line in record.story if line.stamps is not None][-1:], out)
 
 
 _COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.load import Failure
-from berth.render import printable, render_failures, render_rows
+from berth.render import printable, render_failures, render_rows, render_stages
 from bus.contracts.build import FunnelStep
+from bus.contracts.stages import Stamps
 
 
 def shown(render, width: int = 20) -> str:  # type: ignore[no-untyped-def]
@@ -49,3 +50,9 @@ def test_like_failures_are_told_once() -> None:
         "2 x f c: no host (i3, ...)",
         f"      {'VCPU':36}      0 left   fell: 3 in use",
     ]
+
+
+def test_stages_are_told_with_their_milliseconds_and_what_never_happened_is_not() -> None:
+    stamps = Stamps(asked=10.0, queued=10.0015, decided=10.002, announced=10.5)
+    text = shown(lambda console: render_stages([stamps], console))
+    assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"

@@ -1,0 +1,62 @@
+"""Where a build's time went, on the whole street: every build says, also when the machines' clocks differ."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.plan import Plan, plan_of
+from berth.sim.run import run
+from berth.sim.watch import Listener
+from berth.sim.world import EPOCH
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.stages import STAGES, durations
+
+
+def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:
+    """The terminal events that clients heard."""
+    heard: dict[str, BuildEvent] = {}
+    listen = Listener.event
+
+    def event(self: Listener, said: BuildEvent) -> None:
+        listen(self, said)
+        if said.terminal:
+            heard.setdefault(said.instance_uuid, said)
+
+    monkeypatch.setattr(Listener, "event", event)
+    assert run(plan).breach == ""
+    return list(heard.values())
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 1.0])
+def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ends(replace(plan_of(1).without_faults(), skew_s=skew_s), monkeypatch)
+    active = [event for event in found if event.state is BuildState.ACTIVE]
+    assert len(active) > 10
+    for event in active:
+        assert event.stamps is not None
+        asked, heard = event.stamps.asked, event.stamps.announced + 0.001
+        spent = durations(event.stamps, since=asked, until=max(asked, heard))
+        assert tuple(spent) == STAGES
+        assert min(spent.values()) >= 0
+        assert sum(spent.values()) == pytest.approx(max(0.0, heard - asked), abs=1e-5)
+        if not skew_s:
+            raw = [getattr(event.stamps, name) for name in event.stamps.__struct_fields__]
+            assert raw == sorted(raw), "on one clock no stage ends before it began"
+            assert raw[0] > EPOCH, "the clock of the simulation, not of this machine"
+    nowhere = [event for event in found if event.code == "no_valid_host"]
+    assert nowhere
+    for event in nowhere:
+        assert event.stamps is not None
+        assert tuple(durations(event.stamps, until=event.stamps.decided + 1)) == ("queued", "decided", "announced")
+
+
+def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed attempts, crashes and redeliveries: what has ended in a cell says how long every stage took."""
+    found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
+    ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and event.attempt)]
+    ended = [event for event in ended if event.state is not BuildState.DELETED]
+    assert any(event.attempt > 1 for event in ended)
+    for event in ended:
+        assert event.stamps is not None, event
+        assert tuple(durations(event.stamps)) == STAGES, event

@@ -1,0 +1,70 @@
+"""What a cell adds to the stages of a build: when the first host began, and when the last attempt ended."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.stages import Stamps
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import State
+from tests.unit.conductor.test_table import (
+    DELETE,
+    RELEASED,
+    TIMED_OUT,
+    asked,
+    claimed,
+    failed,
+    host,
+    run,
+    said,
+    spawned,
+)
+
+SO_FAR = Stamps(asked=90.0, queued=91.0, decided=92.0, claimed=93.0)
+BEGIN = replace(asked(), stamps=SO_FAR)  # at 100
+
+
+def ended(*happened: e.Event) -> BuildEvent:
+    (event,) = said(run(BEGIN, *happened))
+    assert event.terminal
+    return event
+
+
+def test_a_host_tells_when_it_began_and_ended() -> None:
+    event = ended(replace(spawned(), begun_at=102.0, ended_at=109.0))
+    assert event.stamps == replace(SO_FAR, dispatched=102.0, built=109.0)
+
+
+def test_a_host_that_does_not_tell_began_when_commanded_and_ended_when_heard_of() -> None:
+    assert ended(spawned()).stamps == replace(SO_FAR, dispatched=100.0, built=110.0)
+    seen = e.HostRuns(at=140.0, attempt=1, host_uuid=host(1), service="s1", seen_at=139.0)
+    assert ended(seen).stamps == replace(SO_FAR, dispatched=100.0, built=140.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "dispatched"),
+    [
+        (replace(failed(), begun_at=101.0, ended_at=104.0), 101.0),
+        (TIMED_OUT, 100.0),
+        (e.Destroyed(at=105.0, attempt=1, host_uuid=host(1)), 100.0),
+    ],
+)
+def test_failed_attempts_are_in_the_time_of_building(first: e.Event, dispatched: float) -> None:
+    event = ended(first, claimed(), replace(spawned(2), begun_at=205.0, ended_at=206.0))
+    assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
+
+
+def test_the_end_of_a_failure_tells_as_well_and_a_delete_does_not() -> None:
+    event = ended(replace(failed(final=True), begun_at=101.0, ended_at=104.0), RELEASED)
+    assert (event.state, event.stamps) == (BuildState.FAILED, replace(SO_FAR, dispatched=101.0, built=104.0))
+    gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1))
+    assert ended(DELETE, gone, RELEASED).stamps is None
+
+
+def test_what_was_said_is_not_kept() -> None:
+    active = run(BEGIN, spawned()).instance
+    assert (active.state, active.stamps) == (State.ACTIVE, None)
+    assert run(BEGIN).instance.stamps == SO_FAR
+    assert run(asked(), spawned()).instance.stamps is None, "an older scheduler said nothing"
