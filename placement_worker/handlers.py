@@ -29,7 +29,10 @@ UNEXPECTED = "message.unexpected"
 
 
 class Handlers:
-    """Handlers of placement's queues. `committed` is called after every transaction that may have written changes."""
+    """Handlers of placement's queues; a batch is of one queue, and so of one bus.
+
+    `committed` is called after every transaction that may have written changes.
+    """
 
     def __init__(self, store: PlacementStore, *, clock: Clock, committed: Callable[[], None]) -> None:
         self._store = store
@@ -40,7 +43,7 @@ class Handlers:
         """placement.requests: all claims, releases and swaps of the batch are one group, one transaction."""
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, Claim | Release | Swap)]
         started = self._clock.monotonic()
-        replies = iter(await self._store.apply(items))
+        replies = iter(await self._store.apply(items, bus=batch[0].bus))
         self._committed()
         _measure("claims", len(items), self._clock.monotonic() - started)
         return [
@@ -54,7 +57,7 @@ class Handlers:
         """placement.inventory: all updates of the batch are one transaction."""
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
         started = self._clock.monotonic()
-        results = iter(await self._store.report(updates))
+        results = iter(await self._store.report(updates, bus=batch[0].bus))
         self._committed()
         _measure("inventory", len(updates), self._clock.monotonic() - started)
         outcomes: list[Outcome] = []
@@ -64,7 +67,12 @@ class Handlers:
                 outcomes.append(_unexpected(update))
                 continue
             result = next(results)
-            about = {"cause": received.meta.cause, "source": update.source, "root": update.root_uuid}
+            about = {
+                "bus": received.bus,
+                "cause": received.meta.cause,
+                "source": update.source,
+                "root": update.root_uuid,
+            }
             if isinstance(result, Refused):
                 metrics.REPORTS.labels(result.code).inc()
                 log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
@@ -100,6 +108,8 @@ class Handlers:
                     attempt=received.message.attempt,
                     outcome=reply.outcome,
                     outcomes=reply.outcomes,
+                    bus=received.bus,
+                    reason=reply.reason,
                 )
         elif isinstance(reply, ReleaseResult):
             metrics.RELEASES.labels(reply.outcome).inc()

@@ -29,7 +29,7 @@ from bus.contracts.placement import Release
 from bus.service.database import Database
 from placement_worker.rest.copying import Source
 from placement_worker.store import audit as questions
-from placement_worker.store import image
+from placement_worker.store import cells, image
 from placement_worker.store.image import ImageError
 from placement_worker.store.postgres import PostgresStore
 from placement_worker.store.repair import repair
@@ -135,6 +135,31 @@ def import_(
             out.print(f"imported: {changed} providers and consumers changed")
 
     run(_told(body))
+
+
+def move_host(
+    context: typer.Context,
+    host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree moves.")],
+    cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
+) -> None:
+    """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
+
+    Exit status 1 while anybody holds something there.
+    """
+
+    async def body() -> int:
+        here = database_of(settings_of(context))
+        async with _book(here) as (_, database), database.raw() as connection:
+            moved = await cells.move_host(connection, host, here.check_cell(cell))
+        was = moved.before or "no cell"
+        if moved.outcome == "unknown":
+            raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
+        if moved.outcome == "in_use":
+            raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+        out.print(f"{moved.root}: {was} -> {cell}" if moved.outcome == "moved" else f"{moved.root}: {cell} already")
+        return 0
+
+    run(body)
 
 
 # --- parts

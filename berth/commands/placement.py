@@ -26,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone,
 app.command("audit")(book.audit)
 app.command("export")(book.export)
 app.command("import")(book.import_)
+app.command("move-host")(book.move_host)
 
 
 @app.command()

@@ -7,7 +7,7 @@ when the shape it was chosen for is gone, and `full` when it does not fit (P-63)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -26,6 +26,8 @@ ClaimItem = Claim | Release | Swap
 
 # What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
 _HOPE = (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.INVALID)
+# The code at the head of the reason when a cell names what another cell has.
+OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
 
@@ -61,12 +63,15 @@ def decide(
     consumers: Mapping[str, Consumer],
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
+    foreign: Collection[str] = frozenset(),
 ) -> Decision:
     """Evaluate a group in order; each item sees what the ones before it did.
 
+    foreign: providers of other cells than the one that asks. For it they are gone, and a consumer that holds something
+    of them is somebody else's.
     `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
     """
-    ledger = _Ledger(consumers, providers, known_classes)
+    ledger = _Ledger(consumers, providers, known_classes, foreign)
     verdicts: list[Verdict] = []
     for item in items:
         if isinstance(item, Claim):
@@ -95,7 +100,9 @@ class _Ledger:
         consumers: Mapping[str, Consumer],
         providers: Mapping[str, ClaimedProvider],
         known_classes: Mapping[str, int],
+        foreign: Collection[str],
     ) -> None:
+        self.foreign = foreign
         self._consumers = consumers
         self.providers = providers
         self.known_classes = known_classes
@@ -107,6 +114,10 @@ class _Ledger:
         if uuid in self.changed_consumers:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
+
+    def is_others(self, holding: Holding) -> bool:
+        """Whether something of this is another cell's."""
+        return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
 
     def used_of(self, uuid: str, name: str) -> int:
         touched = self.used.get(uuid)
@@ -143,6 +154,8 @@ class _Ledger:
 def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
     known = ledger.consumer(claim.consumer)
     held = known.holding if known is not None else NOTHING
+    if ledger.is_others(held):
+        return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if known is not None and held and known.attempt == claim.attempt and known.project_id == claim.project_id:
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
@@ -158,7 +171,8 @@ def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
     if claim.release_first and known is not None and held:
         return _give_back_only(ledger, claim, known, overall, tuple(outcomes))
     generation = known.generation if known is not None and held else None
-    return Verdict(outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation)
+    reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else ""
+    return Verdict(outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason)
 
 
 def _may_claim(known: Consumer | None, claim: Claim) -> bool:
@@ -221,7 +235,7 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
     shapes = option.shapes
     for uuid, resources in option.allocations.items():
         provider = ledger.providers.get(uuid)
-        if provider is None:
+        if provider is None or uuid in ledger.foreign:
             return _GONE
         if not resources:
             invalid = True
@@ -260,6 +274,8 @@ def _release(ledger: _Ledger, release: Release) -> Verdict:
             fence = _fence(known, attempt) if known is not None else Consumer(0, attempt, "", "", "")
             ledger.write(release.consumer, fence)
         return Verdict(outcome="absent")
+    if ledger.is_others(known.holding):
+        return Verdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     if (attempt is not None and known.attempt > attempt) or release.project_id not in (None, known.project_id):
         return Verdict(outcome="consumer_changed", consumer_generation=known.generation)
     ledger.move(known.holding, NOTHING)
@@ -279,6 +295,8 @@ def _swap(ledger: _Ledger, swap: Swap) -> Verdict:
     for entry in entries:
         consumer = known[entry.consumer]
         generation = consumer.generation if consumer is not None and consumer.holding else None
+        if ledger.is_others(_holding(consumer)):
+            return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
         if entry.consumer_generation != generation:
             return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
     after = _sum(entry.allocations for entry in entries)
@@ -294,7 +312,7 @@ def _swap(ledger: _Ledger, swap: Swap) -> Verdict:
 def _fits_swap(ledger: _Ledger, wanted: Holding, before: Holding, after: Holding) -> ClaimOutcome:
     for uuid, resources in wanted.items():
         provider = ledger.providers.get(uuid)
-        if provider is None:
+        if provider is None or uuid in ledger.foreign:
             return _GONE
         if not resources:
             return ClaimOutcome.INVALID

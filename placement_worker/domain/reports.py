@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
 from placement_worker.domain.handover import hand_over, sources_of, usage_after
 from placement_worker.domain.names import MAX_NAME, class_name, is_custom
-from placement_worker.domain.values import Holding, Provider, Stock, state_of, stock_of
+from placement_worker.domain.values import ABOVE_CELLS, Holding, Provider, Stock, is_foreign, state_of, stock_of
 
 NOBODY: Mapping[str, Holding] = {}
 _Used = dict[str, dict[str, int]]
@@ -48,6 +48,11 @@ class Plan(Struct, frozen=True):
     results: list[Applied | Refusal]
     after: dict[str, Provider]
     moved: dict[str, Holding]
+
+
+def foreign(uuid: str) -> Refusal:
+    """A cell's bus says something of what belongs to another cell."""
+    return Refusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
 def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | None:
@@ -98,13 +103,14 @@ def plan(
     earlier: Sequence[Sequence[str]],
     book: Mapping[str, Provider],
     holdings: Mapping[str, Holding] = NOBODY,
+    bus: str = ABOVE_CELLS,
 ) -> Plan:
-    """Apply flawless updates in order, each whole or not at all.
+    """Apply flawless updates that came on one bus, in order, each whole or not at all.
 
     earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
     holds a root, a provider or a name in the updates. holdings: of every consumer of a provider that others take from.
     """
-    draft = _Draft(book, holdings)
+    draft = _Draft(book, holdings, bus)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
     return Plan(results, draft.providers, draft.moved)
 
@@ -127,8 +133,9 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
 class _Draft:
     """The book as the updates so far have left it. A refused update leaves no trace."""
 
-    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> None:
+    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str) -> None:
         self.providers = dict(book)
+        self._bus = bus
         self.moved: dict[str, Holding] = {}
         self._holdings = holdings
         self._holders: dict[str, list[str]] = {}
@@ -142,6 +149,9 @@ class _Draft:
 
     def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | Refusal:
         reported = tuple(report.uuid for report in update.providers)
+        for uuid in (update.root_uuid, *reported):
+            if is_foreign(self._cell(uuid), self._bus):
+                return foreign(uuid)
         leaving = self._leaving(update, earlier, set(reported))
         moved, used = self._hand_over(update, {*reported, *leaving})
         gone, aside = self._sort_leaving(leaving, set(reported), used)
@@ -153,13 +163,25 @@ class _Draft:
         touched: dict[str, Provider] = {}
         for report in update.providers:
             old = self.providers.get(report.uuid)
-            touched[report.uuid] = _reported(old, used[report.uuid], report, update.root_uuid)
+            cell = self._bound(update.root_uuid) if report.uuid == update.root_uuid else None
+            touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in aside:
             touched[uuid] = _set_aside(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched, gone)
         classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.set_aside]
         self.moved.update(moved)
         return Applied(reported, (*aside, *classes), self._commit(touched, gone))
+
+    def _cell(self, uuid: str) -> str | None:
+        """The cell that a provider belongs to: its root's."""
+        provider = self.providers.get(uuid)
+        return self.providers[provider.root].cell if provider is not None else None
+
+    def _bound(self, root: str) -> str | None:
+        """The cell of a root once this bus has reported it. What exists unbound the API bus leaves to its cell."""
+        if root not in self.providers:
+            return self._bus
+        return self._cell(root) or (self._bus if self._bus != ABOVE_CELLS else None)
 
     def _hand_over(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
         """(what moves, what is used after it). Only from providers that this report is about: `own`."""
@@ -255,7 +277,9 @@ def _stocks(report: ProviderReport) -> dict[str, Stock]:
     return {class_name(spelled): stock_of(inventory) for spelled, inventory in report.inventories.items()}
 
 
-def _reported(before: Provider | None, used: dict[str, int], report: ProviderReport, root: str) -> Provider:
+def _reported(
+    before: Provider | None, used: dict[str, int], report: ProviderReport, *, root: str, cell: str | None
+) -> Provider:
     stocks = _stocks(report)
     if before is not None:
         for name, stock in before.stocks.items():
@@ -275,6 +299,7 @@ def _reported(before: Provider | None, used: dict[str, int], report: ProviderRep
         used=used,
         traits=tuple(sorted(set(report.traits))),
         aggregates=tuple(sorted(set(aggregates))),
+        cell=cell,
     )
 
 

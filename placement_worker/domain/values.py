@@ -12,6 +12,9 @@ from bus.contracts.placement import Inventory, ProviderState
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 NOTHING: Holding = {}
 
+# Where a provider belongs that was first reported above all cells: the API bus, by its name.
+ABOVE_CELLS = "api"
+
 
 class Room(Struct, frozen=True, gc=False):
     """What a claim must respect of one inventory, and how much of it was used when it was read."""
@@ -59,7 +62,11 @@ class Stock(Struct, frozen=True, gc=False):
 
 
 class Provider(Struct, frozen=True):
-    """A provider whole, as an inventory update sees it. `used` has every class that is not at 0."""
+    """A provider whole, as an inventory update sees it. `used` has every class that is not at 0.
+
+    cell: of a root alone, and its whole tree follows it: the bus that first reported it, a cell's or the API bus
+    (ABOVE_CELLS). None: no report has said it yet (the REST API made it, or a book older than cells' bounds).
+    """
 
     uuid: str
     name: str
@@ -71,6 +78,17 @@ class Provider(Struct, frozen=True):
     used: dict[str, int]
     traits: tuple[str, ...]
     aggregates: tuple[str, ...]
+    cell: str | None = None
+
+
+def is_foreign(cell: str | None, bus: str) -> bool:
+    """Whether a root of this cell is not to be reported on this bus."""
+    return bus != ABOVE_CELLS and cell not in (None, bus)
+
+
+def is_closed(cell: str | None, bus: str) -> bool:
+    """Whether a tree of this cell is not to be claimed on this bus. What was reported above cells is open to all."""
+    return cell != ABOVE_CELLS and is_foreign(cell, bus)
 
 
 def capacity(total: int, reserved: int, allocation_ratio: float) -> int:

@@ -13,7 +13,7 @@ import asyncpg
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import Decision, Verdict, changes_of, decide
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Room
+from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, Consumer, Room
 from placement_worker.store import feed
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
@@ -41,6 +41,12 @@ SELECT id, uuid, generation, shape FROM providers WHERE uuid = ANY($1::uuid[]) O
 READ_ROOMS = """
 SELECT provider_id, class_id, capacity, min_unit, max_unit, step_size, used
 FROM inventories WHERE provider_id = ANY($1::bigint[])
+"""
+
+# What belongs to another cell than the one whose bus the claims came on: most often nothing.
+FOREIGN = """
+SELECT p.uuid FROM providers p JOIN providers root ON root.id = p.root_id
+WHERE p.id = ANY($1::bigint[]) AND root.cell <> ALL($2::text[])
 """
 
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
@@ -73,11 +79,12 @@ WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id AND (n.used <= i
 """
 
 
-async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names) -> list[ClaimReply]:
-    """Decide and write one group inside the caller's transaction."""
+async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
+    """Decide and write one group that came on one bus, inside the caller's transaction."""
     inserted, consumers = await lock_consumers(connection, _expected(items), names)
     ids, providers = await lock_providers(connection, providers_of(items, consumers), names)
-    decision = decide(items, consumers, providers, names.class_ids)
+    foreign = await _foreign(connection, ids, bus)
+    decision = decide(items, consumers, providers, names.class_ids, foreign)
     await write(connection, decision, consumers, inserted, ids=ids, names=names)
     sequence = await feed.append(connection, changes_of(decision))
     return [reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
@@ -185,6 +192,14 @@ async def lock_providers(
     for provider_id, class_id, capacity, min_unit, max_unit, step_size, used in stocked:
         rooms[provider_id][class_names[class_id]] = Room(capacity, min_unit, max_unit, step_size, used)
     return ids, {row[1]: ClaimedProvider(row[2], row[3], rooms[row[0]]) for row in rows}
+
+
+async def _foreign(connection: asyncpg.Connection, ids: Mapping[str, int], bus: str) -> frozenset[str]:
+    """Of these providers, those of other cells; the API bus speaks for all cells."""
+    if bus == ABOVE_CELLS or not ids:
+        return frozenset()
+    rows = await connection.fetch(FOREIGN, list(ids.values()), [ABOVE_CELLS, bus])
+    return frozenset(row[0] for row in rows)
 
 
 async def _write_consumers(

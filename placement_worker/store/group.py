@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from bus.contracts.base import encode
 from bus.contracts.placement import InventoryResult, InventoryUpdate
-from placement_worker.domain.reports import Applied, Refusal, flaw
+from placement_worker.domain.reports import Applied, Refusal, flaw, foreign
+from placement_worker.domain.values import ABOVE_CELLS, is_foreign
 from placement_worker.store.port import Refused
 
 Key = tuple[str, str]  # (root, source)
@@ -31,11 +32,21 @@ NOBODY = Source(-1, b"", False, ())
 class Group:
     """One group of updates: what came, what their sources said before, and how each one ends.
 
+    bus: where all of them came from. cells: of every root that anybody ever reported, the cell it belongs to.
     written: rows of sources to write; changed: (root, source) whose trees are others than before.
     """
 
-    def __init__(self, updates: Sequence[InventoryUpdate], sources: Mapping[Key, Source]) -> None:
+    def __init__(
+        self,
+        updates: Sequence[InventoryUpdate],
+        sources: Mapping[Key, Source],
+        *,
+        cells: Mapping[str, str | None],
+        bus: str,
+    ) -> None:
         self.updates = updates
+        self.bus = bus
+        self._cells = cells
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
         self.results: dict[int, InventoryResult | Refused] = {}
         self.written: list[SourceRow] = []
@@ -48,6 +59,16 @@ class Group:
         for number, update in enumerate(self.updates):
             wrong = flaw(update, known_traits)
             if wrong is not None:
+                self.results[number] = Refused(wrong.code, wrong.reason)
+
+    def refuse_foreign(self) -> None:
+        """Turn down what another cell's bus says of a root, before its version can outdate what the cell says itself.
+
+        What a report names beside its root, and roots that nobody ever reported, are looked at when it is planned.
+        """
+        for number, update in enumerate(self.updates):
+            if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
+                wrong = foreign(update.root_uuid)
                 self.results[number] = Refused(wrong.code, wrong.reason)
 
     def sort_out_stale(self) -> None:
@@ -75,7 +96,8 @@ class Group:
             if number in self.results:
                 continue
             known = self.source(number)
-            if known.settled and known.digest == self._digests[number]:
+            bound = self.bus == ABOVE_CELLS or self._cells.get(self.keys[number][0]) is not None
+            if bound and known.settled and known.digest == self._digests[number]:
                 self.results[number] = InventoryResult(outcome="unchanged")
                 self._write(number, True, known.providers)
             else:

@@ -25,7 +25,10 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 ONE_WRITER_OF_TREES = "SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0))"
 
-READ_SOURCES = "SELECT root, source, version, digest, settled, providers FROM sources WHERE root = ANY($1::uuid[])"
+READ_SOURCES = """
+SELECT s.root, s.source, p.cell, s.version, s.digest, s.settled, s.providers
+FROM sources s LEFT JOIN providers p ON p.uuid = s.root WHERE s.root = ANY($1::uuid[])
+"""
 
 LOCK_TREES = """
 SELECT id FROM providers
@@ -41,15 +44,16 @@ DELETE_PROVIDERS = "DELETE FROM providers WHERE id = ANY($1::bigint[])"
 NEW_IDS = "SELECT nextval(pg_get_serial_sequence('providers', 'id')) FROM generate_series(1, $1)"
 
 INSERT_PROVIDERS = """
-INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, shape)
-SELECT * FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[])
+INSERT INTO providers (id, uuid, name, parent_id, root_id, generation, shape, cell)
+SELECT * FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
+    $8::text[])
 """
 
 UPDATE_PROVIDERS = """
 UPDATE providers p SET name = n.name, parent_id = n.parent_id, root_id = n.root_id, generation = n.generation,
-    shape = n.shape, updated_at = now()
-FROM unnest($1::bigint[], $2::text[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
-    AS n (id, name, parent_id, root_id, generation, shape)
+    shape = n.shape, cell = n.cell, updated_at = now()
+FROM unnest($1::bigint[], $2::text[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[], $7::text[])
+    AS n (id, name, parent_id, root_id, generation, shape, cell)
 WHERE p.id = n.id
 """
 
@@ -113,20 +117,25 @@ async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
 
 
 async def report(
-    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: Names
+    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: Names, bus: str
 ) -> list[InventoryResult | Refused]:
-    """Decide and write a group of updates inside the caller's transaction."""
+    """Decide and write a group of updates that came on one bus, inside the caller's transaction."""
     await connection.execute(ONE_WRITER_OF_TREES)
-    group = Group(updates, await _read_sources(connection, updates))
+    sources, cells = await _read_sources(connection, updates)
+    group = Group(updates, sources, cells=cells, bus=bus)
     group.refuse_flawed(names.trait_ids)
+    group.refuse_foreign()
     group.sort_out_stale()
     sequence = await _apply(connection, group, names)
     return group.answers(sequence)
 
 
-async def _read_sources(connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]) -> dict[Key, Source]:
+async def _read_sources(
+    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
+) -> tuple[dict[Key, Source], dict[str, str | None]]:
+    """(what each source said last, the cell of every root that anybody ever reported)."""
     rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
-    return {(row[0], row[1]): Source(*row[2:]) for row in rows}
+    return {(row[0], row[1]): Source(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 
 
 async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> int:
@@ -138,7 +147,7 @@ async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> 
     ids, before = await _lock_trees(connection, updates)
     consumers |= await handover.lock_late_holders(connection, leaving, consumers, names)
     holdings = {uuid: consumer.holding for uuid, consumer in consumers.items()}
-    outcome = plan(updates, [group.source(number).providers for number in fresh], before, holdings)
+    outcome = plan(updates, [group.source(number).providers for number in fresh], before, holdings, group.bus)
     group.settle(fresh, outcome.results)
     if outcome.moved:
         between = handover.between(before, outcome.after)
@@ -185,12 +194,12 @@ async def write_providers(
     if created:
         fresh_ids = await connection.fetch(NEW_IDS, len(created))
         ids.update((provider.uuid, row[0]) for provider, row in zip(created, fresh_ids, strict=True))
-        rows = [(ids[p.uuid], p.uuid, p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape) for p in created]
+        rows = [(ids[p.uuid], p.uuid, *_columns(p, ids)[1:]) for p in created]
         await connection.execute(INSERT_PROVIDERS, *_transposed(rows))
     await _execute_rows(
         connection,
         UPDATE_PROVIDERS,
-        [(ids[p.uuid], p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape) for p in kept],
+        [_columns(p, ids) for p in kept],
     )
     if gone:
         await connection.execute(DELETE_PROVIDERS, gone)
@@ -203,6 +212,11 @@ async def write_providers(
     left, joined = _difference([(ids[new.uuid], old.aggregates if old else (), new.aggregates) for old, new in changed])
     await _execute_rows(connection, DELETE_AGGREGATES, left)
     await _execute_rows(connection, INSERT_AGGREGATES, joined)
+
+
+def _columns(provider: Provider, ids: Mapping[str, int]) -> tuple[object, ...]:
+    p = provider
+    return (ids[p.uuid], p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape, p.cell)
 
 
 async def _write_stocks(

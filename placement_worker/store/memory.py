@@ -30,7 +30,7 @@ from placement_worker.domain.handover import taken
 from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
 from placement_worker.domain.reports import Plan, flaw, plan
 from placement_worker.domain.reports import changes_of as changes_of_reports
-from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, state_of
+from placement_worker.domain.values import ABOVE_CELLS, ClaimedProvider, Consumer, Provider, Room, is_closed, state_of
 from placement_worker.store.claims import providers_of, reply
 from placement_worker.store.group import Group, Key, Source
 from placement_worker.store.handover import HoldersBusy, Leaving
@@ -69,6 +69,11 @@ class MemoryBookTable(MemoryDatabase):
             self.numbers[uuid] = self._next_number
         return self.numbers[uuid]
 
+    def cell(self, uuid: str) -> str | None:
+        """The cell of a provider: its root's."""
+        provider = self.providers.get(uuid)
+        return self.providers[provider.root].cell if provider is not None else None
+
     def by_number(self, uuids: Sequence[str]) -> list[str]:
         """Those that exist, in lock order."""
         return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
@@ -94,7 +99,7 @@ class MemoryBook:
 
     # --- claims
 
-    async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
+    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
         """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
         if not items:
             return []
@@ -106,7 +111,8 @@ class MemoryBook:
                 uuid: table.consumers[uuid].consumer for uuid in _consumers_of(items) if uuid in table.consumers
             }
             providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
-            decision = decide(items, consumers, providers, table.classes)
+            foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
+            decision = decide(items, consumers, providers, table.classes, foreign)
             await transaction.statement()
             self._write(transaction, decision, table.clock.time())
             sequence = await self._append(transaction, changes_of(decision))
@@ -145,7 +151,9 @@ class MemoryBook:
 
     # --- inventory
 
-    async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
+    async def report(
+        self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
+    ) -> list[InventoryResult | Refused]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
@@ -154,8 +162,11 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
-            group = Group(updates, {key: table.sources[key] for key in _keys(updates) if key in table.sources})
+            sources = {key: table.sources[key] for key in _keys(updates) if key in table.sources}
+            cells = {update.root_uuid: table.cell(update.root_uuid) for update in updates}
+            group = Group(updates, sources, cells=cells, bus=bus)
             group.refuse_flawed(table.traits)
+            group.refuse_foreign()
             group.sort_out_stale()
             fresh = group.fresh()
             planned = [group.updates[number] for number in fresh]
@@ -164,7 +175,7 @@ class MemoryBook:
             before = await self._lock_trees(transaction, planned)
             await self._lock_late_holders(transaction, leaving, locked)
             holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in _holders(table, leaving)}
-            outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings)
+            outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings, bus)
             group.settle(fresh, outcome.results)
             await transaction.statement()
             transaction.will(lambda: _write_trees(table, before, outcome, group))

@@ -20,6 +20,7 @@ from bus.contracts.placement import (
     Swap,
     SwapResult,
 )
+from placement_worker.domain.values import ABOVE_CELLS
 
 ClaimItem = Claim | Release | Swap
 ClaimReply = ClaimResult | ReleaseResult | SwapResult
@@ -52,11 +53,19 @@ class PlacementStore(Protocol):
     async def close(self) -> None:
         """Disconnect."""
 
-    async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
-        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
+    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
+        """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient.
 
-    async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
-        """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
+        bus: where they came from. On a cell's bus what belongs to another cell is gone, or somebody else's.
+        """
+
+    async def report(
+        self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
+    ) -> list[InventoryResult | Refused]:
+        """Inventory updates as one group, in order, each with its own outcome. Raises Transient.
+
+        bus: where they came from. A new root belongs to it; a cell's bus may say nothing of another cell's.
+        """
 
     async def changes(self, after: int, limit: int) -> ChangesPage:
         """Committed changes after a number, in order."""

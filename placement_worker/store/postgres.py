@@ -14,6 +14,7 @@ from bus.contracts.placement import (
     SnapshotPage,
 )
 from bus.service.database import Database
+from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, feed, inventory, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
@@ -54,21 +55,23 @@ class PostgresStore:
         """Close the pool."""
         await self._database.close()
 
-    async def apply(self, items: Sequence[ClaimItem]) -> list[ClaimReply]:
+    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
         """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
         if not items:
             return []
         await self._know_classes(items)
         async with self._database.raw() as connection:
-            return await claims.apply(connection, items, self._names)
+            return await claims.apply(connection, items, self._names, bus)
 
-    async def report(self, updates: Sequence[InventoryUpdate]) -> list[InventoryResult | Refused]:
+    async def report(
+        self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
+    ) -> list[InventoryResult | Refused]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
         await inventory.know_names(updates, self._names)
         async with self._database.raw() as connection:
-            return await inventory.report(connection, updates, self._names)
+            return await inventory.report(connection, updates, self._names, bus)
 
     async def changes(self, after: int, limit: int) -> ChangesPage:
         """Committed changes after a number, in order."""

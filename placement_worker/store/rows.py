@@ -9,7 +9,7 @@ import asyncpg
 from placement_worker.domain.values import Provider, Stock
 
 _PROVIDER = """
-SELECT p.id, p.uuid, p.name, parent.uuid, root.uuid, p.generation, p.shape
+SELECT p.id, p.uuid, p.name, parent.uuid, root.uuid, p.generation, p.shape, p.cell
 FROM providers p LEFT JOIN providers parent ON parent.id = p.parent_id JOIN providers root ON root.id = p.root_id
 """
 READ_PROVIDERS_BY_ID = _PROVIDER + "WHERE p.id = ANY($1::bigint[]) ORDER BY p.id"
@@ -57,6 +57,7 @@ async def read_providers(
             used=used[row[0]],
             traits=tuple(traits[row[0]]),
             aggregates=tuple(aggregates[row[0]]),
+            cell=row[7],
         )
         for row in rows
     }

@@ -57,6 +57,24 @@ async def test_whoever_is_not_named_is_an_orphan(placement: Placement, tmp_path:
     assert shown.json()["usages"] == {"VCPU": 2}
 
 
+async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
+    host = await placement.host(VCPU=8)
+
+    async def move(cell: str) -> tuple[int | None, str]:
+        env = {**os.environ, "BERTH_DATABASE__URL": placement.database_url}
+        words = (sys.executable, "-m", "berth", "placement", "move-host", host, cell)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*words, env=env, stdout=pipe, stderr=pipe)
+        said, wrong = await process.communicate()
+        return process.returncode, (said + wrong).decode()
+
+    assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
+    assert await move("cell1") == (0, f"{host}: cell1 already\n")
+    status, said = await move("nowhere")
+    assert (status, "no cell 'nowhere'" in said) == (2, True)
+    assert (await placement.claim(new_uuid(placement.rng), host, VCPU=1)).status_code == 204
+
+
 def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
     names = tmp_path / "ids"
     for text in ("\n", "no uuid\n"):

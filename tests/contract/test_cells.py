@@ -1,0 +1,193 @@
+"""What comes on a cell's bus may create, report and claim what belongs to that cell, and nothing of another's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.clock import SystemClock
+from bus.contracts.base import Meta
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimResult,
+    ConsumerAllocations,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+    Swap,
+)
+from bus.outcome import Done, Received, Refuse
+from bus.service.database import Database
+from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.handlers import Handlers
+from placement_worker.store.cells import move_host
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import ClaimItem, PlacementStore, Refused
+from placement_worker.store.postgres import PostgresStore
+
+MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
+CHILD = "a0000000-0000-4000-8000-000000000000"
+SOMEBODY = "c0000000-0000-4000-8000-000000000000"
+MAX_VERSION = 2**62
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+    made: PlacementStore = (
+        PostgresStore(Database(url, "placement")) if url else MemoryBook(MemoryBookTable(SystemClock()).session())
+    )
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def postgres(postgres_url: str) -> AsyncIterator[PostgresStore]:
+    made = PostgresStore(Database(postgres_url, "placement"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+def host(root: str, version: int, *children: str, source: str = "compute", vcpus: int = 4) -> InventoryUpdate:
+    stock = {"VCPU": Inventory(total=vcpus)}
+    reports = [ProviderReport(uuid=root, name=root, inventories=stock)]
+    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=stock) for child in children]
+    return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
+
+
+def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
+    options = tuple(ClaimOption(allocations={root: {"VCPU": 1}}) for root in roots)
+    return Claim(consumer=SOMEBODY, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
+
+
+async def say(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
+    results = await store.report(updates, bus=bus)
+    return [result.code if isinstance(result, Refused) else result.outcome for result in results]
+
+
+async def ask(store: PlacementStore, bus: str, item: ClaimItem) -> str:
+    (answer,) = await store.apply([item], bus=bus)
+    return str(answer.outcome)
+
+
+def test_the_book_and_the_bus_mean_the_same_above() -> None:
+    assert ABOVE_CELLS == API
+
+
+async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementStore) -> None:
+    assert await say(store, "c1", host(MINE, 1)) == ["applied"]
+    assert await say(store, "c2", host(MINE, 2, vcpus=9)) == ["inventory.foreign_cell"]
+    assert await say(store, "c2", replace(host(MINE, 3), providers=())) == ["inventory.foreign_cell"]
+    assert await say(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
+    assert await say(store, API, host(MINE, 3, vcpus=6)) == ["applied"]
+    assert await say(store, "c1", host(MINE, 4, vcpus=6)) == ["unchanged"]
+
+
+async def test_a_foreign_report_outdates_nothing(store: PlacementStore) -> None:
+    """Word for word what the cell itself said, as if from its own service, with the last version there is."""
+    await say(store, "c1", host(MINE, 1))
+    assert await say(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
+    assert await say(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
+
+
+async def test_a_foreign_report_refuses_alone(store: PlacementStore) -> None:
+    await say(store, "c1", host(MINE, 1))
+    assert await say(store, "c2", host(MINE, 2), host(OTHER, 1)) == ["inventory.foreign_cell", "applied"]
+
+
+async def test_services_of_one_cell_hand_hosts_to_each_other(store: PlacementStore) -> None:
+    await say(store, "c1", host(MINE, 1, source="dead"))
+    assert await say(store, "c1", host(MINE, 1, source="heir", vcpus=5)) == ["applied"]
+
+
+async def test_a_tree_takes_no_providers_from_another_cells_tree(store: PlacementStore) -> None:
+    await say(store, "c1", host(MINE, 1, CHILD))
+    assert await say(store, "c2", host(OTHER, 1, CHILD)) == ["inventory.foreign_cell"]
+    assert await say(store, "c2", host(CHILD, 1)) == ["inventory.foreign_cell"]
+
+
+async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) -> None:
+    await say(store, API, host(MINE, 1, source="ironic"))
+    assert await say(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
+    assert await ask(store, "c1", claim(MINE)) == "claimed"
+
+
+async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
+    await say(store, "c1", host(MINE, 1, CHILD))
+    await say(store, "c2", host(OTHER, 1))
+    (answer,) = await store.apply([claim(MINE, CHILD, OTHER)], bus="c2")
+    assert isinstance(answer, ClaimResult)
+    assert (answer.option, [str(o) for o in answer.outcomes]) == (2, ["gone", "gone", "claimed"])
+    (answer,) = await store.apply([replace(claim(MINE), consumer=CHILD)], bus="c2")
+    assert isinstance(answer, ClaimResult)
+    assert (str(answer.outcome), answer.reason.split(":")[0]) == ("gone", "claim.foreign_cell")
+    assert await ask(store, API, replace(claim(MINE), consumer=CHILD)) == "claimed"
+
+
+async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStore) -> None:
+    await say(store, "c1", host(MINE, 1))
+    await say(store, "c2", host(OTHER, 1))
+    await ask(store, API, claim(MINE))
+    again = claim(OTHER, attempt=2, release_first=True, consumer_generation=1)
+    assert await ask(store, "c2", again) == "consumer_changed"
+    assert await ask(store, "c2", claim(MINE)) == "consumer_changed"
+    swap = ConsumerAllocations(consumer=SOMEBODY, consumer_generation=1, project_id="p")
+    assert await ask(store, "c2", Swap(consumers=(swap,))) == "consumer_changed"
+    taken = ConsumerAllocations(consumer=CHILD, project_id="p", allocations={MINE: {"VCPU": 1}})
+    assert await ask(store, "c2", Swap(consumers=(taken,))) == "gone"
+    assert await ask(store, "c2", Release(consumer=SOMEBODY)) == "consumer_changed"
+    assert await ask(store, "c2", Release(consumer=SOMEBODY, attempt=9)) == "consumer_changed"
+    assert await ask(store, "c1", Release(consumer=SOMEBODY)) == "released"
+
+
+async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
+    handlers = Handlers(store, clock=SystemClock(), committed=lambda: None)
+    await say(store, "c1", host(MINE, 1))
+    (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
+    assert isinstance(refused, Refuse)
+    assert refused.code == "inventory.foreign_cell"
+    (done,) = await handlers.requests([Received(claim(MINE), Meta(id="m"), "c2", "placement.requests")])
+    assert isinstance(done, Done)
+    assert isinstance(done.reply, ClaimResult)
+    assert str(done.reply.outcome) == "gone"
+
+
+async def unbind(store: PostgresStore) -> None:
+    async with store.database.raw() as connection:
+        await connection.execute("UPDATE providers SET cell = NULL")
+
+
+@pytest.mark.postgres
+async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: PostgresStore) -> None:
+    await say(postgres, API, host(MINE, 1))
+    await unbind(postgres)
+    assert await say(postgres, "c1", host(MINE, 2)) == ["applied"]
+    assert await say(postgres, "c2", host(MINE, 3)) == ["inventory.foreign_cell"]
+
+
+@pytest.mark.postgres
+async def test_an_operator_moves_an_empty_host(postgres: PostgresStore) -> None:
+    await say(postgres, "c1", host(MINE, 7, CHILD))
+    await ask(postgres, "c1", claim(CHILD))
+    move = partial(move_host, host=CHILD, cell="c2")
+    async with postgres.database.raw() as connection:
+        refused = await move(connection)
+    assert (refused.outcome, refused.root, refused.holders) == ("in_use", MINE, 1)
+    await ask(postgres, "c1", Release(consumer=SOMEBODY))
+    async with postgres.database.raw() as connection:
+        moved, again = await move(connection), await move(connection)
+        unknown = await move_host(connection, SOMEBODY, "c2")
+    assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("moved", "c1", "unchanged", "unknown")
+    assert await say(postgres, "c1", host(MINE, 8)) == ["inventory.foreign_cell"]
+    (result,) = await postgres.report([host(MINE, 1, vcpus=5)], bus="c2")
+    assert isinstance(result, InventoryResult)
+    assert result.outcome == "applied"
