@@ -1,0 +1,201 @@
+"""The Placement REST API of berth beside the real OpenStack Placement, on this machine, in one run.
+
+    python -m benchmarks.rest_beside [--providers 1000,10000] [--only berth|real] [--short] [--json FILE] [--venv DIR]
+
+Both have a private PostgreSQL 15 of the same kind and settings, fsync on, and the same book. The real one: uwsgi, 2
+processes x 4 threads, noauth2, request log off; and once more with its heap frozen for the garbage collector.
+berth: one placement worker, which also announces every change on a private RabbitMQ. One phase after the other, each
+on one system while the others are idle; a phase ends by time. CPU is from /proc, milliseconds a piece of work.
+
+--phases: only rows whose key begins so. --profile: py-spy's stacks of berth's process in each phase, in this directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+from msgspec import Struct
+
+from benchmarks import rest_books, rest_report
+from benchmarks.probe import profile
+from benchmarks.rest_books import Host
+from benchmarks.rest_client import Bound, load
+from benchmarks.rest_phases import FLAT, NESTED, Ground, Phase, like
+from benchmarks.rest_report import Figures, Row
+from benchmarks.rest_servers import Real, System, berth, install
+from berth.embedded.postgres import Postgres
+from berth.embedded.process import ServerFailed, ServerMissing
+from berth.embedded.rabbitmq import RabbitMQ
+from bus.service.telemetry import configure_logging
+
+SECONDS, SHORT_SECONDS = 8.0, 2.0
+NESTED_ROOTS = 1000
+WARM_S = 20.0
+LIKE = (1000, 10_000)
+SEED = 1
+RUN_TIMEOUT_S = 1500.0  # a run that hangs ends, too
+
+
+class Run(Struct, kw_only=True):
+    """What is asked for, and what has been found."""
+
+    seconds: float
+    sizes: list[int]
+    phases: tuple[str, ...]
+    profiles: Path | None
+    directory: Path
+    real: Postgres | None  # None: not measured
+    berth: Postgres | None
+    broker: RabbitMQ | None
+    programs: Path | None
+    rows: list[Row] = []
+
+    def wants(self, phase: Phase) -> bool:
+        """Whether this row is asked for."""
+        return not self.phases or phase.key.startswith(self.phases)
+
+
+async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Figures:
+    """One phase on one system."""
+    work = phase.make(ground)
+    connections = system.connections(phase.clients)
+    if phase.warm:
+        await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
+    if run.profiles is not None and system.name == "berth":
+        profile({f"{phase.key}-{len(ground.hosts)}": system.pids["server"]}, run.profiles)
+        await asyncio.sleep(1.0)  # py-spy takes a while to attach
+    before, own = system.cpu_s(), time.process_time()
+    outcome = await load(connections, work, phase.bound(run.seconds), phase.fine)
+    own = time.process_time() - own
+    used = {part: after - before[part] for part, after in system.cpu_s().items()}
+    for connection in connections:
+        connection.close()
+    count = max(1, outcome.done)
+    parts = {**used, "client": own}
+    return Figures(outcome=outcome, cpu_ms={part: 1000 * seconds / count for part, seconds in parts.items()})
+
+
+async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], hosts: Sequence[Host]) -> None:
+    """Every phase, on one system after the other."""
+    grounds = {system.name: Ground(hosts=hosts, rng=random.Random(SEED)) for system in systems}
+    for phase in phases:
+        if not run.wants(phase):
+            continue
+        found: dict[str, Figures] = {}
+        for system in systems:
+            if system.name != "frozen" or phase.frozen:
+                found[system.name] = await measure(run, phase, system, grounds[system.name])
+        rest_report.add(run.rows, phase, len(hosts), found)
+
+
+@contextlib.asynccontextmanager
+async def serving(run: Run, book: str, hosts: Sequence[Host], *, frozen: bool) -> AsyncIterator[list[System]]:
+    """The systems that are asked for, each with these hosts."""
+    async with contextlib.AsyncExitStack() as stack:
+        systems: list[System] = []
+        if run.real is not None and run.programs is not None:
+            real = await Real.make(run.programs, run.directory / f"real-{book}", run.real, book, hosts)
+            systems.append(await stack.enter_async_context(real.serve()))
+            if frozen:
+                systems.append(await stack.enter_async_context(real.serve(frozen=True)))
+        if run.berth is not None and run.broker is not None:
+            ours = berth(run.directory / f"berth-{book}", run.berth, run.broker, book, hosts)
+            systems.append(await stack.enter_async_context(ours))
+        yield systems
+
+
+async def like_children(run: Run) -> None:
+    """The row that the real one may never end: its server is stopped before berth's turn."""
+    hosts = rest_books.like_children()
+    phases = [phase for phase in map(like, LIKE) if run.wants(phase)]
+    found: dict[str, dict[str, Figures]] = {phase.key: {} for phase in phases}
+    ground = Ground(hosts=hosts, rng=random.Random(SEED))
+    if run.real is not None and run.programs is not None and phases:
+        real = await Real.make(run.programs, run.directory / "real-like", run.real, "like", hosts)
+        for phase, most in zip(phases, LIKE, strict=False):
+            async with real.serve(most=most) as system:
+                found[phase.key]["real"] = await measure(run, phase, system, ground)
+    if run.berth is not None and run.broker is not None and phases:
+        async with berth(run.directory / "berth-like", run.berth, run.broker, "like", hosts) as system:
+            for phase in phases:
+                found[phase.key]["berth"] = await measure(run, phase, system, ground)
+    for phase in phases:
+        rest_report.add(run.rows, phase, len(hosts), found[phase.key])
+
+
+async def everything(run: Run) -> None:
+    """All books, one after the other."""
+    async with asyncio.timeout(RUN_TIMEOUT_S):
+        for size in run.sizes:
+            hosts = rest_books.flat(size)
+            if any(map(run.wants, FLAT)):
+                async with serving(run, f"flat{size}", hosts, frozen=True) as systems:
+                    await in_turn(run, FLAT, systems, hosts)
+        if any(map(run.wants, NESTED)):
+            hosts = rest_books.nested(NESTED_ROOTS)
+            async with serving(run, "nested", hosts, frozen=True) as systems:
+                await in_turn(run, NESTED, systems, hosts)
+        await like_children(run)
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--providers", default="1000,10000", help="sizes of the flat book")
+    parser.add_argument("--only", choices=("berth", "real"))
+    parser.add_argument("--short", action="store_true", help="2 seconds a phase instead of 8")
+    parser.add_argument("--seconds", type=float, help="so many instead")
+    parser.add_argument("--phases", default="", help="only rows whose key begins with one of these, comma between")
+    parser.add_argument("--json", type=Path, help="write everything here, too")
+    parser.add_argument("--venv", type=Path, help="has openstack-placement, uwsgi, psycopg2; else made in .berth")
+    parser.add_argument("--profile", type=Path, help="py-spy's stacks of berth in each phase, in this directory")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Start what is asked for, measure, stop everything, print the table."""
+    options = options_of()
+    configure_logging(process="bench", role="bench", level="error", style="pretty")
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # leave in good order
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        try:
+            programs = install(options.venv) if options.only != "berth" else None
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-beside-")))
+            run = Run(
+                seconds=options.seconds or (SHORT_SECONDS if options.short else SECONDS),
+                sizes=[int(size) for size in options.providers.split(",")],
+                phases=tuple(filter(None, options.phases.split(","))),
+                profiles=options.profile,
+                directory=directory,
+                real=stack.enter_context(Postgres(durable=True)) if options.only != "berth" else None,
+                berth=stack.enter_context(Postgres(durable=True)) if options.only != "real" else None,
+                broker=stack.enter_context(RabbitMQ()) if options.only != "real" else None,
+                programs=programs,
+            )
+            uvloop.run(everything(run))
+        except (ServerFailed, ServerMissing) as error:
+            print(error, file=sys.stderr)
+            return 2
+        finally:
+            if "run" in locals():
+                rest_report.table(run.rows)
+                if options.json:
+                    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run.rows), indent=1))
+    print(f"{time.monotonic() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The table of benchmarks/rest_beside.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from benchmarks.rest_client import LATE, Outcome
+from benchmarks.rest_phases import Phase, value
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """One phase on one system. cpu_ms: a piece of work that went well, by part (server, postgres, broker, client)."""
+
+    outcome: Outcome
+    cpu_ms: dict[str, float]
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One phase on all systems. ratio: how many times better berth is, by what is compared; frozen: than that one."""
+
+    phase: str
+    title: str
+    providers: int
+    better: str
+    systems: dict[str, Figures]
+    ratio: float | None = None
+    ratio_frozen: float | None = None
+    goal: float | None = None
+    goal_ms: float | None = None
+    met: bool | None = None
+
+
+def add(rows: list[Row], phase: Phase, size: int, found: Mapping[str, Figures]) -> None:
+    """Note a row and print it, so that a run that is broken off has said something."""
+    ratio, goal = _ratio(phase, found, "real"), phase.goal(size)
+    met = None
+    if phase.goal_ms is not None and "berth" in found:
+        met = found["berth"].outcome.p50_ms <= phase.goal_ms
+    elif goal is not None and ratio is not None:
+        met = ratio >= goal
+    row = Row(
+        phase=phase.key,
+        title=phase.title,
+        providers=size,
+        better=phase.better,
+        systems=dict(found),
+        ratio=ratio,
+        ratio_frozen=_ratio(phase, found, "frozen"),
+        goal=goal,
+        goal_ms=phase.goal_ms,
+        met=met,
+    )
+    rows.append(row)
+    print("\n".join(lines(row)), flush=True)
+
+
+def _ratio(phase: Phase, found: Mapping[str, Figures], other: str) -> float | None:
+    if other not in found or "berth" not in found:
+        return None
+    ours, theirs = value(phase, found["berth"].outcome), value(phase, found[other].outcome)
+    better, worse = (ours, theirs) if phase.better == "rate" else (theirs, ours)
+    return better / worse if worse else math.inf
+
+
+def lines(row: Row) -> list[str]:
+    """One row for a person: a line a system."""
+    said = [f"{row.title}, {row.providers:,} providers [{row.phase}]"]
+    for name, figures in row.systems.items():
+        outcome, cpu = figures.outcome, figures.cpu_ms
+        parts = "  ".join(f"{part} {ms:.2f}" for part, ms in cpu.items())
+        said.append(
+            f"  {name:6} {outcome.per_s:9.1f} /s  p50 {outcome.p50_ms:9.2f} ms  p95 {outcome.p95_ms:9.2f} ms"
+            f"   CPU ms each: {parts}{_trouble(outcome)}"
+        )
+    return said
+
+
+def _trouble(outcome: Outcome) -> str:
+    if not outcome.failed:
+        return ""
+    named = ((("no answer in time" if status == LATE else str(status)), n) for status, n in outcome.statuses.items())
+    return "   answers: " + ", ".join(f"{name}: {count}" for name, count in named)
+
+
+COLUMNS = ("phase", "providers", "compared", "real", "frozen", "berth", "ratio", "to frozen", "goal", "met")
+
+
+def table(rows: Sequence[Row]) -> None:
+    """All rows, in Markdown."""
+    print("\n| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(_cells(row)) + " |")
+
+
+def _cells(row: Row) -> list[str]:
+    def shown(name: str) -> str:
+        if name not in row.systems:
+            return ""
+        figures = row.systems[name]
+        outcome = figures.outcome
+        if not outcome.done:
+            return "none in time"
+        cpu = sum(ms for part, ms in figures.cpu_ms.items() if part != "client")
+        main = f"{outcome.per_s:,.0f} /s" if row.better == "rate" else f"{outcome.p50_ms:.4g} ms"
+        return f"{main} (p95 {outcome.p95_ms:.3g} ms, CPU {cpu:.3g} ms{_trouble(outcome).replace('   answers:', ';')})"
+
+    goal = f"{row.goal_ms:g} ms" if row.goal_ms is not None else f"{row.goal:g} x" if row.goal is not None else ""
+    met = "" if row.met is None else "yes" if row.met else "NO"
+    compared = "a second" if row.better == "rate" else "median"
+    ratios = [f"{ratio:.3g} x" if ratio is not None else "" for ratio in (row.ratio, row.ratio_frozen)]
+    return [row.title, f"{row.providers:,}", compared, *map(shown, ("real", "frozen", "berth")), *ratios, goal, met]
