@@ -33,6 +33,10 @@ class Recorded(Protocol):
         """The current attempt."""
 
     @property
+    def service(self) -> str:
+        """The compute service that was last known to manage that host."""
+
+    @property
     def since(self) -> float:
         """When its state was entered."""
 
@@ -80,7 +84,7 @@ def differences(
                 unknown.append(Unknown(one.instance_uuid, one.attempt, host_uuid))
                 if not destroy_unknown:
                     continue
-            elif _agrees(record, host_uuid, one.attempt):
+            elif _agrees(record, host_uuid, one.attempt, report.service):
                 continue
             events.append((one.instance_uuid, _runs(one.attempt, host_uuid, report.service, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
@@ -92,8 +96,9 @@ def differences(
     return Differences(tuple(events), tuple(unknown))
 
 
-def _agrees(record: Recorded, host_uuid: str, attempt: int) -> bool:
-    return record.state in AT_HOME and record.host_uuid == host_uuid and attempt in (record.attempt, UNKNOWN_ATTEMPT)
+def _agrees(record: Recorded, host_uuid: str, attempt: int, service: str) -> bool:
+    at_home = record.state in AT_HOME and record.host_uuid == host_uuid and record.service == service
+    return at_home and attempt in (record.attempt, UNKNOWN_ATTEMPT)
 
 
 def _runs(attempt: int, host_uuid: str, service: str, now: float, seen_at: float) -> HostRuns:

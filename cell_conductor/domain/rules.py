@@ -74,6 +74,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
     """The current attempt runs: active. Any other attempt is destroyed, never doubled."""
     if not _is_ours(instance, event):
         return disown(instance, event, patience)
+    instance = _at_service(instance, event.service)
     here = instance.here
     up = replace(
         _noted(instance, "active", at=event.at),
@@ -97,10 +98,18 @@ def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) ->
 
 
 def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
-    """The current attempt runs, as known. Any other is destroyed."""
+    """The current attempt runs, as known, perhaps under another service now. Any other is destroyed."""
     if _is_ours(instance, event):
-        return Step(instance)
+        return Step(_at_service(instance, event.service))
     return disown(instance, event, patience)
+
+
+def chase(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+    """It still runs, and its destroy is on its way; unless the host has another service now: that one is told, too."""
+    if not _is_ours(instance, event):
+        return disown(instance, event, patience)
+    moved = _at_service(instance, event.service)
+    return Step(moved, (_destroy_here(moved),)) if moved is not instance else Step(instance)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Step:
@@ -373,6 +382,15 @@ def _destroy_here(instance: Instance) -> Destroy:
     return Destroy(
         instance_uuid=instance.uuid, attempt=instance.attempt, host_uuid=here.host_uuid, service=here.service
     )
+
+
+def _at_service(instance: Instance, service: str) -> Instance:
+    """The current host is this service's: a host outlives its service, and an heir takes no orders sent to the dead."""
+    if instance.here.service == service:
+        return instance
+    selections = list(instance.selections)
+    selections[instance.position] = replace(instance.here, service=service)
+    return replace(instance, selections=tuple(selections))
 
 
 def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:

@@ -50,6 +50,7 @@ class Rule(Struct, frozen=True):
 KEEP = Rule(rules.keep)
 DISOWN = Rule(rules.disown)
 STAY_UP = Rule(rules.stay_up)
+CHASE = Rule(rules.chase)
 AGAIN = Rule(rules.ask_again)
 
 # None: cannot happen. Events from outside (asked, hosts) are legal everywhere; TimedOut comes only from a row that has
@@ -162,14 +163,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.DELETING: {
         BuildAsked: KEEP,
         DeleteAsked: KEEP,
-        Spawned: STAY_UP,  # the current attempt's destroy is already on its way
+        Spawned: CHASE,
         SpawnFailed: KEEP,
         TimedOut: Rule(rules.destroy_again),
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: Rule(rules.let_go, (State.RELEASING,)),
         Released: None,
-        HostRuns: STAY_UP,
+        HostRuns: CHASE,
         HostMissing: Rule(rules.let_go, (State.RELEASING,)),
     },
     State.RELEASING: {

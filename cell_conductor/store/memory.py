@@ -115,7 +115,7 @@ class MemoryInstances:
             await transaction.statement()
             hosts, named = frozenset(host_uuids), frozenset(instance_uuids)
             return [
-                Brief(i.uuid, i.state, i.host_uuid, i.attempt, i.since)
+                Brief(i.uuid, i.state, i.host_uuid, i.here.service if i.selections else "", i.attempt, i.since)
                 for i in self._table.instances.values()
                 if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
             ]

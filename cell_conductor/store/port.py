@@ -18,6 +18,7 @@ class Brief(Struct, frozen=True):
     uuid: str
     state: State
     host_uuid: str | None
+    service: str
     attempt: int
     since: float
 

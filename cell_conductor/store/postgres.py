@@ -46,11 +46,16 @@ WHERE instances.uuid = n.uuid
 """
 
 # The states whose host must run the instance (active) or may still run it (deleting): the partial index's condition.
-BRIEFS = """
-SELECT uuid, state, host_uuid, attempt, since FROM instances
-WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'deleting')
+_BRIEF = """
+SELECT uuid, state, host_uuid,
+    coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '') AS service,
+    attempt, since
+FROM instances
+"""
+BRIEFS = f"""
+{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'deleting')
 UNION
-SELECT uuid, state, host_uuid, attempt, since FROM instances WHERE uuid = ANY($2::uuid[])
+{_BRIEF} WHERE uuid = ANY($2::uuid[])
 """
 
 
@@ -131,7 +136,7 @@ class PostgresInstances:
         """What should be on these hosts, and these instances whatever they are."""
         async with self._database.raw() as connection:
             rows = await connection.fetch(BRIEFS, host_uuids, instance_uuids)
-        return [Brief(row[0], State(row[1]), row[2], row[3], row[4]) for row in rows]
+        return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in rows]
 
     async def forget_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""

@@ -159,4 +159,5 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
     await insert(store, instance(A, State.ACTIVE), instance(B, State.FAILED), instance(C, State.BUILDING))
     found = {brief.uuid: brief for brief in await store.briefs([HOST], [B])}
     assert sorted(found) == [A, B]
+    assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)

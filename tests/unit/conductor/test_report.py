@@ -25,8 +25,8 @@ def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0, destroy_un
     return [event for _, event in differs.events]
 
 
-def brief(state: State, host: str = HOST, attempt: int = 1) -> Brief:
-    return Brief(A, state, host, attempt, SINCE)
+def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
+    return Brief(A, state, host, service, attempt, SINCE)
 
 
 def test_agreement_says_nothing() -> None:
@@ -55,6 +55,13 @@ def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:
     ):
         (event,) = found(report((A, 1)), brief(state, host, attempt))
         assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
+
+
+def test_a_host_that_changed_its_service_is_told() -> None:
+    """The heir of a dead service: what was sent to the dead one has to be sent again."""
+    for state in (State.ACTIVE, State.DELETING):
+        (event,) = found(report((A, 1)), brief(state, service="dead"))
+        assert isinstance(event, HostRuns) and event.service == "s"
 
 
 def test_missing_counts_after_the_grace_only() -> None:

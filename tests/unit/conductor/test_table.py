@@ -360,3 +360,40 @@ def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
     assert waits[:5] == [30.0, 30.0, 60.0, 120.0, 240.0]
     assert max(waits) == PATIENCE.destroy_longest_s
     assert orders < 160
+
+
+def orders(stepped: Step) -> list[tuple[str, str, int]]:
+    return [(c.service, c.host_uuid, c.attempt) for c in stepped.commands if isinstance(c, Destroy)]
+
+
+def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
+    return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service, seen_at=125.0)
+
+
+def test_a_delete_follows_its_host_to_the_heir_of_a_dead_service() -> None:
+    leaving = run(asked(), spawned(), DELETE)
+    assert orders(leaving) == [("s1", host(1), 1)]
+    resent = run(reported("heir"), start=leaving.instance)
+    assert resent.instance.state is State.DELETING
+    assert orders(resent) == [("heir", host(1), 1)]
+    assert run(reported("heir"), start=resent.instance).commands == ()
+    assert orders(run(TIMED_OUT, start=resent.instance)) == [("heir", host(1), 1)]
+
+
+def test_a_delete_does_not_follow_what_is_not_its_own() -> None:
+    leaving = run(asked(), spawned(), DELETE)
+    older = run(reported("heir", attempt=9, n=2), start=leaving.instance)
+    assert orders(older) == [("heir", host(2), 9)]
+    assert older.instance == leaving.instance
+
+
+def test_an_active_machine_follows_its_host_so_that_its_delete_is_sent_to_the_heir() -> None:
+    moved = run(asked(), spawned(), reported("heir"))
+    assert (moved.instance.state, moved.commands) == (State.ACTIVE, ())
+    assert orders(run(DELETE, start=moved.instance)) == [("heir", host(1), 1)]
+
+
+def test_a_build_that_the_heir_reports_is_the_heirs() -> None:
+    up = run(asked(), reported("heir"))
+    assert up.instance.state is State.ACTIVE
+    assert orders(run(DELETE, start=up.instance)) == [("heir", host(1), 1)]
