@@ -17,7 +17,8 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bounds and waits of one placement process.
 
     claim_batch, inventory_batch: messages applied as one transaction. concurrency: transactions under way per queue.
-    feed_page: changes in one event. feed_keep: published changes kept for replicas that fell behind; one that is
+    feed_page: changes in one event. feed_gap_s: between two turns of publishing while commits go on.
+    feed_keep: published changes kept for replicas that fell behind; one that is
     further behind takes a snapshot. fence_keep_s: how long a released consumer's attempts stay fenced; longer than
     any claim can be under way. cell_wait_s: how long the start waits for cells that are away before it goes on
     without them (they are served when they come).
@@ -30,6 +31,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read_batch: Some = 4
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
+    feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.005
     feed_page: Some = 1000
     feed_keep: Annotated[int, Bound(ge=1000)] = 500_000
     head_interval_s: Seconds = 1.0

@@ -36,7 +36,11 @@ class FeedPublisher:
         self._committed.set()
 
     async def run(self) -> None:
-        """Publish whenever something was committed, until cancelled."""
+        """Publish whenever something was committed, until cancelled.
+
+        At once after a pause; while commits go on, so often and no oftener: a turn costs four round
+        trips, for one change or a thousand.
+        """
         while True:
             await self._committed.wait()
             self._committed.clear()
@@ -45,6 +49,7 @@ class FeedPublisher:
             except (Transient, BusError) as error:
                 await self._stall(error)
                 self._committed.set()
+            await self._clock.sleep(self._config.feed_gap_s)
 
     async def announce(self) -> None:
         """Say the newest number now and then, and look for what others left unpublished, until cancelled."""

@@ -20,6 +20,12 @@ log = structlog.get_logger("placement.rest")
 # A transaction that the database gave up in favour of another (deadlock, serialization) is tried again this often.
 TRIES = 5
 
+# Callers who were answered together ask again together, a moment later. A group that started with the first of them
+# would leave the others to the next one, and so on for ever: twice the groups, and all of what one costs. It waits for
+# as many as there were, at most this long; and after it has waited in vain it does not wait 1, 2, 4 ... times.
+GATHER_S = 0.001
+MAX_SKIPPED = 64
+
 
 class TooMany(Transient):
     """More writes are waiting than may."""
@@ -51,6 +57,10 @@ class Groups(Generic[Item, Result]):
         # Not the size of the set: a task leaves that a turn after it has looked for more, and what comes in that turn
         # would wait for ever.
         self._working = 0
+        self._gathering: tuple[int, asyncio.Future[None]] | None = (
+            None  # (how many are awaited, done when they are here)
+        )
+        self._skip = self._skipped = 0
 
     async def submit(self, item: Item) -> Result:
         """The item's own outcome, once its group has been committed. Raises Transient."""
@@ -58,6 +68,8 @@ class Groups(Generic[Item, Result]):
             raise TooMany(f"{len(self._waiting)} writes are waiting")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
+        if self._gathering is not None and len(self._waiting) >= self._gathering[0]:
+            _done(self._gathering[1])
         if self._working < self._under_way:
             self._working += 1
             task = asyncio.create_task(self._work(), name=f"rest {self._name}")
@@ -76,8 +88,28 @@ class Groups(Generic[Item, Result]):
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._group_max))]
                 metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
                 await self._run(group)
+                await self._gather(min(len(group) + len(self._waiting), self._group_max))
         finally:
             self._working -= 1
+
+    async def _gather(self, wanted: int) -> None:
+        """Wait a moment for so many, if that has been worth it lately."""
+        if self._under_way > 1 or len(self._waiting) >= wanted or wanted < 2:
+            return
+        if self._skipped < self._skip:
+            self._skipped += 1
+            return
+        loop = asyncio.get_running_loop()
+        here: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(GATHER_S, _done, here)
+        self._gathering = (wanted, here)
+        try:
+            await here
+        finally:
+            self._gathering = None
+            timer.cancel()
+        self._skipped = 0
+        self._skip = 0 if len(self._waiting) >= wanted else min(2 * self._skip + 1, MAX_SKIPPED)
 
     async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
@@ -106,3 +138,8 @@ class Groups(Generic[Item, Result]):
                     raise
                 log.info("rest.group_again", group=self._name, code=error.code)
         raise AssertionError("the last try returns or raises")
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

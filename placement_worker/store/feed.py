@@ -22,19 +22,20 @@ MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
 ROWS_AT_ONCE = 16
 
-# One statement: the counter is locked until the commit, and every round trip in between is somebody else's wait.
-APPEND = """
-WITH head AS (UPDATE feed_head SET number = number + $1 RETURNING number - $1 AS before)
-INSERT INTO changes (first, last, body)
-SELECT head.before + n.first, head.before + n.last, n.body
-FROM head, unnest($2::bigint[], $3::bigint[], $4::bytea[]) AS n (first, last, body)
-RETURNING last
-"""
+# A function (migration p0004): the counter is locked until the commit, and every round trip is somebody else's wait.
+APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number FROM feed_head"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
-LOCK_POSITION = "SELECT number FROM feed_position FOR UPDATE"
-MOVE_POSITION = "UPDATE feed_position SET number = $1"
+# The position's lock, and what follows it. A statement that had to wait for the lock may not see the newest changes; it
+# sees all that come before those it sees, and whoever committed the newest wakes a publisher, too.
+READ_NEXT = """
+WITH position AS MATERIALIZED (SELECT number FROM feed_position FOR UPDATE)
+SELECT c.first, c.last, c.body, position.number FROM position
+CROSS JOIN LATERAL (SELECT * FROM changes WHERE last > position.number ORDER BY last LIMIT $1) AS c
+"""
+# Losing this write in a crash of the database means a repetition, no more: not worth a disk flush.
+MOVE_POSITION = "SET LOCAL synchronous_commit = off; UPDATE feed_position SET number = {:d}"
 TRIM = """
 DELETE FROM changes WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
 """
@@ -46,11 +47,16 @@ async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> i
     """Number the changes and write them, as the last act of a transaction. Returns the last number, 0 for none."""
     if not changes:
         return 0
-    counts, bodies = _rows(changes)  # before the counter is locked: the lock is the narrow place
-    ends = list(accumulate(counts, initial=0))
-    rows = await connection.fetch(APPEND, len(changes), [end + 1 for end in ends[:-1]], ends[1:], bodies)
-    last: int = max(row[0] for row in rows)
+    # Made before the counter is locked: the lock is the narrow place.
+    last: int = await connection.fetchval(APPEND, *rows(changes))
     return last
+
+
+def rows(changes: Sequence[Change]) -> tuple[list[int], list[int], list[bytes]]:
+    """What the function `append_changes` takes: each row's first and last change, counted from 1, and its body."""
+    counts, bodies = _rows(changes)
+    ends = list(accumulate(counts, initial=0))
+    return [end + 1 for end in ends[:-1]], ends[1:], bodies
 
 
 def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
@@ -70,20 +76,29 @@ def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
     return [*counts, len(parts)], [*bodies, b"[" + b",".join(parts) + b"]"]
 
 
-async def read(connection: asyncpg.Connection, after: int, limit: int) -> tuple[list[Change], bool]:
-    """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large."""
+async def read(
+    connection: asyncpg.Connection, after: int, limit: int, found: Sequence[asyncpg.Record] | None = None
+) -> tuple[list[Change], bool]:
+    """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large.
+
+    found: the first rows, if they have been read already.
+    """
     changes: list[Change] = []
     size = 0
     while True:
-        rows = await connection.fetch(READ, after, min(limit - len(changes), ROWS_AT_ONCE))
-        for first, last, body in rows:
+        wanted = min(limit - len(changes), ROWS_AT_ONCE)
+        if found is None:
+            found = await connection.fetch(READ, after, wanted)
+        for row in found:
+            first, last, body = row[0], row[1], row[2]
             changes.extend(_numbered(first, body, after))
             after = last
             size += len(body)
             if len(changes) >= limit or size >= MAX_BYTES_READ:
                 return changes[:limit], True
-        if not rows:
+        if len(found) < wanted:
             return changes, False
+        found = None
 
 
 def _numbered(first: int, body: bytes, after: int) -> list[Change]:
@@ -121,12 +136,10 @@ async def publish(
     The position's row lock makes one publisher at a time; a publisher that dies frees it with its connection, and
     the next one repeats what was sent but not written down: changes may repeat, never skip.
     """
-    position: int = await connection.fetchval(LOCK_POSITION)
-    changes, more = await read(connection, position, limit)
-    if not changes:
+    found = await connection.fetch(READ_NEXT, min(limit, ROWS_AT_ONCE))
+    if not found:
         return Published(0, False)
+    changes, more = await read(connection, found[0][3], limit, found)
     await send(changes)
-    # Losing this write in a crash of the database means a repetition, no more: not worth a disk flush.
-    await connection.execute("SET LOCAL synchronous_commit = off")
-    await connection.execute(MOVE_POSITION, changes[-1].sequence)
+    await connection.execute(MOVE_POSITION.format(changes[-1].sequence))
     return Published(len(changes), more)

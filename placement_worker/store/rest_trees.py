@@ -5,9 +5,11 @@ Same order of locks as every writer of trees: the advisory lock, the providers b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import asyncpg
+import msgspec
+from msgspec.structs import asdict
 
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
@@ -18,51 +20,127 @@ from placement_worker.domain.trees import (
     TreeWrite,
     UpdateProvider,
 )
-from placement_worker.domain.values import Provider
+from placement_worker.domain.values import Provider, Stock
 from placement_worker.store import feed
-from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
 from placement_worker.store.names import Names
-from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-# Providers named by uuid or by name alone; of those that move or go, the whole tree.
-LOCK = """
-SELECT id FROM providers WHERE id IN (
-    SELECT id FROM providers WHERE uuid = ANY($1::uuid[])
-    UNION ALL SELECT id FROM providers WHERE name = ANY($2::text[])
-    UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.uuid = ANY($3::uuid[])
-) ORDER BY id FOR NO KEY UPDATE
-"""
+# Both are functions of the schema (migration p0004): a round trip each. Providers named by uuid or by name alone; of
+# those that move or go, the whole tree.
+LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4)"
+WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
 # What these trees' sources said last no longer proves what the book holds.
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::uuid[]) AND settled"
 
 
+_StockRow = tuple[str, int, int, int, int, int, float, int, bool, int]
+_ProviderRow = tuple[
+    int,
+    str,
+    str,
+    int | None,
+    str | None,
+    int,
+    str,
+    int,
+    int,
+    str | None,
+    list[_StockRow] | None,
+    list[str] | None,
+    list[str] | None,
+]
+_loaded = msgspec.json.Decoder(tuple[list[int], list[_ProviderRow]]).decode
+
+
 async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: Names) -> list[TreeOutcome]:
     """Decide and write a group inside the caller's transaction."""
-    await connection.execute(ONE_WRITER_OF_TREES)
-    ids, before = await _load(connection, writes)
+    fresh_ids, ids, before = await _load(connection, writes)
     grove = Grove(before, names.class_ids, names.trait_ids)
     outcomes = [grove.apply(write) for write in writes]
-    await write_changes(connection, ids, before, grove.providers, names)
+    changes = changes_of(before, grove.providers)
+    if changes:
+        ids.update(zip((uuid for uuid in grove.providers if uuid not in before), fresh_ids, strict=False))
+        written = msgspec.json.encode(rows_of(ids, before, grove.providers, names)).decode()
+        await connection.fetchval(WRITE, written, *feed.rows(changes))
     return outcomes
 
 
-async def write_changes(
-    connection: asyncpg.Connection,
-    ids: dict[str, int],
-    before: Mapping[str, Provider],
-    after: Mapping[str, Provider],
-    names: Names,
-) -> int:
-    """Write what differs, and say it on the feed. Returns the feed number, 0 when nothing differs."""
-    changes = changes_of(before, after)
-    if not changes:
-        return 0
-    await complete_ids(connection, ids, before, after)
-    await write_providers(connection, ids, before, after, names)
-    await unsettle(connection, before, after)
-    return await feed.append(connection, changes)
+def rows_of(
+    ids: Mapping[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider], names: Names
+) -> dict[str, object]:
+    """What `write_trees` is to write: rows by kind, a kind only where there are any."""
+    changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
+    gone = [ids[uuid] for uuid in before if uuid not in after]
+    created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
+    kept = [_columns(ids, new) for old, new in changed if old is not None]
+    renamed = any(old is not None and old.name != new.name for old, new in changed)
+    dropped, stocks = _stocks([(ids[n.uuid], o.stocks if o else _NO_STOCKS, n.stocks) for o, n in changed], names)
+    trait_ids = names.trait_ids
+    lost, won = difference([(ids[n.uuid], o.traits if o else (), n.traits) for o, n in changed], trait_ids.__getitem__)
+    left, joined = difference([(ids[n.uuid], o.aggregates if o else (), n.aggregates) for o, n in changed], str)
+    roots = {new.root for _, new in changed} | {p.root for uuid, p in before.items() if after.get(uuid) is not p}
+    rows: dict[str, object] = {
+        "created": created,
+        "kept": kept,
+        "gone": gone,
+        "dropped": dropped,
+        "stocks": stocks,
+        "lost": lost,
+        "won": won,
+        "left": left,
+        "joined": joined,
+        "roots": sorted(roots),
+        # From one provider to another, in any order; it is checked when all is written.
+        "names_pass": (renamed or bool(gone)) and (renamed or bool(created)),
+    }
+    return {kind: value for kind, value in rows.items() if value}
+
+
+_NO_STOCKS: Mapping[str, Stock] = {}
+
+
+def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
+    parent = provider.parent
+    return {
+        "id": ids[provider.uuid],
+        "name": provider.name,
+        "parent_id": None if parent is None else ids[parent],
+        "root_id": ids[provider.root],
+        "generation": provider.generation,
+        "shape": provider.shape,
+        "cell": provider.cell,
+    }
+
+
+def _stocks(
+    rows: Iterable[tuple[int, Mapping[str, Stock], Mapping[str, Stock]]], names: Names
+) -> tuple[list[object], list[object]]:
+    """(inventories that go, those that are new or others than before)."""
+    class_ids = names.class_ids
+    dropped: list[object] = []
+    stored: list[object] = []
+    for number, before, after in rows:
+        dropped += [{"provider_id": number, "class_id": class_ids[name]} for name in before if name not in after]
+        stored += [
+            {"provider_id": number, "class_id": class_ids[name], **asdict(stock)}
+            for name, stock in after.items()
+            if before.get(name) != stock
+        ]
+    return dropped, stored
+
+
+def difference(
+    rows: Iterable[tuple[int, Sequence[str], Sequence[str]]], number: Callable[[str], object]
+) -> tuple[list[object], list[object]]:
+    """(memberships that go, those that come) between two versions of providers' traits or aggregates."""
+    gone: list[object] = []
+    come: list[object] = []
+    for provider_id, before, after in rows:
+        if before != after:
+            gone += [{"provider_id": provider_id, "member": number(member)} for member in before if member not in after]
+            come += [{"provider_id": provider_id, "member": number(member)} for member in after if member not in before]
+    return gone, come
 
 
 async def complete_ids(
@@ -91,19 +169,49 @@ async def unsettle(
 
 async def _load(
     connection: asyncpg.Connection, writes: Sequence[TreeWrite]
-) -> tuple[dict[str, int], dict[str, Provider]]:
+) -> tuple[list[int], dict[str, int], dict[str, Provider]]:
+    """(numbers for those to be made, {uuid: number} of providers, parents and roots, the providers), all locked."""
     uuids: set[str] = set()
     provider_names: set[str] = set()
     trees: set[str] = set()
+    creating = 0
     for write in writes:
         uuids.add(write.uuid)
         if isinstance(write, CreateProvider | UpdateProvider):
             provider_names.add(write.name)
             if isinstance(write.parent, str):
                 uuids.add(write.parent)
-        if isinstance(write, UpdateProvider | DeleteProvider):
+        if isinstance(write, CreateProvider):
+            creating += 1
+        elif isinstance(write, UpdateProvider | DeleteProvider):
             trees.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)
-    locked = await connection.fetch(LOCK, list(uuids), list(provider_names), list(trees))
-    return await read_providers(connection, READ_PROVIDERS_BY_ID, [row[0] for row in locked])
+    said = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
+    fresh_ids, rows = _loaded(said)
+    ids: dict[str, int] = {}
+    before: dict[str, Provider] = {}
+    for row in rows:
+        _take(row, ids, before)
+    return fresh_ids, ids, before
+
+
+def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -> None:
+    number, uuid, name, parent_id, parent, root_id, root, generation, shape, cell, stocks, traits, aggregates = row
+    ids[uuid] = number
+    ids[root] = root_id
+    if parent is not None and parent_id is not None:
+        ids[parent] = parent_id
+    before[uuid] = Provider(
+        uuid,
+        name,
+        parent,
+        root,
+        generation,
+        shape,
+        {stock[0]: Stock(*stock[1:9]) for stock in stocks or ()},
+        {stock[0]: stock[9] for stock in stocks or () if stock[9]},
+        tuple(traits or ()),
+        tuple(aggregates or ()),
+        cell,
+    )

@@ -116,3 +116,28 @@ async def test_who_stops_waiting_takes_nobody_along() -> None:
     results = await asyncio.gather(*asked, return_exceptions=True)
     assert results[0::2] == [0, 4]
     assert isinstance(results[1], asyncio.CancelledError)
+
+
+async def test_those_answered_together_are_waited_for_together() -> None:
+    """The first to ask again took a group for itself, and so on for ever: 1, 7, 1, 7 ... of eight callers."""
+    book = Book()
+    groups = make(book, group_max=16, waiting_max=16)
+
+    async def caller(number: int) -> None:
+        for _ in range(20):
+            await groups.submit(number)
+            for _ in range(number):  # the way to the caller and back, in turns of the loop: no two are alike
+                await asyncio.sleep(0)
+
+    await asyncio.gather(*(caller(number) for number in range(8)))
+    assert {len(group) for group in book.groups[2:-2]} == {8}
+
+
+async def test_nobody_waits_long_for_callers_who_do_not_come_back() -> None:
+    book = Book()
+    groups = make(book)
+    assert await asyncio.gather(*(groups.submit(number) for number in range(2))) == [0, 2]
+    async with asyncio.timeout(5):
+        await groups.drain()
+        assert await groups.submit(3) == 6
+        await groups.drain()
