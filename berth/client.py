@@ -87,6 +87,7 @@ class BuildClient:
         self._open: set[str] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
+        self._end_listeners: list[Callable[[Track], None]] = []
 
     async def open(self) -> None:
         """Connect, declare the listening queue and start to listen."""
@@ -104,6 +105,13 @@ class BuildClient:
     def on_event(self, listener: Callable[[BuildEvent], None]) -> None:
         """Call `listener` for every event of this client's builds."""
         self._listeners.append(listener)
+
+    def on_end(self, listener: Callable[[Track], None]) -> None:
+        """Call `listener` with every build (or delete) of this client's that has ended, however that was learned.
+
+        Should one be told to have ended again, it is called again; `terminals` says how often.
+        """
+        self._end_listeners.append(listener)
 
     def track(self, request: BuildRequest, *, intended_at: float | None = None) -> Track:
         """Start to follow a request that is about to be published."""
@@ -123,6 +131,31 @@ class BuildClient:
             for track in tracks[start : start + PUBLISH_SLICE]:
                 track.published_at = now
         return tracks
+
+    async def offer(
+        self, requests: Sequence[BuildRequest | DeleteRequest], *, intended_at: Sequence[float], flavors: Sequence[str]
+    ) -> list[BaseException | None]:
+        """Publish each once, follow it from its intended time, and say of each how that went: None is confirmed.
+
+        What the broker refused (PublishRefused: its queue is full) or sent back (Unroutable) is nowhere, so it is no
+        longer followed. BusUnavailable: it may have arrived, so it is.
+        """
+        for request, at, flavor in zip(requests, intended_at, flavors, strict=True):
+            track = self._follow(request.instance_uuid, flavor, at)
+            track.deleting = isinstance(request, DeleteRequest)
+        errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
+        now = self._clock.monotonic()
+        for request, error in zip(requests, errors, strict=True):
+            if error is None:
+                self.tracks[request.instance_uuid].published_at = now
+            elif not isinstance(error, BusUnavailable):
+                self.forget(request.instance_uuid)
+        return errors
+
+    def forget(self, uuid: str) -> None:
+        """Follow one no longer."""
+        self.tracks.pop(uuid, None)
+        self._open.discard(uuid)
 
     async def delete(self, builds: Sequence[BuildRecord], *, patience_s: float = 0.0) -> list[Track]:
         """Ask for the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
@@ -169,9 +202,9 @@ class BuildClient:
             await self._heard_within(left)
         return True
 
-    async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S) -> None:
-        """Ask where everything unfinished stands (its event may have been missed). Raises RequestTimeout."""
-        asked = sorted(self._open)[:MAX_ASKED]
+    async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_ASKED) -> None:
+        """Ask where what is unfinished stands (its event may have been missed). Raises RequestTimeout."""
+        asked = sorted(self._open)[:at_most]
         for start in range(0, len(asked), ASK_SLICE):
             part = asked[start : start + ASK_SLICE]
             queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
@@ -228,13 +261,16 @@ class BuildClient:
         return track
 
     async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
+        """Publish until all are confirmed; what already is does not go again."""
         while True:
-            try:
-                await self.bus.publish_all([(request, request.instance_uuid) for request in requests])
+            errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
+            failed = [(request, error) for request, error in zip(requests, errors, strict=True) if error is not None]
+            if not failed:
                 return
-            except (BusUnavailable, PublishRefused):
-                if self._clock.monotonic() >= give_up_at:
-                    raise
+            for _, error in failed:
+                if not isinstance(error, BusUnavailable | PublishRefused) or self._clock.monotonic() >= give_up_at:
+                    raise error
+            requests = [request for request, _ in failed]
             await self._clock.sleep(PUBLISH_AGAIN_S)
 
     async def _heard_within(self, timeout_s: float) -> bool:
@@ -259,3 +295,5 @@ class BuildClient:
         if track.ended_at is None:
             track.ended_at = self._clock.monotonic()
         self._open.discard(track.instance_uuid)
+        for listener in self._end_listeners:
+            listener(track)

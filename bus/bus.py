@@ -13,7 +13,7 @@ from bus.consumer import Consumer
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
-from bus.link import BusLimits, Mode, Publisher, Waiter
+from bus.link import BusLimits, Mode, Place, Publisher, Waiter
 from bus.outcome import Handler
 from bus.port import Transport
 from bus.requester import Requester
@@ -85,6 +85,20 @@ class Bus:
             self._post(message, cause, waiter, None, None)
         self.publisher.pump()
         await waiter.wait()
+
+    async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
+        """Publish many messages, each with its cause, and say of each how it went: None is confirmed."""
+        waiter = Waiter()
+        places: list[Place] = []
+        for message, cause in messages:
+            if self.publisher.waiting >= self.limits.waiting:
+                self.publisher.pump()
+                await self.publisher.room()
+            places.append(Place(waiter))
+            self._post(message, cause, places[-1], None, None)
+        self.publisher.pump()
+        await waiter.wait()
+        return [place.error for place in places]
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Ask and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's code)."""

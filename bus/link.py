@@ -79,6 +79,23 @@ class Waiter:
             raise self.error
 
 
+class Place(Waiter):
+    """One message among many whose publisher wants to know of each how it went: `error`, once the group has waited."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Waiter) -> None:
+        super().__init__()
+        self._group = group
+        group.pending += 1
+
+    def settle(self, error: BaseException | None) -> None:
+        """Confirmed or failed: told to the group when nothing more of this message is under way."""
+        super().settle(error)
+        if not self.pending:
+            self._group.settle(None)
+
+
 class _Entry(Struct):
     packed: Packed
     waiter: Waiter

@@ -54,10 +54,12 @@ class Stop(Exception):
         self.code = code
 
 
-def settings_of(context: typer.Context) -> Settings:
-    """The settings in force, from --config or where `read_settings` looks. Raises SettingsError."""
+def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
+    """The settings in force, from --config or where `read_settings` looks; `bus`: another URL. Raises SettingsError."""
     path: Path | None = context.obj
     settings = read_settings(path)
+    if bus is not None:
+        settings = msgspec.structs.replace(settings, bus=msgspec.structs.replace(settings.bus, url=bus))
     _check_bus("bus.url", settings.bus.url)
     for name, cell in settings.cells.items():
         _check_bus(f"cells.{name}.url", cell.url or settings.bus.url)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from berth.commands.common import (
     EXIT_AWAY,
@@ -30,54 +29,216 @@ from berth.commands.common import (
 )
 from berth.gather import gather, rest
 from berth.invariants import judge
-from berth.load import LoadPlan, run_load
-from berth.render import render_load, render_verdicts
+from berth.load import LoadPlan, LoadRun, PlanError
+from berth.load.live import LiveView, render_record
+from berth.load.plan import DEFAULT_BOOTS, is_metal, parse_mix, parse_ramp, ramp_boots
+from berth.load.record import LoadRecord, RecordError, decode, encode
+from berth.load.sampler import Sample
+from berth.load.session import looking_on, recorded
+from berth.load.trace import Shape, read_trace
+from berth.render import render_verdicts
+from berth.settings import Settings
+from berth.site import Site, process_name
+from bus.service.settings import hide_password
+from scheduler_worker.config import Flavor
 
 # Past the wait for rest: reading the databases and hearing every compute service.
 CHECK_TIMEOUT_S = 60.0
 DEFAULT_MIX = "m1.tiny=40,m1.small=40,m1.medium=15,m1.large=5"
+EXIT_INTERRUPTED = 130
+STDOUT = Path("-")
 
 
 def load(
     context: typer.Context,
-    boots: Annotated[int, typer.Option(min=1, max=10_000_000, help="How many builds.")] = 1000,
-    mix: Annotated[str, typer.Option(help="Flavors and their weights, `name=weight,...`.")] = DEFAULT_MIX,
-    concurrency: Annotated[int, typer.Option(min=0, help="Builds in flight at once; 0 = all at once.")] = 0,
-    rate: Annotated[float, typer.Option(min=0, help="Builds a second, whatever comes back; 0 = off.")] = 0.0,
+    boots: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000_000, help="How many builds; default 1000, or all of a ramp or trace."),
+    ] = None,
+    mix: Annotated[
+        str,
+        typer.Option(help="Flavors and their weights, `small=8,large=2,metal=1`; metal: all bare-metal flavors."),
+    ] = DEFAULT_MIX,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Open loop: so many a second, whatever comes back; latency from their times.")
+    ] = 0.0,
+    ramp: Annotated[
+        str | None, typer.Option(help="Open loop at a changing rate, FROM..TO/SECONDS; finds the knee.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: so many in flight; 0 = all at once.")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="Replay the arrivals and deletions of this CSV file.")] = None,
+    speed: Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs so many times faster.")] = 1.0,
+    churn: Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")] = 0.0,
+    patience: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds to offer again what a full queue refused; default: open loop 0, else all."),
+    ] = None,
     project: Annotated[str, typer.Option(help="Whose they are.")] = "load",
     seed: Annotated[int | None, typer.Option(help="Draw flavors and UUIDs from this seed.")] = None,
     timeout: Timeout = 300.0,
-    report: Annotated[Path | None, typer.Option(help="Write the report to this file as JSON, too.")] = None,
-    as_json: AsJson = False,
+    bus: Annotated[str | None, typer.Option(help="The API bus, amqp://..., instead of the settings'.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record as JSON; - is stdout.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Fire nothing: compare two records that --json wrote.")
+    ] = None,
 ) -> None:
-    """Fire concurrent builds at a running system. Exit status 1 when one was lost or told to have ended twice."""
-    plan = LoadPlan(
-        boots=boots, mix=parse_mix(mix), project_id=project, concurrency=concurrency, rate_per_s=rate, timeout_s=timeout
-    )
-    rng = random.Random(seed) if seed is not None else random.SystemRandom()
+    """Fire builds at a running system and say honestly what became of each.
+
+    A build that was accepted and has not ended --timeout seconds later is lost. Exit status: 0 fine, 1 one was told to
+    have ended twice, 3 the bus was away, 4 builds or deletes were lost, 130 interrupted (Ctrl-C ends with a summary).
+    """
 
     async def body() -> int:
-        bar = Progress(
-            SpinnerColumn(), TextColumn("booting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err
-        )
-        async with client(settings_of(context)) as berth:
-            with bar:
-                task = bar.add_task("", total=boots)
-                result = await run_load(
-                    berth, plan, clock=berth.bus.clock, rng=rng,
-                    progress=lambda done, asked: bar.update(task, completed=done, total=asked),
-                )  # fmt: skip
+        if compare is not None:
+            return _compare(*compare, report)
+        settings = settings_of(context, bus=bus)
+        plan = _plan(settings, boots, mix, rate, ramp, concurrency, trace, speed, churn, patience, project, timeout)
+        for path in (json_file, report):
+            if path not in {None, STDOUT}:
+                _writable(path)
+        rng = random.Random(seed) if seed is not None else random.SystemRandom()
+        record = await _fire(settings, plan, rng, seed=seed, trace=str(trace or ""), speed=speed)
+        if json_file == STDOUT:
+            sys.stdout.write(encode(record).decode() + "\n")
+        elif json_file is not None:
+            _write(json_file, encode(record))
         if report is not None:
-            _write(report, msgspec.json.format(msgspec.json.encode(result), indent=2))
-        if as_json:
-            print_json(result)
-        else:
-            render_load(result, out)
-        if result.unfinished:
-            raise Stop(EXIT_TIME, "timeout", f"{result.unfinished} builds had not ended after {timeout:g} s")
-        return EXIT_NO if result.more_than_one_terminal else 0
+            _write(report, render_html(record).encode())
+        if json_file != STDOUT:
+            render_record(record, out)
+        return _status(record)
 
     run(body)
+
+
+async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: object) -> LoadRecord:
+    """Run the plan, showing how it goes; the first signal ends it with a summary, the second at once."""
+    site = Site(settings)
+    process = process_name("load")
+    async with client(settings) as berth, looking_on(site, process) as transports:
+        firing: list[LoadRun] = []
+        views: list[LiveView] = []
+
+        def started(run: LoadRun) -> None:
+            firing.append(run)
+            views.append(LiveView(run, err))
+
+        def show(sample: Sample) -> None:
+            views[0].show(sample)
+
+        task = asyncio.ensure_future(
+            recorded(
+                berth, plan, clock=berth.bus.clock, rng=rng, transports=transports, started=started, show=show,
+                bus=hide_password(settings.bus.url), cells=site.cells, **more,
+            )
+        )  # fmt: skip
+
+        def stop() -> None:
+            if firing and not firing[0].interrupted:
+                firing[0].interrupt()
+            else:
+                task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            if views:
+                views[0].close()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def _plan(
+    settings: Settings,
+    boots: int | None,
+    mix: str,
+    rate: float,
+    ramp: str | None,
+    concurrency: int,
+    trace: Path | None,
+    speed: float,
+    churn: float,
+    patience: float | None,
+    project: str,
+    timeout: float,
+) -> LoadPlan:
+    """The plan that the options mean. Raises Stop."""
+    named = {"--rate": rate > 0, "--ramp": ramp is not None, "--concurrency": concurrency > 0, "--trace": trace}
+    chosen = [name for name, given in named.items() if given]
+    if len(chosen) > 1:
+        raise Stop(EXIT_USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
+    if trace is not None and churn:
+        raise Stop(EXIT_USAGE, "load.churn", "a trace says itself what is deleted: no --churn with --trace")
+    flavors = settings.scheduler.flavors
+    try:
+        from_s, to_s, ramp_s = parse_ramp(ramp) if ramp is not None else (0.0, rate, 0.0)
+        arrivals = () if trace is None else read_trace(trace, _shapes(flavors), speed=speed)
+        all_of_it = len(arrivals) or (ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS)
+        return LoadPlan(
+            boots=min(boots or all_of_it, len(arrivals) or sys.maxsize),
+            mix=parse_mix(mix, list(flavors)),
+            project_id=project,
+            concurrency=concurrency,
+            rate_per_s=to_s,
+            ramp_from_per_s=from_s,
+            ramp_s=ramp_s,
+            trace=arrivals,
+            churn=churn,
+            patience_s=patience,
+            timeout_s=timeout,
+        )
+    except PlanError as fault:
+        raise Stop(EXIT_USAGE, fault.code, str(fault)) from fault
+
+
+def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
+    """What each flavor of virtual machines gives; a trace asks for no whole nodes."""
+    return {
+        name: Shape(flavor.vcpus, flavor.memory_mb, float(flavor.extra_specs.get("resources:VGPU", 0)))
+        for name, flavor in flavors.items()
+        if not is_metal(name)
+    }
+
+
+def _status(record: LoadRecord) -> int:
+    """The exit status that a run's end means; Stop with a sentence where there is one."""
+    totals = record.totals
+    lost, lost_deletes = totals.outcomes.get("lost", 0), totals.delete_outcomes.get("lost", 0)
+    bound = f"{record.settings.lost_after_s:g} s"
+    if totals.twice:
+        return EXIT_NO
+    if lost or lost_deletes:
+        raise Stop(EXIT_TIME, "load.lost", f"{lost} builds and {lost_deletes} deletes had not ended after {bound}")
+    if totals.interrupted:
+        return EXIT_INTERRUPTED
+    if totals.outcomes.get("unsent"):
+        raise Stop(EXIT_AWAY, "bus.unavailable", "the bus was away: some builds were never confirmed")
+    return 0
+
+
+def render_html(record: LoadRecord) -> str:
+    """The report as HTML."""
+    raise NotImplementedError
+
+
+def _compare(one: Path, two: Path, report: Path | None) -> int:
+    """Two records side by side."""
+    raise NotImplementedError
+
+
+def _read(path: Path) -> LoadRecord:
+    try:
+        return decode(path.read_bytes())
+    except OSError as fault:
+        raise Stop(EXIT_USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
+    except RecordError as fault:
+        raise Stop(EXIT_USAGE, fault.code, f"{path}: {fault}") from fault
 
 
 def check(
@@ -108,23 +269,16 @@ def check(
     run(body)
 
 
+def _writable(path: Path) -> None:
+    """Find out before the load, not after it. Raises Stop."""
+    try:
+        path.open("ab").close()
+    except OSError as fault:
+        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+
+
 def _write(path: Path, body: bytes) -> None:
     try:
         path.write_bytes(body)
     except OSError as fault:
         raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
-
-
-def parse_mix(text: str) -> dict[str, float]:
-    """`name=weight,...` as a dictionary. Raises typer.BadParameter."""
-    mix: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, weight = part.strip().partition("=")
-        try:
-            mix[name] = float(weight or 1)
-        except ValueError:
-            raise typer.BadParameter(f"not a weight: {weight!r} in {text!r}") from None
-    sound = all(math.isfinite(weight) and weight >= 0 for weight in mix.values())
-    if not all(mix) or not sound or not 0 < sum(mix.values()) < math.inf:
-        raise typer.BadParameter(f"a mix is flavor=weight,..., with weights above 0: {text!r}")
-    return mix

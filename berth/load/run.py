@@ -1,93 +1,341 @@
-"""The load generator: many builds at once, or at a rate, or so many at a time; and what came of them."""
+"""Fires a plan: offers each build at its intended time, follows it to its end, deletes what is to be deleted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import heapq
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
 from berth.client import BuildClient, Track
-from bus.clock import Clock, new_uuid
-from bus.contracts.build import BuildEvent, BuildRequest, FunnelStep
+from berth.load.ledger import Ledger
+from berth.load.plan import Arrival, LoadPlan, draw
+from berth.load.stages import conflicts_of, stages_of
+from berth.load.summary import LoadReport, sum_up
+from bus.clock import Clock
+from bus.contracts.build import BuildEvent, BuildRequest, DeleteRequest
 from bus.faults import Transient
-from bus.port import BusError
+from bus.port import BusError, BusUnavailable, PublishRefused
 
-# Failures listed one by one in a report; all are counted.
-MAX_FAILURES_SHOWN = 50
-# With a rate, requests that fell due while the publisher was busy leave together, at most so many.
+# With a rate, what fell due while the publisher was busy leaves together, at most so many ...
 MAX_BURST = 500
+# ... and at most so many such slices wait for the broker's confirms at once; past it the rest is late, and counted so.
+MAX_SLICES = 8
 # At its very time a request is due, whatever floating point makes of it.
 A_HAIR = 1e-6
+# However long until the next arrival: so often it is looked whether the run was interrupted.
+LOOK_S = 0.1
+# A refused request is offered again after so long, halved at random.
+AGAIN_S = 0.25
+# Interrupted, what is under way may still end for so long.
+INTERRUPT_GRACE_S = 3.0
 PROGRESS_EVERY_S = 0.25
-# However late publishing ended, the builds' ends are waited for so long at least.
-MIN_WAIT_S = 0.001
 
 
-class LoadPlan(Struct, frozen=True, kw_only=True):
-    """What to fire. mix: {flavor: weight}. concurrency: builds in flight at once, 0 = all at once.
+class Offer(Struct):
+    """One build or delete to be published: when it was meant to leave, and until when it is offered again."""
 
-    rate_per_s: open loop at a constant rate, latency counted from the intended time; 0 = as `concurrency` says.
-    """
-
-    boots: int
-    mix: Mapping[str, float]
-    project_id: str = "load"
-    concurrency: int = 0
-    rate_per_s: float = 0.0
-    timeout_s: float = 300.0
-    name_prefix: str = "load"
-
-
-class Failure(Struct, frozen=True, kw_only=True):
-    """One build that did not become active, with everything its client was told."""
-
-    instance_uuid: str
+    request: BuildRequest | DeleteRequest
     flavor: str
-    state: str
-    code: str
-    reason: str
-    attempts: int
-    funnel: tuple[FunnelStep, ...] = ()
+    intended: float
+    row: int
+    give_up_at: float
 
 
-class LoadReport(Struct, frozen=True, kw_only=True):
-    """What came of a load. Times in seconds, latencies in milliseconds; percentiles over active builds."""
+class LoadRun:
+    """One run of a plan. `boots` and `deletes` say at any time what became of what."""
 
-    requests: int
-    active: int
-    failed: int
-    refused: int
-    unfinished: int
-    seconds: float
-    boots_per_s: float
-    latency_ms: dict[str, float]
-    stages_ms: dict[str, dict[str, float]]
-    alternates_used: int
-    attempts: dict[str, int]
-    failures_by_code: dict[str, int]
-    failures: tuple[Failure, ...]
-    more_than_one_terminal: int
+    def __init__(
+        self, client: BuildClient, plan: LoadPlan, *, clock: Clock, rng: random.Random, keep_tracks: bool = True
+    ) -> None:
+        self.plan = plan
+        self.boots = Ledger()
+        self.deletes = Ledger()
+        self.twice = 0
+        self.refusals = 0
+        self.retries = 0
+        self.conflicts: int | None = None
+        self.interrupted = False
+        self.started = clock.monotonic()
+        self.started_at = clock.time()
+        self.last_end = self.started
+        self.latencies: list[float] = []  # of the boots that ended since `drain_latencies`
+        self._client = client
+        self._clock = clock
+        self._rng = rng
+        self._keep_tracks = keep_tracks
+        self._lifetimes: dict[int, float] = {}
+        self._to_delete: list[tuple[float, int]] = []  # (due, row of the boot), a heap
+        self._given_up = 0  # boots that are not sent and will not be
+        self._changed = asyncio.Event()
+        self._slices = asyncio.Semaphore(MAX_SLICES)
+        self._offering: set[asyncio.Task[None]] = set()
+        self._fault: BaseException | None = None
+        self._last_sent = self.started
+        client.on_event(self._heard)
+        client.on_end(self._ended)
 
+    @property
+    def in_flight(self) -> int:
+        """Boots that were sent and have not ended."""
+        return self.boots.counts["open"]
 
-def draw_requests(plan: LoadPlan, rng: random.Random) -> list[BuildRequest]:
-    """The requests of a plan, flavors drawn by weight from `rng`."""
-    flavors = list(plan.mix)
-    drawn = rng.choices(flavors, weights=[plan.mix[f] for f in flavors], k=plan.boots)
-    return [
-        BuildRequest(
-            instance_uuid=new_uuid(rng),
-            flavor=flavor,
-            project_id=plan.project_id,
-            user_id="load",
-            name=f"{plan.name_prefix}-{number}",
-        )
-        for number, flavor in enumerate(drawn)
-    ]
+    def interrupt(self) -> None:
+        """Offer nothing more; what is under way gets a short grace."""
+        self.interrupted = True
+        self._changed.set()
+
+    def drain_latencies(self) -> list[float]:
+        """Seconds from the intended time to the end of each boot that became active since the last call."""
+        found, self.latencies = self.latencies, []
+        return found
+
+    async def go(self) -> None:
+        """Fire all, wait for every end. Raises what publishing raises when nobody takes requests at all."""
+        self.started, self.started_at = self._clock.monotonic(), self._clock.time()
+        self.boots.start = self.deletes.start = self.last_end = self._last_sent = self.started
+        reaper = asyncio.create_task(self._reap())
+        try:
+            drawn = draw(self.plan, self._rng)
+            await (self._closed_loop(drawn) if self.plan.mode == "closed" else self._open_loop(drawn))
+            await self._all_offered()
+            await self._ends(self.plan.timeout_s)
+        finally:
+            reaper.cancel()
+            for task in self._offering:
+                task.cancel()
+            await asyncio.gather(reaper, *self._offering, return_exceptions=True)
+        for ledger in (self.boots, self.deletes):
+            ledger.give_up(as_outcome="open" if self.interrupted else "lost")
+
+    async def _open_loop(self, drawn: Iterator[tuple[Arrival, BuildRequest]]) -> None:
+        """Offer each at its time; a late publisher does not shift the intentions after it."""
+        ahead = next(drawn, None)
+        while ahead is not None and not self._stopped:
+            elapsed = self._clock.monotonic() - self.started
+            part: list[tuple[Arrival, BuildRequest]] = []
+            while ahead is not None and ahead[0].at_s <= elapsed + A_HAIR and len(part) < MAX_BURST:
+                part.append(ahead)
+                ahead = next(drawn, None)
+            if part:
+                await self._send(
+                    [self._boot(request, arrival, self.started + arrival.at_s) for arrival, request in part]
+                )
+            elif ahead is not None:
+                await self._clock.sleep(min(ahead[0].at_s - elapsed, LOOK_S))
+
+    async def _closed_loop(self, drawn: Iterator[tuple[Arrival, BuildRequest]]) -> None:
+        """Keep so many in flight; each is meant to leave when its place is free."""
+        more = True
+        while more and not self._stopped:
+            self._changed.clear()
+            room = min(self.plan.concurrency - self.in_flight - self._unsent, MAX_BURST)
+            now = self._clock.monotonic()
+            part: list[Offer] = []
+            while len(part) < room and (found := next(drawn, None)) is not None:
+                part.append(self._boot(found[1], found[0], now))
+            more = len(part) == max(room, 0)
+            if part:
+                await self._send(part)
+            elif more and not await self._change(self.plan.timeout_s):
+                return  # nothing ended for so long: the rest is not even sent
+
+    @property
+    def _unsent(self) -> int:
+        return self.boots.counts["unsent"] - self._given_up
+
+    @property
+    def _stopped(self) -> bool:
+        return self.interrupted or self._fault is not None
+
+    def _boot(self, request: BuildRequest, arrival: Arrival, intended: float) -> Offer:
+        row = self.boots.add(request.instance_uuid, request.flavor, intended)
+        if arrival.lifetime_s is not None:
+            self._lifetimes[row] = arrival.lifetime_s
+        give_up_at = self._clock.monotonic() + self.plan.offers_again_s
+        return Offer(request=request, flavor=request.flavor, intended=intended, row=row, give_up_at=give_up_at)
+
+    async def _send(self, offers: list[Offer], ledger: Ledger | None = None) -> None:
+        """Offer in the background, so that a slow confirm holds nobody up; at most MAX_SLICES at once."""
+        await self._slices.acquire()
+        task = asyncio.create_task(self._offer(offers, self.boots if ledger is None else ledger))
+        self._offering.add(task)
+        task.add_done_callback(self._offered)
+
+    def _offered(self, task: asyncio.Task[None]) -> None:
+        self._offering.discard(task)
+        self._slices.release()
+        if not task.cancelled() and task.exception() is not None:
+            self._fault = self._fault or task.exception()
+        self._changed.set()
+
+    async def _offer(self, offers: list[Offer], ledger: Ledger) -> None:
+        """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is away."""
+        while offers:
+            errors = await self._client.offer(
+                [offer.request for offer in offers],
+                intended_at=[offer.intended for offer in offers],
+                flavors=[offer.flavor for offer in offers],
+            )
+            offers = self._settle(offers, errors, ledger)
+            if offers:
+                await self._clock.sleep(AGAIN_S * (0.5 + self._rng.random() / 2))
+
+    def _settle(self, offers: Sequence[Offer], errors: Sequence[BaseException | None], ledger: Ledger) -> list[Offer]:
+        """What the broker said to each; returns those to be offered again."""
+        now = self._clock.monotonic()
+        again: list[Offer] = []
+        for offer, error in zip(offers, errors, strict=True):
+            if error is None:
+                ledger.confirmed(offer.row, now)
+                self._last_sent = now
+            elif isinstance(error, PublishRefused):
+                self.refusals += 1
+                if now < offer.give_up_at and not self.interrupted:
+                    again.append(offer)
+                else:
+                    ledger.set_outcome(offer.row, "backpressure")
+            elif isinstance(error, BusUnavailable):
+                if now < offer.intended + self.plan.timeout_s and not self.interrupted:
+                    again.append(offer)
+                else:  # it may have arrived: its end may still be heard
+                    self._client.forget(offer.request.instance_uuid)
+                    self._given_up += ledger is self.boots
+            else:
+                raise error
+        for offer in again:
+            ledger.again[offer.row] += 1
+        return again
+
+    async def _all_offered(self) -> None:
+        while self._offering and self._fault is None:
+            await asyncio.wait(list(self._offering), timeout=None if not self.interrupted else INTERRUPT_GRACE_S)
+            if self.interrupted:
+                break
+        if self._fault is not None:
+            raise self._fault
+
+    async def _ends(self, timeout_s: float) -> None:
+        """Wait until everything has ended, or nothing can be hoped for any more."""
+        while self._offering or self._to_delete or self.boots.counts["open"] or self.deletes.counts["open"]:
+            left = self._last_sent + timeout_s - self._clock.monotonic()
+            if self.interrupted:
+                left = min(left, INTERRUPT_GRACE_S)
+            if left <= 0 or self._fault is not None:
+                break
+            finished = await self._wait(left)
+            if self.interrupted and not finished:
+                break
+            if finished and (self._offering or self._to_delete):
+                await self._clock.sleep(LOOK_S / 10)
+        if self._fault is not None:
+            raise self._fault
+        if self._client.unfinished and not self.interrupted:
+            with contextlib.suppress(Transient, BusError):  # nobody to ask: they count as lost
+                await self._client.resync(at_most=self._client.unfinished)
+
+    async def _wait(self, timeout_s: float) -> bool:
+        """For the ends of what is sent; gives up early when interrupted."""
+        waiting = asyncio.create_task(self._client.wait(timeout_s))
+        changed = asyncio.create_task(self._interruption())
+        try:
+            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                await asyncio.wait({waiting}, timeout=min(timeout_s, INTERRUPT_GRACE_S))
+            return waiting.done() and waiting.result()
+        finally:
+            for task in (waiting, changed):
+                task.cancel()
+            await asyncio.gather(waiting, changed, return_exceptions=True)
+
+    async def _interruption(self) -> None:
+        while not self._stopped:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _change(self, timeout_s: float) -> bool:
+        """Wait for an end or a confirm."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+                return True
+        return False
+
+    async def _reap(self) -> None:
+        """Delete what is due. Its latency, too, is counted from when it was meant to leave."""
+        while not self._stopped:
+            now = self._clock.monotonic()
+            part: list[Offer] = []
+            while self._to_delete and self._to_delete[0][0] <= now + A_HAIR and len(part) < MAX_BURST:
+                part.append(self._delete(*heapq.heappop(self._to_delete)))
+            if part:
+                await self._send(part, self.deletes)
+            elif self._to_delete:
+                await self._clock.sleep(min(self._to_delete[0][0] - now, LOOK_S))
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _delete(self, due: float, boot: int) -> Offer:
+        uuid = self.boots.uuids[boot]
+        flavor = self.boots.flavors.names[self.boots.flavor[boot]]
+        row = self.deletes.add(uuid, flavor, due)
+        request = DeleteRequest(instance_uuid=uuid, project_id=self.plan.project_id)
+        give_up_at = self._clock.monotonic() + self.plan.timeout_s
+        return Offer(request=request, flavor=flavor, intended=due, row=row, give_up_at=give_up_at)
+
+    def _heard(self, event: BuildEvent) -> None:
+        if event.state.value == "accepted":
+            row = self.boots.rows.get(event.instance_uuid)
+            if row is not None:
+                self.boots.accepted[row] = self._clock.monotonic()
+
+    def _ended(self, track: Track) -> None:
+        ledger = self.deletes if track.deleting else self.boots
+        row = ledger.rows.get(track.instance_uuid)
+        if row is None or track.ended_at is None:
+            return
+        if track.terminals > 1:
+            self.twice += 1
+            return
+        self._note_end(ledger, row, track)
+        if track.state == "active":
+            self.latencies.append(track.ended_at - ledger.intended[row])
+            lifetime_s = self._lifetimes.pop(row, None)
+            if lifetime_s is not None and not self._stopped:
+                due = max(track.ended_at, ledger.intended[row] + lifetime_s)
+                heapq.heappush(self._to_delete, (due, row))
+        if not self._keep_tracks:  # what is of interest is in its row
+            track.last = None
+            track.stages = {}
+        self._changed.set()
+
+    def _note_end(self, ledger: Ledger, row: int, track: Track) -> None:
+        """Write down how one ended."""
+        ledger.ended[row] = self.last_end = track.ended_at or 0.0
+        ledger.set_outcome(row, track.state)
+        event = track.last
+        if event is None:  # learned by asking: its last event never came
+            return
+        ledger.attempts[row] = event.attempt
+        ledger.code[row] = ledger.codes.index(event.code)
+        ledger.cell[row] = ledger.cells.index(event.cell or "")
+        ledger.host[row] = ledger.hosts.index(event.host or "")
+        self.retries += max(event.attempt - 1, 0)
+        if track.deleting:
+            return
+        conflicts = conflicts_of(event)
+        if conflicts is not None:
+            ledger.conflicts[row] = conflicts
+            self.conflicts = (self.conflicts or 0) + conflicts
+        wall = self.started_at - self.started
+        for stage, seconds in stages_of(
+            event, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall
+        ).items():
+            ledger.in_stage(row, stage, seconds)
 
 
 async def run_load(
@@ -98,130 +346,23 @@ async def run_load(
     rng: random.Random,
     progress: Callable[[int, int], None] = lambda done, asked: None,
 ) -> LoadReport:
-    """Fire the plan and wait for every build's end, or the plan's timeout. Raises what publishing raises."""
-    requests = draw_requests(plan, rng)
-    started = clock.monotonic()
-    ticker = asyncio.create_task(_tick(client, len(requests), clock, progress))
+    """Fire the plan, wait for every end, and sum up what the client saw. Raises what publishing raises."""
+    run = LoadRun(client, plan, clock=clock, rng=rng)
+    ticker = asyncio.create_task(_tick(run, clock, progress))
     try:
-        if plan.rate_per_s > 0:
-            await _open_loop(client, plan, requests, clock)
-        elif plan.concurrency > 0:
-            await _closed_loop(client, plan, requests)
-        else:
-            await client.boot(requests, patience_s=plan.timeout_s)
-        left = plan.timeout_s - (clock.monotonic() - started)
-        if not await client.wait(max(left, MIN_WAIT_S)):
-            with contextlib.suppress(Transient, BusError):  # nobody to ask: they count as unfinished
-                await client.resync()
+        await run.go()
     finally:
         ticker.cancel()
-    progress(len(requests) - client.unfinished, len(requests))
-    tracks = [client.tracks[request.instance_uuid] for request in requests]
-    return sum_up(tracks, started=started, now=clock.monotonic())
+    progress(_done(run), plan.boots)
+    tracks = [client.tracks[uuid] for uuid in run.boots.uuids if uuid in client.tracks]
+    return sum_up(tracks, started=run.started, now=clock.monotonic())
 
 
-async def _tick(client: BuildClient, asked: int, clock: Clock, progress: Callable[[int, int], None]) -> None:
+def _done(run: LoadRun) -> int:
+    return len(run.boots) - run.boots.counts["open"] - run.boots.counts["unsent"]
+
+
+async def _tick(run: LoadRun, clock: Clock, progress: Callable[[int, int], None]) -> None:
     while True:
-        progress(len(client.tracks) - client.unfinished, asked)
+        progress(_done(run), run.plan.boots)
         await clock.sleep(PROGRESS_EVERY_S)
-
-
-async def _open_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[BuildRequest], clock: Clock) -> None:
-    """Publish each request at its intended time; a late publisher does not shift the intentions after it."""
-    start = clock.monotonic()
-    sent = 0
-    while sent < len(requests):
-        now = clock.monotonic()
-        due = min(len(requests), int((now - start) * plan.rate_per_s + A_HAIR) + 1)
-        part = requests[sent : min(due, sent + MAX_BURST)]
-        if part:
-            await client.boot(part, patience_s=plan.timeout_s)
-            for number, request in enumerate(part, sent):
-                client.tracks[request.instance_uuid].intended_at = start + number / plan.rate_per_s
-            sent += len(part)
-        else:
-            await clock.sleep(max(start + sent / plan.rate_per_s - now, 0.0))
-
-
-async def _closed_loop(client: BuildClient, plan: LoadPlan, requests: Sequence[BuildRequest]) -> None:
-    """Keep `concurrency` builds in flight."""
-    sent = 0
-    while sent < len(requests):
-        room = plan.concurrency - client.unfinished
-        if room > 0:
-            part = requests[sent : sent + room]
-            await client.boot(part, patience_s=plan.timeout_s)
-            sent += len(part)
-        elif not await client.until(lambda: client.unfinished < plan.concurrency, plan.timeout_s):
-            return
-
-
-def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:
-    """Sum up what a client saw of its builds."""
-    ended = [t.ended_at for t in tracks if t.ended_at is not None]
-    seconds = max((max(ended) if ended else now) - started, 1e-9)
-    states = Counter(track.state for track in tracks)
-    active = [t for t in tracks if t.state == "active"]
-    failures = [_failure(t) for t in tracks if t.state in {"failed", "refused"}]
-    return LoadReport(
-        requests=len(tracks),
-        active=states["active"],
-        failed=states["failed"],
-        refused=states["refused"],
-        unfinished=sum(t.ended_at is None for t in tracks),
-        seconds=seconds,
-        boots_per_s=states["active"] / seconds,
-        latency_ms=percentiles([1000 * t.latency_s for t in active if t.latency_s is not None]),
-        stages_ms=_stages(active),
-        alternates_used=sum(max(_attempt(t) - 1, 0) for t in tracks),
-        attempts={str(n): c for n, c in sorted(Counter(_attempt(t) for t in active).items())},
-        failures_by_code=dict(Counter(f.code for f in failures).most_common()),
-        failures=tuple(failures[:MAX_FAILURES_SHOWN]),
-        more_than_one_terminal=sum(t.terminals > 1 for t in tracks),
-    )
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p95, p99, max and mean (nearest rank); empty when there is nothing."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-
-    def rank(share: float) -> float:
-        return round(ordered[math.ceil(share * len(ordered)) - 1], 3)
-
-    return {
-        "p50": rank(0.50),
-        "p90": rank(0.90),
-        "p95": rank(0.95),
-        "p99": rank(0.99),
-        "max": round(ordered[-1], 3),
-        "mean": round(sum(ordered) / len(ordered), 3),
-    }
-
-
-def _stages(tracks: Sequence[Track]) -> dict[str, dict[str, float]]:
-    """Milliseconds from the intended time until the client heard of each state."""
-    names = ("accepted", "scheduled", "building", "active")
-    return {
-        name: percentiles([1000 * (t.stages[name] - t.intended_at) for t in tracks if name in t.stages])
-        for name in names
-    }
-
-
-def _attempt(track: Track) -> int:
-    event: BuildEvent | None = track.last
-    return event.attempt if event is not None else 0
-
-
-def _failure(track: Track) -> Failure:
-    event = track.last
-    return Failure(
-        instance_uuid=track.instance_uuid,
-        flavor=track.flavor,
-        state=track.state,
-        code=event.code if event else "",
-        reason=event.reason if event else "its end was learned by asking; see `berth show`",
-        attempts=event.attempt if event else 0,
-        funnel=event.funnel if event else (),
-    )

@@ -146,6 +146,18 @@ async def test_an_unroutable_command_is_its_publishers_error(house: House) -> No
         await bus.publish(boot())
     with pytest.raises(Unroutable):
         await bus.publish_all([(boot(1), ""), (boot(2), "")])
+    errors = await bus.publish_each([(boot(1), ""), (boot(2), "")])
+    assert [type(error) for error in errors] == [Unroutable, Unroutable]
+
+
+async def test_of_many_each_is_told_how_it_went(house: House) -> None:
+    """Some are confirmed, some come back: whoever publishes knows which, and sends only those again."""
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering())
+    nowhere = CellDelete(instance_uuid=boot(3).instance_uuid, project_id="p")  # no conductor listens on this bus
+    errors = await bus.publish_each([(boot(1), ""), (nowhere, ""), (boot(2), "")])
+    assert errors[0] is errors[2] is None and isinstance(errors[1], Unroutable)
+    assert await bus.publish_each([]) == []
 
 
 async def test_publishers_wait_while_too_much_is_gathered(house: House) -> None:

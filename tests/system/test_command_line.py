@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
+from berth.load.record import STAGES, decode
+
 # Nobody has built this one. Fixed: every process of a test run must collect the same tests.
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
 ROOT = Path(__file__).parents[2]
@@ -234,11 +236,43 @@ def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None
 
 
 def test_a_load_is_reported_and_judged(berth: Berth) -> None:
-    report = berth("load", "--boots", "60", "--rate", "200", "--seed", "4", "--report", "load.json", "--json")
+    report = berth("load", "--boots", "60", "--rate", "200", "--churn", "0.5", "--seed", "4", "--json", "load.json")
     assert report.status == 0, report.err
-    assert (report.data["requests"], report.data["unfinished"]) == (60, 0)
-    assert json.loads((berth.directory / "load.json").read_text()) == report.data
-    assert "boots a second" in berth("load", "--boots", "20", "--concurrency", "5").out
+    record = decode((berth.directory / "load.json").read_bytes())
+    assert record.totals.outcomes == {"active": 60}
+    assert record.totals.deletes == record.totals.delete_outcomes["deleted"] == len(record.deletes) > 10
+    assert set(record.boots.stages) == set(STAGES) and len(record.utilisation.hosts) >= 16
+    assert "scheduler.requests" in record.samples.depths
+    closed = berth("load", "--boots", "20", "--concurrency", "5", "--mix", "small=3,gold=1", "--json", "-")
+    assert closed.data["totals"]["boots"] == 20 and set(closed.data["boots"]["kinds"]) == {"vm", "metal"}
+    ramp = berth("load", "--ramp", "10..40/1")
+    assert "25 boots, 25 accepted: 25 active" in ramp.out and "knee" in ramp.out
+
+
+def test_an_interrupted_load_ends_with_its_summary(berth: Berth) -> None:
+    arguments = ("--boots", "100000", "--rate", "20", "--json", "cut.json")
+    with berth.start("berth", "load", *arguments, stderr=subprocess.PIPE) as load:
+        assert load.stderr is not None
+        load.stderr.readline()  # the first line of progress: it is under way
+        load.send_signal(signal.SIGINT)
+        out, _ = load.communicate(timeout=STOP_TIMEOUT_S)
+    assert load.returncode == 130 and "interrupted" in out and " active" in out
+    record = decode((berth.directory / "cut.json").read_bytes())
+    assert record.totals.interrupted and "lost" not in record.totals.outcomes and record.totals.boots > 20
+
+
+def test_a_load_replays_a_trace_of_arrivals_and_deletions(berth: Berth) -> None:
+    rows = [f"pod-{number},1000,{512 + number},0,{100 * number},{100 * number + 500}" for number in range(20)]
+    (berth.directory / "trace.csv").write_text(
+        "name,cpu_milli,memory_mib,num_gpu,creation_time,deletion_time\n" + "\n".join(rows) + "\n"
+    )
+    replay = berth("load", "--trace", "trace.csv", "--speed", "1000", "--json", "-")
+    assert replay.status == 0, replay.err
+    totals = replay.data["totals"]
+    assert totals["outcomes"] == {"active": 20} and totals["delete_outcomes"] == {"deleted": 15}
+
+
+def test_invariants_hold_after_the_loads(berth: Berth) -> None:
     check = berth("check", "--json")
     assert check.status == 0, check.out
     assert check.data["at_rest"] and len(check.data["invariants"]) >= 7
@@ -271,6 +305,10 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "leave --count away", ("boot", "--flavor", "x", "--count", "2", "--uuid", UNKNOWN), {}),
     (USAGE, "weights above 0", ("load", "--mix", "m1.small=inf"), {}),
     (USAGE, "not a weight", ("load", "--mix", "m1.small=lots"), {}),
+    (USAGE, "a ramp is", ("load", "--ramp", "1..2"), {}),
+    (USAGE, "one way or the other", ("load", "--rate", "5", "--concurrency", "3"), {}),
+    (USAGE, "cannot read", ("load", "--trace", "nowhere.csv"), {}),
+    (USAGE, "cannot write", ("load", "--boots", "1", "--json", "no/such/place.json"), {}),
     (USAGE, "accepted", ("list", "--state", "floating"), {}),
     (USAGE, "No such command", ("frobnicate",), {}),
     (NO, "flavor.unknown", ("boot", "--flavor", "nope", "--wait", "--json"), {}),

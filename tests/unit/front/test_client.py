@@ -83,17 +83,17 @@ async def test_a_delete_of_what_is_gone_has_ended(client_world: ClientWorld) -> 
 
 
 async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) -> None:
-    publish = client_world.client.bus.publish_all
+    publish = client_world.client.bus.publish_each
     failures = 3
 
     async def away(messages):  # type: ignore[no-untyped-def]
         nonlocal failures
         failures -= 1
         if failures >= 0:
-            raise BusUnavailable("away")
-        await publish(messages)
+            return [BusUnavailable("away")] * len(messages)
+        return await publish(messages)
 
-    client_world.client.bus.publish_all = away  # type: ignore[method-assign]
+    client_world.client.bus.publish_each = away  # type: ignore[method-assign]
     with pytest.raises(BusUnavailable):
         await client_world.client.boot(requests(1))
     later = requests(3)[1:]

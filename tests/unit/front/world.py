@@ -74,14 +74,14 @@ class ClientWorld:
         for consumer in self._consumers:
             await consumer.start()
         await self.client.open()
-        publish = self.client.bus.publish_all
+        publish = self.client.bus.publish_each
 
-        async def stalled(messages: Sequence[tuple[Message, str]]) -> None:
+        async def stalled(messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
             self._published += 1
             self.clock.now += self.stall_s.get(self._published, 0.0)
-            await publish(messages)
+            return await publish(messages)
 
-        self.client.bus.publish_all = stalled  # type: ignore[method-assign]
+        self.client.bus.publish_each = stalled  # type: ignore[method-assign]
 
     async def close(self) -> None:
         await self.client.close()
