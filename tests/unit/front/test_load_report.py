@@ -1,0 +1,182 @@
+"""A load report: one file that says everything, whatever names the record came with, and nothing of its own."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from msgspec.structs import replace
+
+from berth.load import charts, figures
+from berth.load.record import LoadRecord, Operations, Utilisation
+from berth.load.report import MAX_HEAT_COLUMNS, MAX_HEAT_ROWS, render
+from tests.unit.front.load_records import made_up
+
+HOSTILE = "<script>alert(1)</script>\"'>&<img src=x onerror=alert(1)>"
+VOID = {"meta", "br", "img"}
+MOST_BYTES = 2_000_000
+
+
+class Page(HTMLParser):
+    """Every tag that was opened and closed, and what could leave the page or run on it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.reaching_out: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.reaching_out += [
+            f"{tag} {n}" for n, _ in attrs if n.startswith("on") or n in {"src", "href", "xlink:href"}
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def read(record: LoadRecord) -> Page:
+    text = render(record)
+    assert len(text) < MOST_BYTES
+    assert not re.search(r"url\(|@import|https?:", text), "it asks for something that is not in the file"
+    page = Page(text)
+    assert page.open == [] and page.reaching_out == []
+    assert "script" not in page.seen and "nan" not in page.text.lower().split()
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+        assert "nan" not in svg and "inf" not in svg.replace("information", "")
+    return page
+
+
+@pytest.mark.parametrize("boots", [0, 1, 2, 20_000])
+def test_a_report_of_any_size_is_a_whole_page(boots: int) -> None:
+    page = read(made_up(boots, hosts=2_000 if boots > 2 else boots))
+    assert f"berth load: {boots:,} boots, open" in page.text
+    assert page.seen.count("svg") == (8 if boots > 1_000 else page.seen.count("svg"))
+    for name in ("Throughput", "Latency", "Settings and machine", "How they ended"):
+        assert name in page.text
+
+
+def test_a_large_run_shows_everything_asked_of_it() -> None:
+    page = read(made_up(20_000, hosts=100))
+    for figure in (
+        "Throughput, in pieces of", "Sent and not ended", "Latency of 19,600 active boots", "Latency of what ended then",
+        "Mean time in each stage", "Time in each stage: p1 to p99", "Retries and conflicts", "Messages waiting in queues",
+        "How full the hosts are",
+    ):  # fmt: skip
+        assert figure in page.text
+    assert "m1.small.code" in page.text and "400" in page.text
+    for stage in ("queued", "decided", "claimed", "dispatched", "built", "announced"):
+        assert page.text.count(stage) >= 3
+    assert "5 others together" in page.text, "of twelve queues the seven busiest are told apart"
+
+
+def test_names_from_outside_are_only_ever_text() -> None:
+    record = made_up(2_000, name=HOSTILE)
+    record = replace(
+        record,
+        settings=replace(record.settings, trace=HOSTILE, bus=HOSTILE, project_id=HOSTILE, cells=(HOSTILE,)),
+        totals=replace(record.totals, outcomes={HOSTILE: 5}, delete_by_code={HOSTILE: 1}, knee={HOSTILE: 1.0}),
+    )
+    page = read(record)
+    assert "<script>alert(1)" in page.text and "img" not in page.seen
+
+
+def test_cells_of_the_heat_map_are_bounded_and_no_row_mixes_cells() -> None:
+    hosts, moments = 2_000, 240
+    heat = Utilisation(
+        hosts=[f"h{number:05d}" for number in range(hosts)],
+        cells=[f"cell{number * 7 // hosts}" for number in range(hosts)],
+        of_hosts=10_000,
+        at_s=[float(moment) for moment in range(moments)],
+        share=[[0.5] * hosts for _ in range(moments)],
+    )
+    text = render(replace(made_up(1), utilisation=heat))
+    notes = re.findall(r'class="heat".*?<title>(.*?)</title>', text, re.DOTALL)
+    assert len(notes) <= MAX_HEAT_ROWS * MAX_HEAT_COLUMNS
+    assert len({note.split(":")[0] for note in notes}) == 7
+    told = {tuple(re.findall(r"h(\d{5})", note)) for note in notes}
+    assert all(int(first) * 7 // hosts == int(last) * 7 // hosts for first, last in told)
+    assert "2,000 of 10,000 hosts" in text
+
+
+def test_what_is_unknown_or_absurd_makes_no_broken_plot() -> None:
+    record = made_up(3)
+    rows = replace(
+        record.boots,
+        ended_s=[None, 1e300, -5.0],
+        sent_s=[math.inf, None, 0.0],
+        stages={"built": [None, 1e308, 0.0], "queued": [None] * 3},
+    )
+    read(replace(record, boots=rows, started_at=1e300, totals=replace(record.totals, boots_per_s=math.nan)))
+    unknown = replace(record.boots, ended_s=[None] * 3, sent_s=[None] * 3, stages={})
+    page = read(replace(record, boots=unknown))
+    assert "No boot became active" in page.text and "No boot told how long" in page.text
+
+
+def test_a_runs_figures_are_those_of_its_columns() -> None:
+    rows = Operations(
+        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""],
+        instance_uuid=["a", "b", "c", "d"],
+        intended_s=[3.0, 0.0, 1.0, 2.0], sent_s=[3.0, 0.0, 1.0, None], accepted_s=[None] * 4,
+        ended_s=[3.5, 0.1, None, 9.0], outcome=[0, 0, 7, 2],
+        flavor=[0] * 4, code=[0] * 4, cell=[0] * 4, host=[0] * 4, attempts=[1] * 4, conflicts=[None] * 4, again=[0] * 4,
+        stages={"built": [0.25, -1.0, None, 5.0]},
+    )  # fmt: skip
+    assert figures.latencies_ms(rows).tolist() == pytest.approx([100.0, 500.0]), (
+        "active ones, as they were meant to leave"
+    )
+    assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [250.0, 0.0]}
+    assert figures.summary(figures.latencies_ms(rows))["p50"] == pytest.approx(100.0)
+    timeline = figures.Timeline(replace(made_up(0), boots=rows))
+    assert timeline.step == 0.1
+    assert sum(rate or 0 for rate in timeline.rate(figures.column(rows.ended_s))) * timeline.step == pytest.approx(3)
+    sent, ended = figures.column([0.0, 1.0]), figures.column([0.5, None])
+    flying = timeline.in_flight(sent, ended)
+    assert (flying[2], flying[6], flying[-1]) == (1.0, 0.0, 1.0)
+
+
+def test_a_counter_becomes_a_rate_and_peaks_survive_thinning() -> None:
+    assert figures.per_second([1.0, 2.0, 4.0, 5.0], [10, None, 40, 3]) == [10.0, None, 10.0, 0.0]
+    at, shown = figures.thinned([float(n) for n in range(1000)], {"q": [float(n == 777) for n in range(1000)]})
+    assert len(at) <= figures.MAX_POINTS and max(v or 0 for v in shown["q"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1234.5, "1,234"),
+        (12.345, "12.3"),
+        (0.5, "0.5"),
+        (0.00125, "0.00125"),
+        (3e12, "3e+12"),
+        (100.0, "100"),
+    ],
+)
+def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
+    assert charts.number(value) == text
+
+
+def test_axes_have_round_ticks_within_their_bounds() -> None:
+    assert charts.linear(17.0, 0, 100).ticks() == [0, 5, 10, 15, 20]
+    assert charts.logarithmic(3.0, 70.0, 0, 100).ticks() == [1, 2, 5, 10, 20, 50, 100]
+    axis = charts.logarithmic(3.0, 70.0, 0, 100)
+    assert (axis.at(10.0), axis.at(0.0), axis.at(1e9)) == (50.0, 0.0, 100.0)
+    assert charts.linear(0.0, 0, 100).ticks()
