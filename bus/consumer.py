@@ -9,6 +9,7 @@ again item by item, so that only the item that crashes it is given up.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter as Counted
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -70,13 +71,14 @@ class _Parcel:
 
 
 class _Item:
-    """One message in hand."""
+    """One message in hand. until: by this process's own clock, nobody waits for its answer any more; None: never so."""
 
-    __slots__ = ("parcel", "received")
+    __slots__ = ("parcel", "received", "until")
 
-    def __init__(self, parcel: _Parcel, received: Received | Malformed) -> None:
+    def __init__(self, parcel: _Parcel, received: Received | Malformed, until: float | None = None) -> None:
         self.parcel = parcel
         self.received = received
+        self.until = until
 
 
 class Consumer:
@@ -212,23 +214,32 @@ class Consumer:
         parcel = _Parcel(delivery, len(reads))
         self._in_hand.add(parcel)
         for read in reads:
-            if not isinstance(read, Malformed):
-                self._items.append(
-                    _Item(parcel, Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered))
-                )
-            else:
+            if isinstance(read, Malformed):
                 self._items.append(_Item(parcel, read))
+                continue
+            received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered)
+            self._items.append(_Item(parcel, received, self._until(read.meta)))
+
+    def _until(self, meta: Meta) -> float | None:
+        """When an answer is of no use any more, on our clock.
+
+        Counted from now: two machines' clocks may be minutes apart, and the broker drops what waits there for too long.
+        Only a publisher who does not say when it sent is taken by its own clock.
+        """
+        if meta.deadline is None:
+            return None
+        left_s = meta.deadline - (meta.sent_at or self._bus.clock.time())
+        return self._bus.clock.monotonic() + left_s
 
     async def _settle_all(self, items: list[_Item], number: int) -> None:
-        now = self._bus.clock.time()
+        now = self._bus.clock.monotonic()
         sound: list[_Item] = []
         for item in items:
-            deadline = item.received.meta.deadline
             if isinstance(item.received, Malformed):
                 await self._insist(number, lambda item=item: self._refuse_malformed(item))  # type: ignore[misc]
                 self._close(item)
                 self._count(item.received.code, 1)
-            elif deadline is not None and deadline < now:
+            elif item.until is not None and item.until < now:
                 self._close(item)
                 self._count("expired", 1)
             else:
@@ -255,8 +266,9 @@ class Consumer:
     async def _ask(self, items: Sequence[_Item], number: int) -> Sequence[Outcome]:
         """The handler's answers; a crash is narrowed down to the items that cause it."""
         received = [item.received for item in items if isinstance(item.received, Received)]
+        last = max((math.inf if item.until is None else item.until) for item in items)
         try:
-            return await self._insist(number, lambda: self._call(received))
+            return await self._insist(number, lambda: self._call(received, last))
         except (BrokenInvariant, BusForbidden, Forbidden):
             raise  # not the message's fault: it goes back with the connection, and the process says why it ends
         except Exception as error:  # whatever a handler raises must not stop its neighbours
@@ -266,9 +278,8 @@ class Consumer:
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
         return [(await self._ask([item], number))[0] for item in items]
 
-    async def _call(self, received: Sequence[Received]) -> Sequence[Outcome]:
-        now = self._bus.clock.time()
-        if all(one.meta.deadline is not None and one.meta.deadline < now for one in received):
+    async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
+        if until < self._bus.clock.monotonic():
             return [Done()] * len(received)  # what it depends on was away for so long that nobody waits any more
         outcomes = await self._handler(received)
         if len(outcomes) != len(received):
