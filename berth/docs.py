@@ -182,7 +182,8 @@ def _queues() -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for row in QUEUES:
         bound = ", ".join(f"`{key}`" for _, key in row.bindings)
-        bounds = f"{row.max_length} messages" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
+        size = f", {row.max_bytes} bytes" if row.max_bytes else ""
+        bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
         retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
         yield f"| `{row.name}` | {row.where} | {row.kind} | {row.reader} | {bound} | {retries} | {bounds} |"
 

@@ -172,5 +172,5 @@ class Bus:
             # Where there are none, as good as nothing is spent on them.
             alone = row.public and row.exchange == EVENTS and self.name == API
             asks_first = alone and bool(row.together)
-            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first))
+            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first, row.most))
         return found

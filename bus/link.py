@@ -44,12 +44,18 @@ class Mode(Struct, frozen=True):
 
     asks_first: when several have gathered the first one leaves `mandatory`. If it comes back nobody listens to this
     routing key, so the broker would drop the others too, and they are settled without being sent.
+    most: in one broker message; 0: as the bus's limits say.
     """
 
     batches: bool
     persistent: bool = True
     mandatory: bool = False
     asks_first: bool = False
+    most: int = 0
+
+    def at_most(self, limits: BusLimits) -> int:
+        """How many messages of this kind one broker message carries."""
+        return min(self.most, limits.batch_items) if self.most else limits.batch_items
 
 
 class Waiter:
@@ -120,7 +126,8 @@ class _Link:
             return [self.entries.popleft()]
         taken: list[_Entry] = []
         size = 0
-        while self.entries and len(taken) < limits.batch_items:
+        most = self.mode.at_most(limits)
+        while self.entries and len(taken) < most:
             size += len(self.entries[0].packed.body)
             if taken and size > limits.batch_bytes:
                 break
@@ -237,7 +244,7 @@ class Publisher:
         """How many broker messages of a link may fly now."""
         if not link.mode.batches:
             return self._limits.flights
-        full = len(link.entries) >= self._limits.batch_items
+        full = len(link.entries) >= link.mode.at_most(self._limits)
         return self._limits.full_flights if full else self._limits.link_flights
 
     async def _fly(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:

@@ -26,6 +26,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     durable: bool
     exclusive: bool
     max_length: int
+    max_bytes: int = 0
     drop_head: bool = False
     delivery_limit: int | None = None
     ttl_s: float | None = None
@@ -84,6 +85,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple
                 durable=False,
                 exclusive=private,
                 max_length=row.max_length,
+                max_bytes=row.max_bytes,
                 drop_head=private,
                 ttl_s=row.ttl_s,
                 bindings=tuple(bindings),
@@ -126,6 +128,7 @@ def _durable(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Q
         durable=True,
         exclusive=False,
         max_length=row.max_length,
+        max_bytes=row.max_bytes,
         delivery_limit=row.delivery_limit,
         ttl_s=row.ttl_s,
         dead_exchange=DEAD,

@@ -72,6 +72,8 @@ class LoadRun:
         self._given_up = 0  # boots that are not sent and will not be
         self._changed = asyncio.Event()
         self._slices = asyncio.Semaphore(MAX_SLICES)
+        self._door = asyncio.Lock()
+        self._turned_away = False  # whether the newest offer met a full queue, or no broker
         self._offering: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self._last_sent = self.started
@@ -173,16 +175,32 @@ class LoadRun:
         self._changed.set()
 
     async def _offer(self, offers: list[Offer], ledger: Ledger) -> None:
-        """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is away."""
+        """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is away.
+
+        What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
+        """
+        if self._turned_away and self.plan.offers_again_s > 0:
+            offers = await self._knock(offers, ledger)
+        else:
+            offers = await self._offer_once(offers, ledger)
         while offers:
-            errors = await self._client.offer(
-                [offer.request for offer in offers],
-                intended_at=[offer.intended for offer in offers],
-                flavors=[offer.flavor for offer in offers],
-            )
-            offers = self._settle(offers, errors, ledger)
-            if offers:
+            offers = await self._knock(offers, ledger)
+
+    async def _knock(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
+        async with self._door:
+            if self._turned_away:
                 await self._clock.sleep(AGAIN_S * (0.5 + self._rng.random() / 2))
+            return await self._offer_once(offers, ledger)
+
+    async def _offer_once(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
+        """Returns those to be offered again."""
+        errors = await self._client.offer(
+            [offer.request for offer in offers],
+            intended_at=[offer.intended for offer in offers],
+            flavors=[offer.flavor for offer in offers],
+        )
+        self._turned_away = any(error is not None for error in errors)
+        return self._settle(offers, errors, ledger)
 
     def _settle(self, offers: Sequence[Offer], errors: Sequence[BaseException | None], ledger: Ledger) -> list[Offer]:
         """What the broker said to each; returns those to be offered again."""

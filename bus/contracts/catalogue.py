@@ -49,6 +49,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     bindings: ((exchange, key pattern), ...). retry_s: delays of the first, second, ... retry; after the last the
     message is a dead letter. delivery_limit: redeliveries (a consumer died or gave no answer) before the broker
     gives it up. max_length: messages; past it a publisher is refused (durable, transient) or the oldest goes (private).
+    max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
     """
 
     name: str
@@ -59,6 +60,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     retry_s: tuple[float, ...] = ()
     delivery_limit: int = 20
     max_length: int = 1_000_000
+    max_bytes: int = 0
     ttl_s: float | None = None
 
 
@@ -80,6 +82,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
     together: str = ""
+    most: int = 0  # at most so many in one broker message; 0: as many as the bus's limits say
 
     @property
     def tag(self) -> str:
@@ -92,6 +95,14 @@ class MessageRow(Struct, frozen=True, kw_only=True):
         return self.exchange == COMMANDS
 
 
+# Requests that no scheduler has taken yet. Past this a client is refused (bus.full) and told at once, so that what is
+# accepted is answered within seconds: at two thousand a second some ten thousand requests are five seconds' work.
+MAX_WAITING_BYTES = 4 * 2**20
+MAX_WAITING_MESSAGES = 20_000
+# A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
+# backlog into its own hands, where no bound but this one holds.
+MOST_REQUESTS_A_MESSAGE = 32
+
 RETRY_S = (0.2, 1.0, 5.0, 20.0)
 BUILD_EVENTS = "build.events"  # what `build.event.<state>.<project>` says one by one, in batches
 
@@ -103,6 +114,8 @@ QUEUES: tuple[QueueRow, ...] = (
         reader="scheduler_worker",
         bindings=((COMMANDS, "build.request.#"), (COMMANDS, "build.delete.#")),
         retry_s=RETRY_S,
+        max_length=MAX_WAITING_MESSAGES,
+        max_bytes=MAX_WAITING_BYTES,
     ),
     QueueRow(
         name="scheduler.queries",
@@ -248,6 +261,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="build.request.{project_id}",
         reply=build.BuildAccepted,
         public=True,
+        most=MOST_REQUESTS_A_MESSAGE,
         idempotency="instance_uuid; the same uuid with other content is refused (request.duplicate)",
     ),
     MessageRow(
@@ -259,6 +273,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="build.delete.{project_id}",
         reply=build.BuildAccepted,
         public=True,
+        most=MOST_REQUESTS_A_MESSAGE,
         idempotency="instance_uuid",
     ),
     MessageRow(

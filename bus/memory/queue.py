@@ -126,6 +126,7 @@ class Queue:
         self.returned: list[tuple[int, Stored]] = []
         self.consumers: list[Consumption] = []
         self.holders: list[Consumption] = []  # cancelled, or single gets, with something unacknowledged
+        self.bytes = 0  # of the bodies in line
         self.next_number = 0
         self.woken = False
         self.alarm_at: float | None = None
@@ -136,7 +137,9 @@ class Queue:
     @property
     def full(self) -> bool:
         """Whether a publish is refused."""
-        return not self.plan.drop_head and len(self) >= self.plan.max_length
+        if self.plan.drop_head:
+            return False
+        return len(self) >= self.plan.max_length or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
 
     def put(self, message: Outgoing, now: float, died: str = "") -> None:
         """A new message, last in line."""
@@ -147,6 +150,7 @@ class Queue:
         stored.died = died
         self.next_number += 1
         self.ready.append(stored)
+        self.bytes += len(message.body)
         if self.consumers:
             self.wake()
         if stored.expires_at is not None:
@@ -154,7 +158,15 @@ class Queue:
 
     def pop(self) -> Stored:
         """The first in line, out of it."""
-        return heapq.heappop(self.returned)[1] if self.returned else self.ready.popleft()
+        first = heapq.heappop(self.returned)[1] if self.returned else self.ready.popleft()
+        self.bytes -= len(first.message.body)
+        return first
+
+    def clear(self) -> None:
+        """Drop everything in line."""
+        self.ready.clear()
+        self.returned.clear()
+        self.bytes = 0
 
     def head(self) -> Stored | None:
         """The first in line."""
@@ -171,6 +183,7 @@ class Queue:
             self.bury(stored, "delivery_limit")
         else:
             heapq.heappush(self.returned, (stored.number, stored))
+            self.bytes += len(stored.message.body)
 
     def bury(self, stored: Stored, reason: str) -> None:
         """To the dead letters, where this queue has some."""

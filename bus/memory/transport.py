@@ -175,8 +175,7 @@ class MemoryTransport:
         self._check()
         found = self.broker.queue(self.names.queue(queue))
         dropped = len(found)
-        found.ready.clear()
-        found.returned.clear()
+        found.clear()
         return dropped
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:

@@ -155,6 +155,8 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
         "x-max-length": planned.max_length,
         "x-overflow": "drop-head" if planned.drop_head else "reject-publish",
     }
+    if planned.max_bytes:
+        arguments["x-max-length-bytes"] = planned.max_bytes
     if planned.delivery_limit is not None:
         arguments["x-delivery-limit"] = planned.delivery_limit
     if planned.ttl_s is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -114,6 +115,43 @@ async def test_a_full_durable_queue_refuses_soon(rig: Rig) -> None:
     with pytest.raises(PublishRefused):
         for _ in range(100):  # a quorum queue notices a little later
             await transport.publish(command(b"x"))
+
+
+@pytest.mark.parametrize("queue_kind", [QueueKind.DURABLE, QueueKind.TRANSIENT])
+async def test_a_queue_is_full_by_bytes_as_well(rig: Rig, queue_kind: QueueKind) -> None:
+    """And takes more again when somebody has fetched what waited."""
+    transport = await rig.transport()
+    queue = await declare(transport, queue_kind, max_bytes=1000)
+    with pytest.raises(PublishRefused):
+        for _ in range(100):
+            await transport.publish(command(b"x" * 400))
+    assert await transport.depth(queue) < 100
+    got = Collector()
+    await transport.consume(queue, got, prefetch=10)
+
+    async def taken() -> bool:
+        try:
+            await transport.publish(command(b"after"))
+        except PublishRefused:
+            return False
+        return True
+
+    await until(taken)
+    await got.wait(2)
+    assert got.bodies[0] == b"x" * 400
+
+
+async def test_what_waits_for_its_retry_comes_back_to_a_full_queue(rig: Rig) -> None:
+    """A publisher is refused; what was accepted once is not lost over it."""
+    transport = await rig.transport()
+    queue = await declare(transport, max_length=3, retry_s=(0.05,))
+    await transport.publish(Outgoing(exchange="", routing_key=retry_queue(queue, 0), body=b"again", mandatory=True))
+    with contextlib.suppress(PublishRefused):
+        for _ in range(20):
+            await transport.publish(command(b"x"))
+    got = Collector()
+    await transport.consume(queue, got, prefetch=1)
+    await until(lambda: b"again" in got.bodies)
 
 
 async def test_a_private_queue_drops_its_oldest(rig: Rig) -> None:
