@@ -27,13 +27,12 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from benchmarks import rest_books, rest_report
-from benchmarks.probe import profile
+from benchmarks import probe, rest_books, rest_report
 from benchmarks.rest_books import Host
 from benchmarks.rest_client import Bound, load
-from benchmarks.rest_phases import FLAT, NESTED, Ground, Phase, like
+from benchmarks.rest_phases import FLAT, NESTED, Ground, Phase, holds, like
 from benchmarks.rest_report import Figures, Row
-from benchmarks.rest_servers import Real, System, berth, install
+from benchmarks.rest_servers import Real, System, berth, install, new_postgres, statements
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import ServerFailed, ServerMissing
 from berth.embedded.rabbitmq import RabbitMQ
@@ -59,7 +58,9 @@ class Run(Struct, kw_only=True):
     berth: Postgres | None
     broker: RabbitMQ | None
     programs: Path | None
+    statements: bool
     rows: list[Row] = []
+    wrong: list[str] = []
 
     def wants(self, phase: Phase) -> bool:
         """Whether this row is asked for."""
@@ -73,8 +74,9 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     if phase.warm:
         await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
     if run.profiles is not None and system.name == "berth":
-        profile({f"{phase.key}-{len(ground.hosts)}": system.pids["server"]}, run.profiles)
+        probe.profile({f"{phase.key}-{len(ground.hosts)}": system.pids["server"]}, run.profiles)
         await asyncio.sleep(1.0)  # py-spy takes a while to attach
+    counted = await statements(system.database) if run.statements else None
     before, own = system.cpu_s(), time.process_time()
     outcome = await load(connections, work, phase.bound(run.seconds), phase.fine)
     own = time.process_time() - own
@@ -82,6 +84,8 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     for connection in connections:
         connection.close()
     count = max(1, outcome.done)
+    if counted is not None:
+        rest_report.statements(counted, await statements(system.database), count)
     parts = {**used, "client": own}
     return Figures(outcome=outcome, cpu_ms={part: 1000 * seconds / count for part, seconds in parts.items()})
 
@@ -97,6 +101,10 @@ async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], 
             if system.name != "frozen" or phase.frozen:
                 found[system.name] = await measure(run, phase, system, grounds[system.name])
         rest_report.add(run.rows, phase, len(hosts), found)
+    for system in systems:
+        if system.name != "frozen" and (wrong := await holds(system.connections(1)[0], grounds[system.name])):
+            run.wrong.append(f"{system.name}: {wrong}")
+            print(f"WRONG: {run.wrong[-1]}", flush=True)
 
 
 @contextlib.asynccontextmanager
@@ -137,6 +145,8 @@ async def like_children(run: Run) -> None:
 async def everything(run: Run) -> None:
     """All books, one after the other."""
     async with asyncio.timeout(RUN_TIMEOUT_S):
+        for postgres in filter(None, (run.real, run.berth) if run.statements else ()):
+            await probe.count_statements(postgres.url("template1"))  # every new database is a copy of it
         for size in run.sizes:
             hosts = rest_books.flat(size)
             if any(map(run.wants, FLAT)):
@@ -159,6 +169,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--phases", default="", help="only rows whose key begins with one of these, comma between")
     parser.add_argument("--json", type=Path, help="write everything here, too")
     parser.add_argument("--venv", type=Path, help="has openstack-placement, uwsgi, psycopg2; else made in .berth")
+    parser.add_argument(
+        "--statements", action="store_true", help="SQL statements a piece of work (Debian's PostgreSQL)"
+    )
     parser.add_argument("--profile", type=Path, help="py-spy's stacks of berth in each phase, in this directory")
     return parser.parse_args(arguments)
 
@@ -171,7 +184,8 @@ def main() -> int:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
-            programs = install(options.venv) if options.only != "berth" else None
+            real, ours = options.only != "berth", options.only != "real"
+            programs = install(options.venv) if real else None
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-beside-")))
             run = Run(
                 seconds=options.seconds or (SHORT_SECONDS if options.short else SECONDS),
@@ -179,9 +193,10 @@ def main() -> int:
                 phases=tuple(filter(None, options.phases.split(","))),
                 profiles=options.profile,
                 directory=directory,
-                real=stack.enter_context(Postgres(durable=True)) if options.only != "berth" else None,
-                berth=stack.enter_context(Postgres(durable=True)) if options.only != "real" else None,
-                broker=stack.enter_context(RabbitMQ()) if options.only != "real" else None,
+                statements=options.statements,
+                real=stack.enter_context(new_postgres(statements=options.statements)) if real else None,
+                berth=stack.enter_context(new_postgres(statements=options.statements)) if ours else None,
+                broker=stack.enter_context(RabbitMQ()) if ours else None,
                 programs=programs,
             )
             uvloop.run(everything(run))
@@ -194,7 +209,7 @@ def main() -> int:
                 if options.json:
                     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run.rows), indent=1))
     print(f"{time.monotonic() - began:.0f} s in all")
-    return 0
+    return 1 if run.wrong else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ NOWHERE = "HW_CPU_X86_SGX"
 CELL = "HW_NUMA_ROOT"
 DEVICE = "CUSTOM_PCI_DEVICE"
 LIKE_CHILDREN = 8
+FIRST_CUSTOM = 10_000  # the real one numbers a site's own classes from here
 
 VCPU = Inventory(total=64, allocation_ratio=16.0)
 MEMORY = Inventory(total=262_144, reserved=512)
@@ -197,8 +198,8 @@ async def _write(connection: asyncpg.Connection, hosts: Sequence[Host]) -> None:
 
 async def _names(connection: asyncpg.Connection, table: str, wanted: set[str], now: datetime) -> dict[str, int]:
     await connection.executemany(
-        f"INSERT INTO {table} (created_at, updated_at, name) VALUES ($1, $1, $2) ON CONFLICT DO NOTHING",
-        [(now, name) for name in sorted(wanted) if is_custom(name)],
+        f"INSERT INTO {table} (created_at, updated_at, id, name) VALUES ($1, $1, $2, $3)",
+        [(now, number, name) for number, name in enumerate(sorted(filter(is_custom, wanted)), FIRST_CUSTOM)],
     )
     return dict(await connection.fetch(f"SELECT name, id FROM {table}"))
 

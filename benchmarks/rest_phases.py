@@ -54,16 +54,26 @@ class Phase(Struct, frozen=True, kw_only=True):
     fine: frozenset[int] = frozenset({NO_CONTENT})
     warm: int = 16
     most: int = 40_000
+    least: int = 3
     answer_s: float = 60.0
     frozen: bool = False
 
     def bound(self, seconds: float) -> Bound:
         """How long it lasts."""
-        return Bound(seconds, self.most, least=3, answer_s=self.answer_s)
+        return Bound(seconds, self.most, least=self.least, answer_s=self.answer_s)
 
     def goal(self, size: int) -> float | None:
         """By how much berth is to be better in a book of this size."""
         return self.goals.get(size, self.goals.get(0))
+
+
+async def holds(connection: Connection, ground: Ground) -> str | None:
+    """What is wrong with the book: it must show every consumer that was told it has something, and no other."""
+    ask = request("GET", "/usages?project_id=bench&consumer_type=INSTANCE")
+    status, body = await connection.ask(ask)
+    found = msgspec.json.decode(body).get("usages", {}).get("INSTANCE", {}) if status == OK else {}
+    counted = found.get("consumer_count", 0), found.get("VCPU", 0)
+    return None if counted == (ground.held, ground.held) else f"{ground.held} consumers hold something, {body!r}"
 
 
 def value(phase: Phase, outcome: Outcome) -> float:
@@ -323,5 +333,6 @@ def like(most: int) -> Phase:
         fine=frozenset({OK}),
         warm=0,
         most=200,
+        least=1,
         answer_s=30.0,
     )

@@ -10,6 +10,8 @@ from msgspec import Struct
 from benchmarks.rest_client import LATE, Outcome
 from benchmarks.rest_phases import Phase, value
 
+SHOWN, SHOWN_CHARACTERS = 25, 110
+
 
 class Figures(Struct, frozen=True, kw_only=True):
     """One phase on one system. cpu_ms: a piece of work that went well, by part (server, postgres, broker, client)."""
@@ -112,3 +114,17 @@ def _cells(row: Row) -> list[str]:
     compared = "a second" if row.better == "rate" else "median"
     ratios = [f"{ratio:.3g} x" if ratio is not None else "" for ratio in (row.ratio, row.ratio_frozen)]
     return [row.title, f"{row.providers:,}", compared, *map(shown, ("real", "frozen", "berth")), *ratios, goal, met]
+
+
+def statements(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], count: int) -> None:
+    """The SQL statements of a phase, the costliest first."""
+    found = []
+    for statement, now in after.items():
+        old = before.get(statement, (0.0, 0.0, 0.0))
+        calls, planning, running = ((new - past) / count for new, past in zip(now, old, strict=True))
+        if calls:
+            found.append((planning + running, planning, calls, " ".join(statement.split())))
+    print(f"  {sum(calls for _, _, calls, _ in found):.2f} statements each, {sum(ms for ms, *_ in found):.3f} ms")
+    for ms, planning, calls, statement in sorted(found, reverse=True)[:SHOWN]:
+        us = f"{1000 * ms:8.1f} us ({1000 * planning:.1f} planning)"
+        print(f"    {us}  {calls:7.3f} calls  {statement[:SHOWN_CHARACTERS]}")

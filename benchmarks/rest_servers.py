@@ -11,8 +11,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aio_pika
@@ -31,7 +32,10 @@ from berth.servers import variables
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from bus.contracts.catalogue import EVENTS
 
+Counts = dict[str, tuple[float, ...]]  # {statement: (calls, planning ms, execution ms)}
+STATEMENTS = "SELECT query, calls::float8, total_plan_time, total_exec_time FROM pg_stat_statements"
 ROOT = Path(__file__).parents[1]
+DEBIAN = Path("/usr/lib/postgresql")
 KEPT = ROOT / ".berth" / "placement-uwsgi"  # where the real one is installed, once
 WANTED = Path(__file__).with_name("rest_real.requirements")
 FROZEN = "benchmarks/rest_frozen.py"
@@ -40,6 +44,8 @@ READY_TIMEOUT_S = 90.0
 INSTALL_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 120.0
 POLL_S = 0.05
+ANNOUNCED_TIMEOUT_S = 30.0
+ANNOUNCED_POLL_S = 1.1  # the head is looked at once a second
 FEED_BYTES = 64 * 2**20  # what the listener's queue keeps; the oldest goes first
 
 CONFIGURATION = """\
@@ -55,10 +61,14 @@ connection = {url}
 
 
 class System(Struct, kw_only=True):
-    """A running API. pids: the processes whose CPU counts, by part. keep_alive: whether connections are kept."""
+    """A running API. pids: the processes whose CPU counts, by part. keep_alive: whether connections are kept.
+
+    database: the URL of its book.
+    """
 
     name: str
     port: int
+    database: str
     pids: Mapping[str, int]
     keep_alive: bool
 
@@ -69,6 +79,37 @@ class System(Struct, kw_only=True):
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds used so far, by part."""
         return {part: probe.cpu_s(pid) for part, pid in self.pids.items()}
+
+
+@contextlib.contextmanager
+def new_postgres(*, statements: bool) -> Iterator[Postgres]:
+    """A private server with fsync; one that counts statements when asked (Debian's has what it takes)."""
+    if not statements:
+        with Postgres(durable=True) as postgres:
+            yield postgres
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="berth-beside-pg-") as name,
+        Postgres(Path(name), durable=True, binaries=max(DEBIAN.glob("*/bin"))) as postgres,
+    ):
+        postgres.shut_down()
+        with Path(name, "data", "postgresql.conf").open("a") as file:
+            file.write("shared_preload_libraries = 'pg_stat_statements'\npg_stat_statements.track_planning = on\n")
+        postgres.start()
+        yield postgres
+
+
+async def statements(url: str) -> Counts:
+    """What each SQL statement has cost on this server so far."""
+    connection = await asyncpg.connect(url)
+    try:
+        rows = await connection.fetch(STATEMENTS)
+    finally:
+        await connection.close()
+    found: Counts = {}
+    for text, *figures in rows:
+        found[text] = tuple(map(sum, zip(figures, found.get(text, (0.0, 0.0, 0.0)), strict=True)))
+    return found
 
 
 async def new_database(postgres: Postgres, name: str) -> str:
@@ -105,8 +146,10 @@ async def berth(
         worker = crew.start("placement", "placement", "--api", f"127.0.0.1:{port}")
         await crew.ready(timeout_s=READY_TIMEOUT_S)
         async with _listener(bus):
+            await _announced(crew)  # the book itself
             pids = {"server": worker.process.pid, "postgres": postgres.pid, "broker": broker.pid}
-            yield System(name="berth", port=port, pids=pids, keep_alive=True)
+            yield System(name="berth", port=port, database=url, pids=pids, keep_alive=True)
+            await _announced(crew)
     finally:
         await asyncio.to_thread(crew.stop)
 
@@ -122,6 +165,19 @@ async def _listener(url: str) -> AsyncIterator[None]:
         )
         await queue.bind(EVENTS, "placement.event.#")
         yield
+
+
+async def _announced(crew: Crew) -> None:
+    """Wait until every change that was committed is on the bus. Raises ServerFailed."""
+    head, published = "berth_placement_feed_head", "berth_placement_feed_published"
+    found: dict[str, float] = {}
+    for _ in range(int(ANNOUNCED_TIMEOUT_S / ANNOUNCED_POLL_S)):
+        before = found.get(head)
+        found = dict(probe.counters(await crew.metrics("placement"), (head, published)))
+        if found.get(head) and found[head] == found.get(published) == before:
+            return
+        await asyncio.sleep(ANNOUNCED_POLL_S)
+    raise ServerFailed(f"not every change was announced: {found}")
 
 
 async def _analyze(url: str) -> None:
@@ -169,7 +225,9 @@ class Real:
         directory.mkdir()  # noqa: ASYNC240 - nothing is measured yet
         url = await new_database(postgres, book)
         real = cls(bin_, directory, postgres, url)
-        await _run([str(bin_ / "placement-manage"), "db", "sync"], real._environment(-1), directory)
+        environment = real._environment(-1)
+        where = f"{environment['OS_PLACEMENT_CONFIG_DIR']}/placement.conf"
+        await _run([str(bin_ / "placement-manage"), "--config-file", where, "db", "sync"], environment, directory)
         async with real.serve():  # writes the standard traits and classes when it starts
             pass
         await rest_books.into_real(url, hosts)
@@ -192,7 +250,7 @@ class Real:
             await _answers(port, process)
             pids = {"server": process.pid, "postgres": self._postgres.pid}
             name = "frozen" if frozen else "real"
-            yield System(name=name, port=port, pids=pids, keep_alive=False)
+            yield System(name=name, port=port, database=self._url, pids=pids, keep_alive=False)
         finally:
             await asyncio.to_thread(process.stop, timeout_s=3.0)
 
