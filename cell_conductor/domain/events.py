@@ -101,10 +101,11 @@ class HostRuns(Event, frozen=True, kw_only=True):
 
 
 class HostMissing(Event, frozen=True, kw_only=True):
-    """A host's report does not list an instance that should be there. seen_at: when the host made the report."""
+    """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock."""
 
     host_uuid: str
     seen_at: float
+    service: str = ""
 
 
 EVENTS: tuple[type[Event], ...] = (

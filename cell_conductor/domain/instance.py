@@ -37,6 +37,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
+    up_at: when its host was first known to run it, by that host's own clock (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
     stamps: when each stage of the build ended, until it is answered.
     """
@@ -53,6 +54,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     requested_at: float = 0.0
     deadline: float | None = None
     since: float = 0.0
+    up_at: float | None = None
     answered: bool = False
     code: str = ""
     reason: str = ""

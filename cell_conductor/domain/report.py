@@ -91,8 +91,11 @@ def differences(
     for record in by_uuid.values():
         if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
             continue
-        if (record.host_uuid, record.uuid) not in listed and seen_at > record.since + grace_s:
-            events.append((record.uuid, HostMissing(at=now, host_uuid=record.host_uuid, seen_at=seen_at)))
+        # Of its own service's times the machine knows which was first; another's clock may be minutes off.
+        counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
+        if (record.host_uuid, record.uuid) not in listed and counts:
+            gone = HostMissing(at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service)
+            events.append((record.uuid, gone))
     return Differences(tuple(events), tuple(unknown))
 
 

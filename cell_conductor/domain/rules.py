@@ -84,6 +84,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
         position=0,
         deadline=None,
         since=event.at,
+        up_at=_by_its_clock(event),
         answered=True,
     )
     return _announce(up, BuildState.ACTIVE, event.at, patience, terminal=True)
@@ -100,7 +101,8 @@ def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) ->
 def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
     """The current attempt runs, as known, perhaps under another service now. Any other is destroyed."""
     if _is_ours(instance, event):
-        return Step(_at_service(instance, event.service))
+        moved = _at_service(instance, event.service)
+        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event)))
     return disown(instance, event, patience)
 
 
@@ -409,7 +411,14 @@ def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patie
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
+    if instance.state is State.ACTIVE and instance.up_at is not None and event.service == instance.here.service:
+        return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
     return event.seen_at > instance.since + patience.report_grace_s
+
+
+def _by_its_clock(event: Spawned | HostRuns) -> float | None:
+    """When the host knew that it runs."""
+    return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
 
 
 def _story(instance: Instance) -> str:

@@ -64,11 +64,17 @@ def test_a_host_that_changed_its_service_is_told() -> None:
         assert isinstance(event, HostRuns) and event.service == "s"
 
 
-def test_missing_counts_after_the_grace_only() -> None:
+def test_what_another_service_misses_counts_after_the_grace_only() -> None:
     for state in (State.ACTIVE, State.DELETING):
-        (event,) = found(report(), brief(state), seen_at=130.1)
+        (event,) = found(report(), brief(state, service="before"), seen_at=130.1)
         assert isinstance(event, HostMissing)
-        assert found(report(), brief(state), seen_at=130.0) == []
+        assert found(report(), brief(state, service="before"), seen_at=130.0) == []
+
+
+def test_what_its_own_service_misses_is_for_the_machine_to_judge() -> None:
+    for state in (State.ACTIVE, State.DELETING):
+        (event,) = found(report(), brief(state), seen_at=1.0)
+        assert isinstance(event, HostMissing) and event.service == "s"
         assert found(report(), brief(state), seen_at=0.0) == [], "a report without a time proves nothing missing"
 
 

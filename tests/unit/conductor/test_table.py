@@ -283,6 +283,18 @@ def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event(
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
 
 
+@pytest.mark.parametrize("ahead_s", [240.0, -240.0])
+def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hides_a_lost_one(ahead_s: float) -> None:
+    """Its report's time was compared with ours: ahead it killed what it had not seen yet, behind it hid a loss."""
+    up = run(asked(), replace(spawned(at=110.0), service="s1", ended_at=110.0 + ahead_s))
+    looked = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0 + ahead_s, service=up.instance.here.service)
+    assert run(looked, start=up.instance).instance.state is State.ACTIVE
+    lost = run(replace(looked, seen_at=111.0 + ahead_s), start=up.instance)
+    assert lost.instance.state is State.GIVING_UP
+    other = replace(looked, seen_at=139.0, service="heir")
+    assert run(other, start=up.instance).instance.state is State.ACTIVE
+
+
 def test_a_young_build_is_not_killed_by_a_report() -> None:
     building = run(asked()).instance
     assert run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0), start=building).instance == building
