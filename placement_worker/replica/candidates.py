@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from msgspec import Struct
@@ -16,6 +17,7 @@ from msgspec import Struct
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.granular import Pattern, Search, search_for
+from placement_worker.replica.patience import Patience, TooLong
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.ways import ENDLESS
@@ -31,6 +33,9 @@ LEAST_SHARE = 256
 # Tries for candidates beyond each root's first: some, and some per unit of budget.
 LEAST_TRIES = 200_000
 TRIES = 5
+
+# Providers named by all candidates together, slot by slot: what an answer may weigh. Limits are cut to it.
+MAX_CELLS = 400_000
 
 # Roots looked at first; each further step looks at as many as all before it.
 FIRST_STEP = 2048
@@ -110,16 +115,17 @@ def candidates(
     limit: int | None = None,
     rng: random.Random | None = None,
     budget: int = BUDGET,
+    patience: Patience | None = None,
 ) -> CandidateSet:
     """Up to `limit` candidates, in the stated order; with `rng`, a random sample of them all, in random order.
 
     budget: steps that lead nowhere, and candidates beyond each root's first. When it runs out, `exhausted` is False:
-    then "none" only means that none was found.
+    then "none" only means that none was found. patience: the same for time. Raises QueryTooWide, TooLong.
     """
     search = search_for(book, request)
     if not search.possible:
         return CandidateSet(book, search, np.zeros((0, len(search.slots)), dtype=np.intp), exhausted=True)
-    hunt = _Hunt(book, search, budget)
+    hunt = _Hunt(book, search, budget, patience)
     rows = hunt.rows(None if rng is not None else limit)
     exhausted = hunt.exhausted
     if rng is not None:
@@ -132,10 +138,13 @@ def candidates(
 class _Hunt:
     """One search over all roots, a step of roots at a time while the limit is not reached."""
 
-    def __init__(self, book: Book, search: Search, budget: int) -> None:
+    def __init__(self, book: Book, search: Search, budget: int, patience: Patience | None) -> None:
         self._book = book
+        self._patience = patience
+        self._late = False  # the patience is at its end: what is found is all there will be
         self._search = search
         self._budget = budget
+        self._most = MAX_CELLS // len(search.slots)
         self._tries = LEAST_TRIES + TRIES * budget
         self._patterns: dict[bytes, Pattern] = {}
         self._flat: list[Rows] = []
@@ -148,47 +157,65 @@ class _Hunt:
         if limit is not None and limit <= 0:
             self.exhausted = False
             return self._empty()
+        reach = self._most if limit is None else min(limit, self._most)
         roots = book.rows_of_roots()
         sharing = sharing_of(book)
         self._may_repeat = bool(sharing.rows.size)
         position, step = 0, FIRST_STEP
-        while position < len(roots):
+        while position < len(roots) and not self._late:
             self._look_at(self._search.anchors(roots[position : position + step]))
             position += step
             step = position
-            if limit is not None and position < len(roots):
+            if position < len(roots) and (limit is not None or position >= reach):
                 found = self._gather(1)
-                if len(found) >= limit:
+                if len(found) >= reach:
                     self.exhausted = False
-                    return found[:limit]
-        return self._all(limit)
+                    return found[:reach]
+        return self._all(limit, reach)
 
     def _look_at(self, roots: Rows) -> None:
         """Sort these roots into lone providers that give everything, and patterns of trees."""
         nested = self._search.entangled(roots)
-        if nested.any():
-            known = set(self._patterns)
-            self._search.patterns(roots[nested], self._patterns)
-            self._seek([self._patterns[key] for key in self._patterns if key not in known], 1)
-            roots = roots[~nested]
-        self._flat.append(self._search.flat(roots))
+        self._flat.append(self._search.flat(roots[~nested]))
+        if not nested.any():
+            return
+        known = set(self._patterns)
+        with self._in_time():
+            self._search.patterns(roots[nested], self._patterns, self._patience)
+        self._seek([self._patterns[key] for key in self._patterns if key not in known], 1)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """What takes long. At the end of the patience it is left where it is, or the whole search is."""
+        try:
+            yield
+        except TooLong:
+            if self._patience is None or not self._patience.settles:
+                raise
+            self._late = True
+            self.exhausted = False
 
     def _seek(self, patterns: list[Pattern], count: int) -> None:
         """Walk each pattern up to so many ways; what one does not need of the budget is left to the others."""
+        with self._in_time():
+            self._walk(patterns, count)
+
+    def _walk(self, patterns: list[Pattern], count: int) -> None:
         for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
             ways = pattern.ways
             before, tried = ways.dead_ends, ways.tries
-            ways.look(count, max(LEAST_SHARE, self._budget // left), self._tries if count > 1 else ENDLESS)
+            tries = self._tries if count > 1 else ENDLESS
+            ways.look(count, max(LEAST_SHARE, self._budget // left), tries, self._patience)
             self._budget = max(0, self._budget - (ways.dead_ends - before))
             self._tries -= ways.tries - tried if count > 1 else 0
             self.exhausted = self.exhausted and not ways.cut
 
-    def _all(self, limit: int | None) -> Rows:
+    def _all(self, limit: int | None, reach: int) -> Rows:
         """Further ways of every pattern, twice as many each time, until the limit is reached or there are no more."""
         count = 1
         most = self._gather(1)
-        bound = len(most) + self._budget if limit is None else limit
-        while len(most) < bound and self._tries > 0 and (open_ones := self._open(count)):
+        bound = min(reach, len(most) + self._budget) if limit is None else reach
+        while len(most) < bound and self._tries > 0 and not self._late and (open_ones := self._open(count)):
             trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
             # No more than the bound can use: a tree may have more ways than there is room to list.
             count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))

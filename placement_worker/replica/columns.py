@@ -43,6 +43,12 @@ class Distinct(Generic[T]):
             self.values.append(value)
         return found
 
+    def copy(self) -> Distinct[T]:
+        """The same values, to look numbers up in."""
+        copy: Distinct[T] = Distinct(self.values[0])
+        copy.values, copy._ids = list(self.values), dict(self._ids)
+        return copy
+
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Forget the values whose number is not in `used`; returns new numbers by old number."""
         survivors = sorted({0, *used.tolist()})

@@ -18,6 +18,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Flags, Rows
 from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.field import Field, Members, kinds_of
+from placement_worker.replica.patience import Patience
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, slots_of
 from placement_worker.replica.rows import NOBODY
 from placement_worker.replica.sharing import sharing_of
@@ -81,8 +82,11 @@ class Search:
         self.book = book
         self.request = request
         self.slots, self.groups = slots_of(request)
-        if len(self.slots) > MAX_SLOTS or any(len(group.required) > MAX_REQUIRED for group in request.groups):
-            raise QueryTooWide(f"more than {MAX_SLOTS} groups and classes, or {MAX_REQUIRED} required traits")
+        if len(self.slots) > MAX_SLOTS:
+            raise QueryTooWide(f"more than {MAX_SLOTS} groups and classes together")
+        for group in request.groups:
+            if len(group.required) > MAX_REQUIRED or len(group.member_of) > MAX_REQUIRED:
+                raise QueryTooWide(f"more than {MAX_REQUIRED} required traits or aggregates in one group")
         asked = [group for group in request.groups if group.suffix == UNNUMBERED]
         # An un-numbered group without resources is met by nothing, as in Placement.
         self.possible = all(any(amount > 0 for amount in group.resources.values()) for group in asked) and bool(
@@ -108,22 +112,23 @@ class Search:
         return tuple(slots for slots in sets if len(slots) > 1)
 
     def _contended(self) -> list[Contended]:
-        amounts: dict[str, list[int]] = {}
-        for slot in self.slots:
-            for name, amount in slot.resources.items():
-                amounts.setdefault(name, []).append(amount)
-        return [Contended(name, asked) for name, asked in sorted(amounts.items()) if len(asked) > 1]
+        """Classes that several slots could ask of one provider: slots that must be apart never do."""
+        askers: dict[str, list[int]] = {}
+        for at, slot in enumerate(self.slots):
+            for name in slot.resources:
+                askers.setdefault(name, []).append(at)
+        return [
+            Contended(name, [self.slots[at].resources[name] for at in slots])
+            for name, slots in sorted(askers.items())
+            if len(slots) > 1 and not self.apart.issuperset(slots)
+        ]
 
     def _begin(self) -> None:
         book, request = self.book, self.request
         self._epoch = book.epoch
         self._rules = {group.suffix: Rule(book, group) for group in request.groups}
-        self._root_traits = table(
-            book.trait_sets,
-            lambda traits: (
-                all(name in traits for name in request.root_required) and not meets_any(traits, request.root_forbidden)
-            ),
-        )
+        required, forbidden = frozenset(request.root_required), frozenset(request.root_forbidden)
+        self._root_traits = table(book.trait_sets, lambda own: required.issubset(own) and not meets_any(own, forbidden))
         for room in (room for rooms in self.rooms for room in rooms):
             room.column = None
         for contended in self.contended:
@@ -185,14 +190,16 @@ class Search:
         nested: Flags = self.book.first_member[roots] != NOBODY
         return nested | sharing_of(self.book).serves(roots)
 
-    def patterns(self, roots: Rows, known: dict[bytes, Pattern]) -> None:
-        """Sort these trees into patterns; trees that lack something outright are left out."""
-        field = self._field(roots)
+    def patterns(self, roots: Rows, known: dict[bytes, Pattern], patience: Patience | None = None) -> None:
+        """Sort these trees into patterns; trees that lack something outright are left out. Raises TooLong."""
+        field = self._field(roots, patience)
         if field is None:
             return
         for key, trees, members in field.alike():
             pattern = known.get(key)
             if pattern is None:
+                if patience is not None:
+                    patience.check()
                 pattern = known[key] = Pattern(Ways(self._site(field, members[0])))
             pattern.add(roots[trees], field.rows[members])
 
@@ -257,7 +264,7 @@ class Search:
             np.maximum.at(misses[slot], owners, near)
         return misses
 
-    def _field(self, roots: Rows) -> Field | None:
+    def _field(self, roots: Rows, patience: Patience | None = None) -> Field | None:
         """The members that can give anything, of the trees that have someone for each slot."""
         rows, owners, own = self._members(roots)
         live = self.book.live[rows]
@@ -268,6 +275,8 @@ class Search:
             for group in self.request.groups
         }
         for slot, asked in enumerate(self.slots):
+            if patience is not None:
+                patience.check()
             able = allowed[asked.suffix] & alive[owners]
             for room in self.rooms[slot]:
                 able[able] = room.of(rows[able])

@@ -95,21 +95,22 @@ class Rule:
     """What a group asks of a provider besides resources, per distinct set of traits and of aggregates."""
 
     def __init__(self, book: Book, group: Group) -> None:
-        own = group.suffix != UNNUMBERED
-        required = group.required if own else ()
+        alone = group.suffix != UNNUMBERED
+        # Sets: a query may name thousands, and is held against every distinct set of traits in the book.
+        every = [frozenset(names) for names in group.required]
+        required = every if alone else []
+        forbidden = frozenset(group.forbidden)
+        members = [frozenset(names) for names in group.member_of]
+        outcasts = frozenset(group.forbidden_aggregates)
         self.group = group
-        self.plain = not (required or group.forbidden)
-        self.traits = table(
-            book.trait_sets, lambda traits: meets_all(traits, required) and not meets_any(traits, group.forbidden)
-        )
-        self.flat_traits = table(
-            book.trait_sets, lambda traits: meets_all(traits, group.required) and not meets_any(traits, group.forbidden)
-        )
-        self.member = table(book.aggregate_sets, lambda names: meets_all(names, group.member_of))
-        self.outcast = table(book.aggregate_sets, lambda names: meets_any(names, group.forbidden_aggregates))
+        self.plain = not (required or forbidden)
+        self.traits = table(book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden))
+        self.flat_traits = table(book.trait_sets, lambda own: meets_all(own, every) and not meets_any(own, forbidden))
+        self.member = table(book.aggregate_sets, lambda own: meets_all(own, members))
+        self.outcast = table(book.aggregate_sets, lambda own: meets_any(own, outcasts))
         self.covers = Looked(
             book.trait_sets,
-            lambda traits: sum(1 << bit for bit, names in enumerate(group.required) if meets_any(traits, names)),
+            lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
         )
 
 
@@ -118,11 +119,11 @@ def table(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]],
     return Looked(values, lambda value: int(answer(value)))
 
 
-def meets_all(own: Sequence[str], groups: Iterable[Sequence[str]]) -> bool:
+def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
     """Whether each any-of group is met."""
     return all(meets_any(own, group) for group in groups)
 
 
-def meets_any(own: Sequence[str], wanted: Sequence[str]) -> bool:
+def meets_any(own: Sequence[str], wanted: frozenset[str]) -> bool:
     """Whether any of these is there."""
-    return any(name in own for name in wanted)
+    return not wanted.isdisjoint(own)

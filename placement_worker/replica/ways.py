@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from placement_worker.replica.matching import can_match
+from placement_worker.replica.patience import Patience
 
 Way = tuple[int, ...]  # per slot, the member that gives it
 
@@ -81,21 +82,24 @@ class Ways:
         self.dead_ends = 0
         self.tries = 0
         self._allowed = 0
+        self._patience: Patience | None = None
         self._known: dict[tuple[object, ...], bool] = {}
         self._bits = [sum(1 << member for member in members) for members in site.eligible]
         self._by_kind = [_by_kind(site, slot) for slot in _order(site)]
         self._order = _order(site)
         self._tracked = [_is_tracked(site, slot) for slot in self._order]
-        self._open = [_open_subtrees(site, self._order, place) for place in range(len(self._order) + 1)]
+        self._open = _open_subtrees(site, self._order)
         self._reach = _reach(site, self._order)
         self._loose = not (any(self._tracked) or site.subtrees or site.everything or site.trees is not None)
         self._source = self._spread()
 
-    def look(self, count: int, budget: int, tries: int = ENDLESS) -> int:
+    def look(self, count: int, budget: int, tries: int = ENDLESS, patience: Patience | None = None) -> int:
         """Find up to `count` in all, at no more than `budget` further dead ends; how many are found.
 
-        No further way is looked for after so many `tries`; there may be more then.
+        No further way is looked for after so many `tries`; there may be more then. Raises TooLong when the patience
+        is at its end: what is found stays found, and nothing more can be.
         """
+        self._patience = patience
         self._allowed = self.dead_ends + budget
         last_try = self.tries + tries
         if not self.found and not self._can_match(0, 0):
@@ -149,12 +153,10 @@ class Ways:
 
     def _choices(self, place: int, state: _State, chosen: list[int]) -> Iterator[tuple[int, _State]]:
         """The members that this slot can have so that all the others can be satisfied too."""
-        members = self.site.eligible[self._order[place]]
-        used = set(chosen)
-        ranked = [member for member in members if member in used]
-        ranked += [member for member in members if member not in used] if ranked else members
+        if self._patience is not None:
+            self._patience.check()
         promise: dict[object, bool] = {}
-        for member in ranked:
+        for member in self._ranked(place, state, chosen):
             after = self._take(state, place, member)
             if after is None:
                 continue
@@ -166,6 +168,22 @@ class Ways:
                 if not able:
                     continue
             yield member, after
+
+    def _ranked(self, place: int, state: _State, chosen: list[int]) -> Iterator[int]:
+        """The members that can give this slot, those already in use first; none that may not be used again."""
+        slot = self._order[place]
+        if slot in self.site.apart:
+            free = self._bits[slot] & ~state.taken
+            while free:  # ends: each round takes a bit away
+                first = free & -free
+                free ^= first
+                yield first.bit_length() - 1
+            return
+        used = set(chosen)
+        yield from sorted(member for member in used if self._bits[slot] >> member & 1)
+        for member in self.site.eligible[slot]:
+            if member not in used:
+                yield member
 
     def _in_slot_order(self, chosen: list[int]) -> Way:
         way = [0] * len(chosen)
@@ -230,6 +248,8 @@ class Ways:
         """Whether the slots from this place on can be satisfied; asked once per kind of situation."""
         if self._loose or place == len(self._order):
             return True
+        if self._patience is not None:
+            self._patience.check()
         situation = self._situation(place, state)
         known = self._known.get(situation)
         if known is not None:
@@ -287,6 +307,9 @@ class Ways:
 
     def _situation(self, place: int, state: _State) -> tuple[object, ...]:
         """Equal for situations that differ only in which of the like members were taken."""
+        if not self.site.needs and not self.site.subtrees:  # all that is known of a member is that it was taken
+            kinds = tuple(sorted(map(self.site.kinds.__getitem__, state.left)))
+            return place, kinds, state.cover, tuple(sorted(state.givers.items()))
         taken = sorted(
             (self.site.kinds[member], left, state.taken >> member & 1, tuple(c >> member & 1 for c in state.common))
             for member, left in state.left.items()
@@ -317,17 +340,14 @@ def _is_tracked(site: Site, slot: int) -> bool:
     return slot in site.apart or bool(site.needs and any(site.needs[slot]))
 
 
-def _open_subtrees(site: Site, order: list[int], place: int) -> list[int]:
-    """Per subtree, the members that slots from this place on could still bring into it, as bits."""
-    members = []
-    for slots in site.subtrees:
-        bits = 0
-        for slot in order[place:]:
-            if slot in slots:
-                for member in site.eligible[slot]:
-                    bits |= 1 << member
-        members.append(bits)
-    return members
+def _open_subtrees(site: Site, order: list[int]) -> list[list[int]]:
+    """Per place and subtree, the members that slots from there on could still bring into it, as bits."""
+    still = [[0] * len(site.subtrees)]
+    for slot in reversed(order):
+        bits = sum(1 << member for member in site.eligible[slot]) if site.subtrees else 0
+        before = zip(site.subtrees, still[-1], strict=True)
+        still.append([known | bits if slot in slots else known for slots, known in before])
+    return still[::-1]
 
 
 def _reach(site: Site, order: list[int]) -> list[int]:

@@ -15,6 +15,7 @@ from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import Provider
 from placement_worker.replica.local import LocalReplica
+from placement_worker.rest.aside import Aside
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import Fault, refused
 from placement_worker.rest.groups import Groups
@@ -43,6 +44,7 @@ class Api:
     ) -> None:
         self.store = store
         self.replica = replica
+        self.aside = Aside()
         self.config = config
         self.clock = clock
         self.rng = rng
@@ -68,6 +70,7 @@ class Api:
         """Until nothing is under way."""
         await self._trees.drain()
         await self._allocations.drain()
+        self.aside.close()
 
     async def write_tree(self, write: TreeWrite) -> Provider | Refusal:
         """Write one provider, together with what others write at the same time."""

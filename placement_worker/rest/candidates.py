@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from time import monotonic, thread_time
 
 import msgspec
 import numpy as np
@@ -12,11 +13,19 @@ from placement_worker.domain.names import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.columns import ClassColumns, Rows
+from placement_worker.replica.covers import QueryTooWide
+from placement_worker.replica.patience import Patience, TooLong
 from placement_worker.replica.rows import NOBODY
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import Asked, asked_of
 from placement_worker.rest.faults import Fault
 from placement_worker.rest.http import Request, Response
+
+# How long a search may hold the event loop before it is begun anew aside.
+AT_ONCE_S = 0.03
+
+# Providers named in an answer, candidate by candidate and slot by slot, that are written on the event loop.
+CELLS_AT_ONCE = 20_000
 
 SINCE_DICTS = 12
 SINCE_TRAITS = 17
@@ -31,18 +40,42 @@ async def search(api: Api, request: Request) -> Response:
     await _check_names(api, asked)
     config = api.config
     limit = asked.limit if asked.limit is not None else config.default_limit if config.default_limit > 0 else None
-    rng = random.Random(api.rng.getrandbits(64)) if config.randomize else None
+    seed = api.rng.getrandbits(64) if config.randomize else None
+
+    def answer(book: Book, patience: Patience) -> bytes:
+        rng = None if seed is None else random.Random(seed)
+        found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget, patience=patience)
+        return _rendered(book, found, asked, request.version, patience)
+
     book = await api.replica.fresh()
-    # No await from here to the end: the book stays as it is.
-    found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget)
-    body = (
+    try:
+        # No await in it: the book stays as it is. By this thread's own time: a busy machine is no reason to begin anew.
+        body = answer(book, Patience(thread_time, AT_ONCE_S, settles=False))
+    except QueryTooWide as error:
+        raise Fault(400, f"Invalid query string parameters: {error}") from None
+    except TooLong:
+        body = await api.aside.read(book, lambda copy: answer(copy, Patience(monotonic, config.search_s, settles=True)))
+    return Response(200, body).modified(request, api.clock.time())
+
+
+def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, patience: Patience) -> bytes:
+    """The whole body. Raises Fault 400 when "none" would be said without knowing; TooLong."""
+    if not len(found) and not found.exhausted:
+        raise Fault(
+            400,
+            "Invalid query string parameters: this many groups, or this many providers that could satisfy them, cannot "
+            "be searched through within the bounds of time and steps, and no candidate was found so far. Ask for less, "
+            "or for one tree (in_tree).",
+        )
+    if found.rows.size > CELLS_AT_ONCE and not patience.settles:
+        raise TooLong
+    return (
         b'{"allocation_requests":['
-        + _requests(found, request.version)
+        + _requests(found, version)
         + b'],"provider_summaries":{'
-        + _summaries(book, found, asked, request.version)
+        + _summaries(book, found, asked, version)
         + b"}}"
     )
-    return Response(200, body).modified(request, api.clock.time())
 
 
 async def _check_names(api: Api, asked: Asked) -> None:

@@ -51,7 +51,8 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
     says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it.
     incomplete_*: who holds what was allocated below 1.8. randomize: a sample of the candidates instead of the first.
-    budget: what a candidate search may look at. group_max, waiting_max: writes in one transaction, and waiting for one.
+    budget, search_s: what a candidate search may look at, and how long. group_max, waiting_max: writes in one
+    transaction, and waiting for one. write_timeout_s: how long a client may read nothing of its answer.
     """
 
     listen: str = ""
@@ -66,11 +67,13 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
     randomize: bool = False
     budget: Annotated[int, Bound(ge=1000)] = 100_000
+    search_s: Annotated[float, Bound(gt=0, le=60)] = 5.0
     default_limit: Annotated[int, Bound(ge=-1)] = -1
     group_max: Annotated[int, Bound(ge=1, le=1000)] = 64
     waiting_max: Annotated[int, Bound(ge=1)] = 4096
     max_body_bytes: Annotated[int, Bound(ge=1024)] = 16 * 2**20
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
     body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
+    write_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
     max_connections: Annotated[int, Bound(ge=1)] = 2000
     keep_alive_s: Annotated[int, Bound(ge=1)] = 75

@@ -1,18 +1,52 @@
-"""uvicorn's HTTP protocol, with an end to its patience: a client that is slow to say what it wants is let go."""
+"""uvicorn's HTTP protocol, with an end to its patience: a client that is slow to ask or to read is let go."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from placement_worker.rest import metrics
+
 HEAD_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 30.0
+
+# A client that reads, but ever so little at a time, is let go after so many times the write time-out.
+WRITE_TIMEOUTS = 10
+
+# Answers that wait for their clients, together; beyond it the client that has kept its answer waiting longest goes.
+MAX_UNSENT_BYTES = 256 * 2**20
+
+
+class Unsent:
+    """What all connections of one server have to send and cannot, the one that has waited longest first."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[Protocol, int] = OrderedDict()
+        self._total = 0
+
+    def waits(self, connection: Protocol, size: int) -> None:
+        """So much waits for this connection's client."""
+        self._total += size - self._sizes.get(connection, 0)
+        self._sizes[connection] = size
+        while self._total > MAX_UNSENT_BYTES and len(self._sizes) > 1:
+            next(iter(self._sizes)).let_go("unsent")
+
+    def done(self, connection: Protocol) -> None:
+        """Its client has read, or has gone."""
+        self._total -= self._sizes.pop(connection, 0)
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers are not there in time."""
+    """Closes a connection whose request line and headers are not there in time, or whose answer is not read in time."""
+
+    write_timeout_s = WRITE_TIMEOUT_S
+    unsent: Unsent
 
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _looks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: it has so long to send its first request's head."""
@@ -22,7 +56,10 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
         self._head_is_there()
+        self._is_read()
         super().connection_lost(exc)
+
+    # --- what the client says
 
     def on_message_begin(self) -> None:
         """The next request's first bytes are here."""
@@ -36,13 +73,78 @@ class Protocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._head_is_there()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._let_go)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def _head_is_there(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _let_go(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
+    def _too_late(self) -> None:
+        self.let_go("head")
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came. What is left of the last answer nobody reads."""
+        if self._unsent_bytes():
+            self.let_go("read")
+        else:
+            super().timeout_keep_alive_handler()
+
+    # --- what it reads
+
+    def pause_writing(self) -> None:
+        """More waits to be sent than the system takes: the client has to read now."""
+        super().pause_writing()
+        self._looks = 0
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        """It has read nearly all."""
+        super().resume_writing()
+        self._is_read()
+
+    def on_response_complete(self) -> None:
+        """An answer has been handed over. When the connection closes with it, nothing else would notice a client that
+        does not read the little that is left."""
+        super().on_response_complete()
+        if self._write_timer is None and self.transport.is_closing() and self._unsent_bytes():
+            self._await_reading()
+
+    def _await_reading(self) -> None:
+        size = self._unsent_bytes()
+        self.unsent.waits(self, size)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._look, size)
+
+    def _look(self, before: int) -> None:
+        """Whether it reads at all, and is not forever about it."""
+        self._looks += 1
+        size = self._unsent_bytes()
+        if not size:
+            self._is_read()
+        elif size >= before or self._looks >= WRITE_TIMEOUTS:
+            self.let_go("read")
+        else:
+            self._await_reading()
+
+    def _is_read(self) -> None:
+        self.unsent.done(self)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def let_go(self, at: str) -> None:
+        """End the connection now. at: what its client was too slow at."""
+        metrics.LET_GO.labels(at).inc()
+        self._is_read()
+        # Not close(): that waits for the client to read.
+        self.transport.abort()
+
+
+def protocol(write_timeout_s: float) -> type[Protocol]:
+    """The protocol of one server."""
+    return type("Protocol", (Protocol,), {"write_timeout_s": write_timeout_s, "unsent": Unsent()})

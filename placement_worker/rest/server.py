@@ -23,7 +23,7 @@ from placement_worker.rest.cors import Cors
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
-from placement_worker.rest.protocol import Protocol
+from placement_worker.rest.protocol import protocol
 from placement_worker.store.postgres import PostgresStore
 from placement_worker.store.rest import RestStore
 
@@ -102,7 +102,7 @@ class RestServer:
         self._server = _Server(
             uvicorn.Config(
                 self.application,
-                http=Protocol,
+                http=protocol(self.config.write_timeout_s),
                 ws="none",
                 loop="none",
                 lifespan="off",
