@@ -103,15 +103,17 @@ def cut(name: str) -> str:
     return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
 
 
-def lines(title: str, x: Sequence[float], series: Sequence[Series], *, x_label: str, y_label: str) -> str:
-    """Values over time; under the mouse all of them at that time."""
+def lines(
+    title: str, x: Sequence[float], series: Sequence[Series], *, x_label: str, y_label: str, unit: str = "s"
+) -> str:
+    """Values over time, or over whatever x is in `unit`; under the mouse all of them at that place."""
     top = max((v for one in series for v in one.values if v is not None), default=0.0)
     across = Axis(x[0], x[-1] if x[-1] > x[0] else x[0] + 1.0, LEFT, WIDTH - RIGHT)
     up = linear(top, HEIGHT - BOTTOM, TOP)
     parts = [*_frame(across, up, x_label, y_label)]
     for at, one in enumerate(series):
         parts += _line(one, [across.at(v) for v in x], up, f"c{at % COLOURS}")
-    parts += _columns(x, series, across)
+    parts += _columns(x, series, across, unit)
     return _figure(title, parts, legend=[one.name for one in series])
 
 
@@ -231,14 +233,14 @@ def _line(one: Series, xs: Sequence[float], up: Axis, colour: str) -> Iterator[s
     yield f'<path class="{colour} line" d="{"".join(path)}"/>'
 
 
-def _columns(x: Sequence[float], series: Sequence[Series], across: Axis) -> Iterator[str]:
-    """Invisible columns that know what all lines say at their time."""
+def _columns(x: Sequence[float], series: Sequence[Series], across: Axis, unit: str) -> Iterator[str]:
+    """Invisible columns that know what all lines say at their place."""
     half = (across.end - across.start) / max(len(x) - 1, 1) / 2
     for at, moment in enumerate(x):
         known = [(one.name, one.values[at]) for one in series]
         note = "\n".join(f"{cut(name)}: {number(value)}" for name, value in known if value is not None)
         box = _rect(across.at(moment) - half, TOP, 2 * half, HEIGHT - TOP - BOTTOM)
-        yield f'<rect class="hit" {box}><title>{escape(f"at {number(moment)} s{chr(10)}{note}")}</title></rect>'
+        yield f'<rect class="hit" {box}><title>{escape(f"at {number(moment)} {unit}{chr(10)}{note}")}</title></rect>'
 
 
 def _rect(x: float, y: float, width: float, height: float) -> str:

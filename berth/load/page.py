@@ -61,6 +61,11 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
+def heading(text: str) -> str:
+    """The page's own."""
+    return f"<h1>{escape(text)}</h1>"
+
+
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", words: int = 1) -> str:
     """A table; every cell is text and escaped. The first so many columns are words, the others numbers."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from berth.load import charts, figures
 from berth.load.charts import Range, Series, cut, number
 from berth.load.figures import LEAST_MS, PERCENTILES, Timeline, column, latencies_ms, stages_ms, summary
-from berth.load.page import note, page, section, stack, table, tiles
+from berth.load.page import heading, note, page, section, stack, table, tiles
 from berth.load.record import STAGES, Column, LoadRecord, Utilisation
 
 MAX_BARS = 60
@@ -43,7 +42,7 @@ def render(record: LoadRecord) -> str:
     return page(
         title,
         [
-            f"<h1>{escape(title)}</h1>",
+            heading(title),
             note(_when(record)),
             _headline(record),
             section("Throughput", _throughput(record, timeline), _in_flight(record, timeline)),

@@ -142,7 +142,7 @@ def test_a_runs_figures_are_those_of_its_columns() -> None:
     assert figures.latencies_ms(rows).tolist() == pytest.approx([100.0, 500.0]), (
         "active ones, as they were meant to leave"
     )
-    assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [250.0, 0.0]}
+    assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [0.0, 250.0]}
     assert figures.summary(figures.latencies_ms(rows))["p50"] == pytest.approx(100.0)
     timeline = figures.Timeline(replace(made_up(0), boots=rows))
     assert timeline.step == 0.1
