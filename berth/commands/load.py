@@ -30,9 +30,11 @@ from berth.commands.common import (
 from berth.gather import gather, rest
 from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun, PlanError
+from berth.load.compare import compare as compare_records
 from berth.load.live import LiveView, render_record
 from berth.load.plan import DEFAULT_BOOTS, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
+from berth.load.report import render as render_html
 from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.trace import Shape, read_trace
@@ -222,14 +224,15 @@ def _status(record: LoadRecord) -> int:
     return 0
 
 
-def render_html(record: LoadRecord) -> str:
-    """The report as HTML."""
-    raise NotImplementedError
-
-
 def _compare(one: Path, two: Path, report: Path | None) -> int:
-    """Two records side by side."""
-    raise NotImplementedError
+    """Two records side by side: in words here, as a page when there is a place for it."""
+    if report is not None:
+        _writable(report)
+    found = compare_records(_read(one), _read(two), names=(str(one), str(two)))
+    sys.stdout.write(found.text)
+    if report is not None:
+        _write(report, found.html.encode())
+    return 0
 
 
 def _read(path: Path) -> LoadRecord:
