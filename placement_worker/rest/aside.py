@@ -1,12 +1,13 @@
 """Reads of the book that take too long for the event loop: on a copy, in a thread, one at a time.
 
-The copy makes them see one state however much is written meanwhile. The interpreter lets others go on every few
-milliseconds, so that nobody else's answer waits for theirs.
+The copy makes them see one state however much is written meanwhile. The interpreter lets others go on every so often,
+so that nobody else's answer waits for theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +21,10 @@ Result = TypeVar("Result")
 
 # Long reads that may wait for the one under way; whoever comes then is told to try again.
 MAX_WAITING = 16
+
+# How long the thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
+# database), each of which waits so long for it; the interpreter's usual 5 ms would add up.
+SWITCH_S = 0.0005
 
 
 class TooBusy(Transient):
@@ -48,7 +53,12 @@ class Aside:
                     raise TooBusy("the service is stopping")
                 metrics.LONG_READS.inc()
                 copy = copy_of(book)  # nobody writes meanwhile: no await, and the loop is the only writer
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work, copy)
+                usual = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_S)
+                try:
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, work, copy)
+                finally:
+                    sys.setswitchinterval(usual)
         finally:
             self._present -= 1
 
