@@ -20,7 +20,8 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     feed_page: changes in one event. feed_gap_s: between two turns of publishing while commits go on.
     feed_keep: published changes kept for replicas that fell behind; one that is
     further behind takes a snapshot. fence_keep_s: how long a released consumer's attempts stay fenced; longer than
-    any claim can be under way. cell_wait_s: how long the start waits for cells that are away before it goes on
+    any claim can be under way. source_keep_s: how long the last version of a source is kept whose host is gone or was taken
+    over; longer than any report can be under way. trim_batch: rows of each that one statement forgets. cell_wait_s: how long the start waits for cells that are away before it goes on
     without them (they are served when they come).
     """
 
@@ -37,6 +38,8 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_interval_s: Seconds = 1.0
     trim_interval_s: Seconds = 30.0
     fence_keep_s: Seconds = 86_400.0
+    source_keep_s: Seconds = 7 * 86_400.0
+    trim_batch: Some = 5000
     cell_wait_s: Seconds = 5.0
     grace_s: Seconds = 10.0
     rest: RestConfig = RestConfig()

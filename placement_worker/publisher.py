@@ -64,12 +64,21 @@ class FeedPublisher:
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:
-        """Forget old changes and fences, until cancelled."""
+        """Forget old changes, fences and sources, until cancelled; a full batch is followed by the next at once."""
+        config = self._config
+        more = False
         while True:
-            await self._clock.sleep(self._config.trim_interval_s)
+            if not more:
+                await self._clock.sleep(config.trim_interval_s)
             try:
-                await self._store.trim(keep_changes=self._config.feed_keep, keep_fences_s=self._config.fence_keep_s)
+                more = await self._store.trim(
+                    keep_changes=config.feed_keep,
+                    keep_fences_s=config.fence_keep_s,
+                    keep_sources_s=config.source_keep_s,
+                    limit=config.trim_batch,
+                )
             except Transient as error:
+                more = False
                 await self._stall(error)
 
     async def drain(self, grace_s: float) -> None:

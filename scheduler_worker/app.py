@@ -24,6 +24,7 @@ from scheduler_worker.decisions import refused_event
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.select import Selector
+from scheduler_worker.forgetting import forget_forever
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.store.port import SchedulerStore
@@ -116,6 +117,7 @@ def build(
     service.resource(buses[API].open, buses[API].close)
     service.resource(follower.start, follower.close)
     service.task("outbox", relay.run)
+    service.task("forgetting", lambda: forget_forever(store, env.clock, config))
     service.drain(relay.drain)
     service.task("replica", follower.run)
     service.prepare(follower.ready.wait)

@@ -113,6 +113,11 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Building
     build_timeout_s: Seconds = 300.0
 
+    # Forgetting builds that ended without a machine; a request sent longer ago than they are kept is not taken for new
+    ended_keep_s: Seconds = 7 * 86_400.0
+    forget_every_s: Seconds = 600.0
+    forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+
     # Bounds of the consumers
     batch: Positive = 256
     concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims

@@ -53,11 +53,13 @@ from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.records import ACCEPTED, DECIDED
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.forgetting import longest_way_s
 from scheduler_worker.store.port import Decided, NewBuild, OnRecord, SchedulerStore, Unit
 
 log = structlog.get_logger(__name__)
 
 WHO = "scheduler"
+TOO_OLD = "request.too_old"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
 
@@ -137,6 +139,8 @@ class RequestHandler:
         if request.flavor not in self._selector.asked:
             known = ", ".join(sorted(self._selector.asked))
             item.refused = ("flavor.unknown", f"there is no flavor {request.flavor} (there are: {known})"[:MAX_REASON])
+        elif 0 < received.meta.sent_at < now - longest_way_s(self._config):
+            item.refused = (TOO_OLD, "it was sent so long ago that it may have been carried out and forgotten since")
         return item
 
     async def _record(self, items: list[Item]) -> None:
@@ -206,6 +210,8 @@ class RequestHandler:
 
     def _found(self, item: Item, known: OnRecord | None) -> None:
         """It was on record already: a redelivery goes on where it stood, a repeat changes nothing."""
+        if known is not None and known.state is BuildState.ACCEPTED and item.refused and item.refused[0] == TOO_OLD:
+            item.refused = None  # it is on record, however old: nobody has forgotten it
         if known is None:
             # Inserted by a transaction that this one cannot see yet: look again in a moment.
             item.outcome = Retry("request.concurrent", "the same request is being recorded by another scheduler")

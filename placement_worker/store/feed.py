@@ -37,7 +37,10 @@ CROSS JOIN LATERAL (SELECT * FROM changes WHERE last > position.number ORDER BY 
 # Losing this write in a crash of the database means a repetition, no more: not worth a disk flush.
 MOVE_POSITION = "SET LOCAL synchronous_commit = off; UPDATE feed_position SET number = {:d}"
 TRIM = """
-DELETE FROM changes WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
+DELETE FROM changes WHERE last IN (
+    SELECT last FROM changes
+    WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
+    ORDER BY last LIMIT $2)
 """
 
 _decode = msgspec.json.Decoder(list[Change]).decode

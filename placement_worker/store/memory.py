@@ -55,6 +55,7 @@ class MemoryBookTable(MemoryDatabase):
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, Kept] = {}
         self.sources: dict[Key, Source] = {}
+        self.heard: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         self.changes: list[Change] = []  # kept ones, in order
@@ -283,15 +284,19 @@ class MemoryBook:
             transaction.will(lambda: setattr(table, "position", last))
         return Published(len(changes), len(changes) >= limit)
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
-        """Forget published changes and fences that nobody needs any more."""
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Forget what nobody needs any more."""
         table = self._table
         async with self._session.transaction() as transaction:
             until = min(table.head - keep_changes, table.position)
             before = table.clock.time() - keep_fences_s
-            old = [uuid for uuid, kept in table.consumers.items() if _is_over(kept, before)]
+            old = [uuid for uuid, kept in table.consumers.items() if _is_over(kept, before)][:limit]
+            sources = _silent(table, table.clock.time() - keep_sources_s)[:limit]
+            changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
+            until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
-            transaction.will(lambda: _forget(table, until, before, old))
+            transaction.will(lambda: _forget(table, until, before, old, sources))
+        return max(len(old), len(sources), len(changes)) >= limit
 
     def _after(self, after: int, limit: int) -> list[Change]:
         start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
@@ -341,6 +346,7 @@ def _write_trees(table: MemoryBookTable, before: Mapping[str, Provider], outcome
             table.providers[uuid] = provider
     for root, source, version, digest, settled, providers in group.written:
         table.sources[root, source] = Source(version, digest, settled, providers.split(",") if providers else [])
+        table.heard[root, source] = table.clock.time()
     for root, source in group.changed:
         for key, said in table.sources.items():
             if key[0] == root and key[1] != source and said.settled:
@@ -357,7 +363,23 @@ def _know(table: MemoryBookTable, classes: Iterable[str], traits: Mapping[str, N
     table.traits.update(traits)
 
 
-def _forget(table: MemoryBookTable, until: int, before: float, fences: Sequence[str]) -> None:
+def _silent(table: MemoryBookTable, before: float) -> list[Key]:
+    """Sources that said their last before, of roots that are gone or that another answers for since."""
+
+    def is_of_no_use(key: Key) -> bool:
+        mine = set(table.sources[key].providers)
+        return key[0] not in table.providers or any(
+            other[0] == key[0] and table.heard[other] > table.heard[key] and mine <= set(said.providers)
+            for other, said in table.sources.items()
+        )
+
+    return [key for key in table.sources if table.heard[key] < before and is_of_no_use(key)]
+
+
+def _forget(table: MemoryBookTable, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
+    for key in sources:
+        table.sources.pop(key, None)
+        table.heard.pop(key, None)
     table.changes = [change for change in table.changes if change.sequence > until]
     for uuid in fences:
         kept = table.consumers.get(uuid)

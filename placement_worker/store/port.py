@@ -82,5 +82,9 @@ class PlacementStore(Protocol):
         One publisher at a time among all processes; the others wait.
         """
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
-        """Forget published changes and fences that nobody needs any more."""
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Forget published changes, fences and sources that nobody needs any more, at most so many rows of each.
+
+        A source: silent for so long, and its root is gone, or one that has spoken since answers for all that it did.
+        Returns whether there may be more.
+        """

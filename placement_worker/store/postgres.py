@@ -21,7 +21,20 @@ from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refuse
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-FORGET_FENCES = "DELETE FROM consumers WHERE released_at < now() - make_interval(secs => $1)"
+FORGET_FENCES = """
+DELETE FROM consumers WHERE uuid IN (
+    SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
+    ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
+"""
+# What is left of a source: the version that an older report of it loses against, and what it has to take back.
+FORGET_SOURCES = """
+DELETE FROM sources WHERE ctid = ANY(ARRAY(
+    SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
+        NOT EXISTS (SELECT FROM providers p WHERE p.uuid = s.root)
+        OR EXISTS (SELECT FROM sources n WHERE n.root = s.root AND n.updated_at > s.updated_at
+            AND n.providers @> s.providers))
+    LIMIT $2 FOR UPDATE SKIP LOCKED))
+"""
 
 
 class PostgresStore:
@@ -100,12 +113,18 @@ class PostgresStore:
         async with self._database.raw() as connection:
             return await feed.publish(connection, send, limit)
 
-    async def trim(self, *, keep_changes: int, keep_fences_s: float) -> None:
-        """Forget published changes and fences that nobody needs any more."""
-        async with self._database.raw() as connection:
-            await connection.execute(feed.TRIM, keep_changes)
-        async with self._database.raw() as connection:
-            await connection.execute(FORGET_FENCES, keep_fences_s)
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Forget what nobody needs any more, a bounded statement and transaction each."""
+        more = False
+        for statement, keep in (
+            (feed.TRIM, keep_changes),
+            (FORGET_FENCES, keep_fences_s),
+            (FORGET_SOURCES, keep_sources_s),
+        ):
+            async with self._database.raw() as connection:
+                tag: str = await connection.execute(statement, keep, limit)
+            more |= int(tag.rpartition(" ")[2]) >= limit
+        return more
 
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
         """A class that another process has just created is not unknown."""

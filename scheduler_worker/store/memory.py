@@ -13,7 +13,7 @@ from bus.contracts.build import BuildQuery, BuildRecord, BuildState, StoryLine
 from bus.outbox import Addressed, Relay
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
 from scheduler_worker.domain.records import Standing
-from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, Unit
+from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
 
 log = structlog.get_logger(__name__)
 
@@ -147,6 +147,21 @@ class MemoryBuilds:
             row = await transaction.send_later(unit.said)
         self._relay.send(row, unit.said)
 
+    async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
+        """Those that nobody holds."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            over = [
+                record
+                for record in sorted(table.records.values(), key=lambda record: record.created_at)
+                if record.created_at >= start and record.updated_at < before and record.state in OVER
+            ]
+            gone = [one for one in over if transaction.is_free(("build", one.instance_uuid))][:limit]
+            await transaction.lock([("build", uuid) for uuid in sorted(one.instance_uuid for one in gone)])
+            transaction.will(partial(_forget, table, [one.instance_uuid for one in gone]))
+            return Forgotten(len(gone), gone[-1].created_at if gone else start)
+
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
         async with self._session.transaction():
@@ -159,6 +174,13 @@ class MemoryBuilds:
                 and (query.before is None or record.created_at < query.before)
             ]
         return sorted(found, key=lambda record: record.created_at, reverse=True)[: query.limit]
+
+
+def _forget(table: MemoryBuildTable, uuids: Sequence[str]) -> None:
+    for uuid in uuids:
+        for column in (table.records, table.standings, table.digests, table.cells):
+            column.pop(uuid, None)
+        table.deleting.discard(uuid)
 
 
 def _put(table: MemoryBuildTable, build: NewBuild, now: float) -> None:

@@ -68,6 +68,17 @@ class Change(Struct, frozen=True, kw_only=True):
     story: tuple[StoryLine, ...] = ()
 
 
+class Forgotten(Struct, frozen=True):
+    """How many records one statement dropped, and when the youngest of them was created."""
+
+    count: int
+    until: float
+
+
+# A build that stands so has no machine and never will.
+OVER = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+
+
 class Unit(Protocol):
     """One transaction. What is said in it is published after it has committed, and only then."""
 
@@ -115,6 +126,12 @@ class SchedulerStore(Protocol):
 
     def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
         """A transaction. Not durable: for what a redelivered message would write again after a crash."""
+
+    async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
+        """Drop builds that ended without a machine and last changed before, oldest first from a time of creation on.
+
+        With them goes where they were mapped to. What lives, or may still come to live, is kept whatever its age.
+        """
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

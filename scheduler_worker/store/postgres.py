@@ -15,7 +15,7 @@ from bus.contracts.build import AttemptRecord, BuildQuery, BuildRecord, BuildSta
 from bus.outbox import Addressed, Relay
 from bus.service.database import Database
 from scheduler_worker.domain.records import Standing
-from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, Unit
+from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +82,22 @@ FROM build_requests
 WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
   AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
 ORDER BY created_at DESC LIMIT $5
+"""
+
+
+# Along the index on created_at: an index on what changes would make every write of a build dearer. What lives long
+# is passed over, once a pass.
+FORGET = """
+WITH gone AS (
+    DELETE FROM build_requests WHERE instance_uuid IN (
+        SELECT instance_uuid FROM build_requests
+        WHERE created_at >= $3 AND created_at < $1 AND updated_at < $1 AND state = ANY($4::text[])
+        ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
+    RETURNING instance_uuid, created_at
+), unmapped AS (
+    DELETE FROM instance_cells c USING gone WHERE c.instance_uuid = gone.instance_uuid
+)
+SELECT count(*), coalesce(max(created_at), $3) FROM gone
 """
 
 
@@ -188,6 +204,12 @@ class PostgresStore:
             yield unit
             row = await outbox.add(connection, unit.said)
         self._relay.send(row, unit.said)
+
+    async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
+        """One bounded statement."""
+        async with self._database.raw() as connection:
+            row = await connection.fetchrow(FORGET, before, limit, start, [state.value for state in OVER])
+        return Forgotten(row[0], row[1])
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole story; a page of many comes with it too, at most `limit`."""

@@ -161,7 +161,7 @@ async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> 
     for host in HOSTS:
         await store.report([report(host, 1, VCPU=1)])
     await store.publish(send, 2)
-    await store.trim(keep_changes=0, keep_fences_s=3600.0)
+    await store.trim(keep_changes=0, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=1000)
     assert (await store.changes(0, 10)).too_old
     left = (await store.changes(2, 10)).changes
     assert left[-1].sequence == 4

@@ -12,6 +12,7 @@ from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
 from bus.outbox import Addressed
 from bus.service.database import Database
+from scheduler_worker.forgetting import forget
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
 from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore
 from scheduler_worker.store.postgres import PostgresStore
@@ -156,3 +157,40 @@ async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> Non
     assert [r.instance_uuid for r in await store.builds(BuildQuery(state=BuildState.SCHEDULED))] == [B]
     assert [r.instance_uuid for r in await store.builds(BuildQuery(before=2.0, limit=1))] == [B]
     assert await store.builds(BuildQuery(project_id="q")) == []
+
+
+async def test_what_ended_long_ago_is_forgotten_and_what_lives_is_kept(store: SchedulerStore) -> None:
+    ended = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(5)]
+    old = [replace(new(uuid), state=BuildState.REFUSED, terminal=True) for uuid in ended]
+    await insert(store, *old, now=1.0)
+    await insert(store, new(A), new(B), now=1.0)  # A becomes a machine, B still waits
+    await decide(store, placed(A))
+    await insert(store, replace(new(C), state=BuildState.REFUSED, terminal=True), now=50.0)
+    assert await forget(store, before=1.0, batch=2) == 0
+    assert await forget(store, before=10.0, batch=2) == 5
+    assert await forget(store, before=10.0, batch=2) == 0
+    left = [record.instance_uuid for record in await store.builds(BuildQuery(limit=100))]
+    assert sorted(left) == [A, B, C]
+    assert await insert(store, new(ended[0])) == {ended[0]}
+    async with store.unit() as unit:
+        known = await unit.lock([A])
+    assert known[A].standing.cell == "c1"
+
+
+async def test_a_machine_is_forgotten_after_it_was_deleted_only(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    await decide(store, placed(A))
+    for state, count in ((BuildState.ACTIVE, 0), (BuildState.DELETING, 0), (BuildState.DELETED, 1)):
+        async with store.unit() as unit:
+            kept = (await unit.lock([A]))[A]
+            await unit.change([Change(standing=replace(kept.standing, state=state), delete_requested=False)], 3.0)
+        assert await forget(store, before=10.0, batch=10) == count
+
+
+async def test_what_changed_lately_is_kept_however_old_it_is(store: SchedulerStore) -> None:
+    await insert(store, new(A))
+    async with store.unit() as unit:
+        kept = (await unit.lock([A]))[A]
+        over = replace(kept.standing, state=BuildState.FAILED, terminal=True)
+        await unit.change([Change(standing=over, delete_requested=False)], 30.0)
+    assert await forget(store, before=10.0, batch=10) == 0

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import asyncpg
 import pytest
@@ -23,7 +24,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
-from placement_worker.store import claims, feed
+from placement_worker.store import claims
 from placement_worker.store.port import ClaimItem
 from placement_worker.store.postgres import PostgresStore
 
@@ -222,7 +223,7 @@ async def test_a_late_claim_of_a_released_attempt_is_turned_down(
     early = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
     await book.store.apply([Release(consumer=early.consumer, attempt=1)])
     assert (await one(book.store, early)).outcome is ClaimOutcome.CONSUMER_CHANGED
-    await book.store.trim(keep_changes=1000, keep_fences_s=0.0)
+    await book.store.trim(keep_changes=1000, keep_fences_s=0.0, keep_sources_s=3600.0, limit=1000)
     assert (await one(book.store, early)).outcome is ClaimOutcome.CLAIMED
     assert await book.findings() == []
 
@@ -270,17 +271,17 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     (host,) = await book.hosts(1, rng, VCPU=8)
     item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
     head = await book.store.head()
-    append = feed.append
+    write = claims.write
 
-    async def append_and_die(connection: asyncpg.Connection, changes: Sequence[object]) -> int:
-        number = await append(connection, changes)  # type: ignore[arg-type]
+    async def write_and_die(connection: asyncpg.Connection, *what: Any, **about: Any) -> int:
+        number = await write(connection, *what, **about)
         killer = await asyncpg.connect(book.url)
         await killer.fetchval("SELECT pg_terminate_backend($1)", connection.get_server_pid())
         await killer.close()
         return number
 
     with monkeypatch.context() as patched:
-        patched.setattr(claims.feed, "append", append_and_die)
+        patched.setattr(claims, "write", write_and_die)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert await book.store.head() == head

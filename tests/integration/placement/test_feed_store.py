@@ -152,15 +152,15 @@ async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Boo
     async def send(_changes: Sequence[Change]) -> None:
         return
 
-    await book.store.trim(keep_changes=2, keep_fences_s=60)
+    await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
     assert len((await book.store.changes(0, 100)).changes) == 6  # nobody has published them yet
     await book.store.publish(send, 100)
-    await book.store.trim(keep_changes=2, keep_fences_s=60)
+    await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
     assert (await book.store.changes(3, 100)).too_old
     kept = await book.store.changes(4, 100)
     assert [change.sequence for change in kept.changes] == [5, 6]
     assert not (await book.store.changes(6, 100)).too_old
-    await book.store.trim(keep_changes=0, keep_fences_s=60)
+    await book.store.trim(keep_changes=0, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)
     assert (await book.store.changes(5, 100)).too_old
     assert not (await book.store.changes(6, 100)).too_old
 

@@ -1,0 +1,91 @@
+"""What placement forgets, in both books: nothing that anybody may still need, and never much at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bus.clock import SystemClock
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+)
+from bus.service.database import Database
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
+
+KEPT, GONE = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
+CHILD = "a0000000-0000-4000-8000-000000000000"
+LONG_S = 3600.0
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+    made: PlacementStore = (
+        PostgresStore(Database(url, "placement")) if url else MemoryBook(MemoryBookTable(SystemClock()).session())
+    )
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def say(store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False) -> str:
+    stock = {"VCPU": Inventory(total=4)}
+    reports = [ProviderReport(uuid=root, name=root, inventories=stock)]
+    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=stock) for child in children]
+    update = InventoryUpdate(source=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
+    (result,) = await store.report([update])
+    assert isinstance(result, InventoryResult)
+    await asyncio.sleep(0.002)  # two reports never have one time
+    return result.outcome
+
+
+async def trim(store: PlacementStore, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100) -> bool:
+    return await store.trim(keep_changes=0, keep_fences_s=fences_s, keep_sources_s=sources_s, limit=limit)
+
+
+async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(store: PlacementStore) -> None:
+    await say(store, GONE, "s", 5)
+    await say(store, GONE, "s", 6, gone=True)
+    await trim(store, sources_s=LONG_S)
+    assert await say(store, GONE, "s", 4) == "stale"  # an old report brings no host back
+    await trim(store)
+    assert await say(store, GONE, "s", 4) == "applied"
+
+
+async def test_a_source_that_still_answers_for_something_is_kept(store: PlacementStore) -> None:
+    await say(store, KEPT, "rare", 5, CHILD)
+    await say(store, KEPT, "often", 1)
+    await trim(store)
+    assert await say(store, KEPT, "rare", 4) == "stale"
+    assert await say(store, KEPT, "rare", 6) == "applied"  # and still takes its child back
+    page = await store.snapshot(None, 10)
+    assert [provider.uuid for provider in page.providers] == [KEPT]
+
+
+async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: PlacementStore) -> None:
+    await say(store, KEPT, "dead", 5, CHILD)
+    await say(store, KEPT, "heir", 1, CHILD)
+    await trim(store)
+    assert await say(store, KEPT, "heir", 1) == "stale"
+    assert await say(store, KEPT, "dead", 1, CHILD) == "unchanged"
+
+
+async def test_little_is_forgotten_at_once_and_the_rest_is_told(store: PlacementStore) -> None:
+    await say(store, KEPT, "s", 1)
+    consumers = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
+    option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
+    await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
+    await store.apply([Release(consumer=uuid, attempt=1) for uuid in consumers])
+    assert [await trim(store, fences_s=0.0, limit=2) for _ in range(2)] == [True, False]
+    replies = await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
+    assert [str(reply.outcome) for reply in replies] == ["claimed"] * 3
