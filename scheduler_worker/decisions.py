@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import MAX_REASON
@@ -131,7 +132,7 @@ def cell_build(
         consumer_generation=placed.consumer_generation,
         build_timeout_s=request.build_timeout_s or build_timeout_s,
         requested_at=at,
-        stamps=stamps,
+        stamps=replace(stamps, lost_claims=len(placed.lost)) if placed.lost else stamps,
     )
 
 

@@ -16,7 +16,8 @@ from html import escape
 from msgspec import Struct
 
 WIDTH, HEIGHT = 760.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 10.0, 40.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 10.0, 40.0
+MARK_ROWS = 3
 COLOURS = 8  # the page defines --c0 to --c7
 MAX_LABEL = 60  # letters of one name; the tooltip has a few more
 FEW_POINTS = 40  # so few are drawn as dots too
@@ -120,7 +121,7 @@ def lines(
 def bars(title: str, edges: Sequence[float], counts: Sequence[int], marks: dict[str, float], *, x_label: str) -> str:
     """A histogram on a log axis: `counts[i]` lie between `edges[i]` and `edges[i + 1]`; marks are lines with a name."""
     across = logarithmic(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
-    up = linear(max(counts), HEIGHT - BOTTOM, TOP + 26)
+    up = linear(max(counts), HEIGHT - BOTTOM, TOP + 12 * MARK_ROWS + 4)
     total = sum(counts)
     parts = [*_frame(across, up, x_label, "boots")]
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
@@ -132,17 +133,17 @@ def bars(title: str, edges: Sequence[float], counts: Sequence[int], marks: dict[
 
 
 def _marks(across: Axis, up: Axis, marks: dict[str, float]) -> Iterator[str]:
-    """Lines with names in two rows, so that neighbours do not cover each other; those at one place share a label."""
+    """Lines with names in rows, so that neighbours do not cover each other; those at one place share a label."""
     places: dict[str, list[str]] = {}
     for name, value in marks.items():
         places.setdefault(number(value), []).append(name)
-    ended = [-math.inf, -math.inf]  # where the last label of each row did
+    ended = [-math.inf] * MARK_ROWS  # where the last label of each row did
     for text, names in places.items():
         at, label = across.at(marks[names[0]]), f"{', '.join(names)}: {text}"
         half = 3.2 * len(label)
-        row = min(range(2), key=lambda row: (ended[row] > at - half, row))
+        row = next((row for row in range(MARK_ROWS) if ended[row] < at - half), MARK_ROWS - 1)
         ended[row] = at + half
-        yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP + 26}" y2="{up.start:.1f}"/>'
+        yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP + 12 * row + 12}" y2="{up.start:.1f}"/>'
         yield _text(min(max(at, LEFT + half), WIDTH - half), TOP + 8 + 12 * row, label, "middle")
 
 

@@ -18,6 +18,8 @@ PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "p99.9": 0.99
 LEAST_MS = 0.1
 # A plot has at most so many points; more cannot be told apart on a screen.
 MAX_POINTS = 160
+# The run is cut into at most so many pieces: boots end in batches, and shorter ones would show nothing but those.
+MAX_PIECES = 80
 # Shorter pieces hold a boot or none, and a rate of them says nothing.
 LEAST_STEP_S = 0.05
 # What is later than ten years after the start is no time of a load run.
@@ -73,7 +75,7 @@ class Timeline:
         times += [column(rows.intended_s) for rows in (record.boots, record.deletes)]
         last = max((float(np.nanmax(found)) for found in times if np.isfinite(found).any()), default=0.0)
         self.seconds = max(last, 1e-3)
-        self.step = nice(max(self.seconds / MAX_POINTS, LEAST_STEP_S))
+        self.step = nice(max(self.seconds / MAX_PIECES, LEAST_STEP_S))
         self.edges = np.arange(0.0, self.seconds + self.step, self.step)
         self.middles: list[float] = (self.edges[:-1] + self.step / 2).tolist()
 

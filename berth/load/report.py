@@ -230,6 +230,8 @@ def _heat(heat: Utilisation) -> str:
     moments = np.unique(np.linspace(0, len(heat.at_s) - 1, MAX_HEAT_COLUMNS).astype(int))
     share = np.nan_to_num(np.array([heat.share[at] for at in moments], dtype=np.float64))
     at = [heat.at_s[moment] for moment in moments]
+    # Hosts that are hardly used differ as well: the colour is full at a round share above the highest.
+    full = min(1.0, charts.nice(max(float(share.max()), 0.01)))
     names, cells, before = [], [], ""
     for members in rows:
         first, last = int(members[0]), int(members[-1])
@@ -238,9 +240,9 @@ def _heat(heat: Utilisation) -> str:
         before = cell
         who = cut(heat.hosts[first]) + (f" to {cut(heat.hosts[last])} ({len(members)} hosts)" if first != last else "")
         moment_by_moment = zip(at, share[:, members], strict=True)
-        cells.append([(float(part.mean()), _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
+        cells.append([(float(part.mean()) / full, _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
     kept = f"{len(heat.hosts):,} of {heat.of_hosts:,} hosts" if heat.of_hosts > len(heat.hosts) else "every host"
-    title = f"How full the hosts are ({kept}; the fuller the stronger, empty is blank)"
+    title = f"How full the hosts are ({kept}; blank: empty, full colour: {full:.0%} used)"
     return charts.heat(title, at, names, cells, x_label=TIME)
 
 

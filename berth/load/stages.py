@@ -18,4 +18,4 @@ def stages_of(event: BuildEvent, *, since: float | None = None, until: float | N
 
 def conflicts_of(event: BuildEvent) -> int | None:
     """Claims that this boot lost to others before one held; None when the event does not tell."""
-    return None
+    return None if event.stamps is None else event.stamps.lost_claims

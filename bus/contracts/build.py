@@ -87,8 +87,8 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     sequence: rises with every state of one instance, so a late event is recognised. `terminal`: no other
     terminal event follows for the request that caused it. code and reason explain failed and refused;
     funnel explains a request that no host could take; history lists the attempts. stamps: with the end of a build, when
-    each of its stages ended: [asked, queued, decided, claimed, dispatched, built, announced] in seconds since the epoch,
-    0 where it never came to that.
+    each of its stages ended, [asked, queued, decided, claimed, dispatched, built, announced] in seconds since the
+    epoch, 0 where it never came to that; and then how many claims were lost to others.
     """
 
     instance_uuid: Uuid

@@ -19,6 +19,7 @@ class Stamps(Struct, frozen=True, array_like=True):
     (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
     dispatched: the compute service of the first host took the command. built: a host said how its attempt ended, the
     last if there were several. announced: the scheduler passed that on; whoever reads it knows when it arrived.
+    lost_claims: how many claims others were faster with before one was given; in `claimed`.
     """
 
     asked: float = 0.0
@@ -28,6 +29,7 @@ class Stamps(Struct, frozen=True, array_like=True):
     dispatched: float = 0.0
     built: float = 0.0
     announced: float = 0.0
+    lost_claims: int = 0
 
 
 def durations(stamps: Stamps, *, since: float | None = None, until: float | None = None) -> dict[str, float]:

@@ -43,7 +43,7 @@ def test_what_never_happened_is_absent_and_its_time_is_in_the_next_stage() -> No
 
 
 def test_stamps_travel_as_a_short_array_and_an_older_writer_is_understood() -> None:
-    assert msgspec.json.encode(Stamps(asked=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0]"
+    assert msgspec.json.encode(Stamps(asked=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0,0]"
     assert msgspec.json.decode(b"[1.5,2.5]", type=Stamps) == Stamps(asked=1.5, queued=2.5)
 
 
