@@ -47,6 +47,43 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return sum(self.statuses.values()) - self.done
 
 
+class Reader:
+    """Takes the bytes of one answer after the other, however they are cut."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._head = b""
+        self._missing = -1  # bytes of the body still to come; -1: the head is not complete
+        self._status = 0
+
+    def feed(self, data: bytes) -> tuple[int, bytes] | None:
+        """(status, body) once they are complete."""
+        if self._missing < 0:
+            data = self._head + data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._head = data
+                return None
+            self._head = b""
+            head = data[: end + 2].lower()
+            self._status = int(head[9:12])
+            at = head.find(b"content-length:")
+            self._missing = 0 if at < 0 else int(head[at + 15 : head.index(b"\r", at)])
+            data = data[end + 4 :]
+        self._missing -= len(data)
+        self._pieces.append(data)
+        if self._missing > 0:
+            return None
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self.clear()
+        return self._status, body
+
+    def clear(self) -> None:
+        """Forget what came of an answer that is not complete."""
+        self._pieces.clear()
+        self._head, self._missing = b"", -1
+
+
 class Connection(asyncio.Protocol):
     """One request at a time. keep_alive False: the server closes after each answer (uwsgi's http-socket)."""
 
@@ -56,10 +93,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._pieces: list[bytes] = []
-        self._head = b""
-        self._missing = -1  # bytes of the body still to come; -1: the head is not complete
-        self._status = 0
+        self._reader = Reader()
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """(status, body). Raises ConnectionError."""
@@ -79,8 +113,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-        self._head, self._missing = b"", -1
-        self._pieces.clear()
+        self._reader.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's."""
@@ -88,25 +121,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio's."""
-        if self._missing < 0:
-            data = self._head + data if self._head else data
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                self._head = data
-                return
-            self._head = b""
-            head = data[: end + 2].lower()
-            self._status = int(head[9:12])
-            at = head.find(b"content-length:")
-            self._missing = 0 if at < 0 else int(head[at + 15 : head.index(b"\r", at)])
-            data = data[end + 4 :]
-        self._missing -= len(data)
-        self._pieces.append(data)
-        if self._missing <= 0 and self._answer is not None and not self._answer.done():
-            body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            self._pieces.clear()
-            self._missing = -1
-            self._answer.set_result((self._status, body))
+        found = self._reader.feed(data)
+        if found is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_result(found)
 
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio's."""
