@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import structlog
 import typer
 
-from berth.sim.plan import Plan, plan_of
+from berth.sim.draw import plan_of
+from berth.sim.plan import Plan
 from berth.sim.run import Result, run, simulate
 from berth.sim.shrink import Shrinker
 from berth.sim.story import Story
@@ -142,7 +143,8 @@ def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
 
 def _tell_smaller(plan: Plan, result: Result) -> Plan:
     smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
-    words = f"{len(smaller.blows)} of {len(plan.blows)} blows, {len(smaller.orders)} of {len(plan.orders)} orders"
+    words = f"{len(smaller.blows)} of {len(plan.blows)} blows, {len(smaller.orders)} of {len(plan.orders)} orders, "
+    words += f"{smaller.load_s:.1f} of {plan.load_s:.1f} virtual seconds of load"
     typer.echo(f"  still {result.breach} with {words}; rates {smaller.rates}; computes {smaller.computes}")
     for part in (*smaller.blows, *smaller.orders):
         typer.echo(f"    {part}")

@@ -1,4 +1,4 @@
-"""The load on a world: a client that never gives up, operators at their hosts, and the planned blows."""
+"""The load on a world: a client that never gives up, and the planned blows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 from berth.sim.loop import Process
 from berth.sim.network import REPAIR_S, SimTransport
-from berth.sim.plan import SIZES, Act, Blow, Kind, Order
+from berth.sim.plan import Act, Blow, Kind, Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
@@ -30,6 +30,9 @@ class Client:
         self._bus = Bus(API, transport, process="client", clock=world.clock, rng=rng)
         self.confirmed: dict[str, None] = {}
         self.deleted: dict[str, None] = {}
+        self.flavors: dict[str, str] = {}
+        self._projects = {order.uuid: order.project for order in world.plan.orders if order.act is Act.BUILD}
+        self._deleting: dict[str, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
         """Connect."""
@@ -38,6 +41,22 @@ class Client:
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out, in the client's own process."""
         return self._process.spawn(self._carry_out(order), f"order {order.act} {order.uuid}")
+
+    def delete(self, uuid: str) -> None:
+        """Somebody wants this instance gone; asked once, whoever asks."""
+        if uuid in self._deleting:
+            return
+        order = Order(at=0.0, act=Act.DELETE, uuid=uuid, project=self._projects[uuid])
+        self._deleting[uuid] = self.order(order)
+
+    @property
+    def busy(self) -> list[asyncio.Task[None]]:
+        """Deletes that are still to be asked."""
+        return [task for task in self._deleting.values() if not task.done()]
+
+    async def say(self, message: Message) -> None:
+        """Something an operator says on the API bus."""
+        await self._process.spawn(self._insist(message, "operator"), "the operator says")
 
     async def _open(self) -> None:
         while True:
@@ -53,6 +72,8 @@ class Client:
             await self._insist(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid)
             self.deleted[order.uuid] = None
             return
+        self.flavors[order.uuid] = order.flavor
+        self._projects[order.uuid] = order.project
         request = BuildRequest(
             instance_uuid=order.uuid,
             flavor=order.flavor,
@@ -80,46 +101,6 @@ class Client:
                 await asyncio.sleep(RETRY_S)
 
 
-class Operator:
-    """Changes hosts and services as ordered."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def order(self, order: Order) -> asyncio.Task[None]:
-        """Carry one order about a host or a service out."""
-        return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.service}")
-
-    async def _carry_out(self, order: Order) -> None:
-        world = self._world
-        world.story.tell("order", f"{order.act} {order.service} {order.host} {order.size}")
-        name = f"compute-{order.service}"
-        if order.act is Act.LATE:
-            if name not in world.lives:
-                world.start(name)
-            return
-        if order.act is Act.LEAVE:
-            if name in world.lives:
-                world.expected_down.add(name)
-                await world.stop(name)
-                await asyncio.sleep(order.seconds)
-                world.expected_down.discard(name)
-                if name not in world.lives:
-                    world.start(name)
-            return
-        fleet = world.fleets[order.service]
-        host = [one.plan.uuid for one in fleet.hosts][order.host]
-        match order.act:
-            case Act.RESIZE:
-                fleet.resize(host, SIZES[order.size])
-            case Act.DISABLE:
-                fleet.disable(host)
-            case Act.ENABLE:
-                fleet.enable(host)
-            case _:
-                fleet.lose(host)
-
-
 class Chaos:
     """Carries out the planned blows, and repairs what they broke."""
 
@@ -136,6 +117,7 @@ class Chaos:
             Kind.CUT: self._cut,
             Kind.BROKER: self._broker,
             Kind.DATABASE: self._database,
+            Kind.IRONIC: self._ironic,
         }[blow.kind]
         return asyncio.create_task(what(blow.target, blow.seconds), name=f"blow {blow.kind} {blow.target}")
 
@@ -145,8 +127,8 @@ class Chaos:
             if name.startswith("scheduler"):
                 for transport in life.transports:
                     transport.cut(REPAIR_S)
-        for fleet in self._world.fleets.values():
-            for host in fleet.hosts:
+        for service, fleet in self._world.fleets.items():
+            for host in fleet.hosts if service not in self._world.dead else ():
                 (fleet.disable if host.enabled else fleet.enable)(host.plan.uuid)
                 return
 
@@ -180,6 +162,13 @@ class Chaos:
                     session.cut()
         await asyncio.sleep(seconds)
         world.away[name] -= 1
+
+    async def _ironic(self, _: str, seconds: float) -> None:
+        ironic = self._world.ironic
+        assert ironic is not None
+        ironic.away += 1
+        await asyncio.sleep(seconds)
+        ironic.away -= 1
 
     async def _pause(self, name: str, seconds: float) -> None:
         life = self._world.lives.get(name)

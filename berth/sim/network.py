@@ -80,6 +80,7 @@ class SimTransport:
         assert isinstance(inner, MemoryTransport)
         self.name = process.name
         self.slow_s = 0.0
+        self.arrived: Callable[[Delivery], None] = lambda _: None
         self._inner = inner
         self._broker = broker
         self._process = process
@@ -172,6 +173,7 @@ class SimTransport:
 
         def arrive(life: int, delivery: Delivery) -> None:
             if life == self._life:  # otherwise it was lost on the way, and the broker has taken it back
+                self.arrived(delivery)
                 on_delivery(delivery)
 
         def leave(delivery: Delivery) -> None:

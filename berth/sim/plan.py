@@ -1,25 +1,20 @@
-"""What a seed means: the topology, the workload and the faults, all decided before the run, so that they can be cut."""
+"""What one run consists of, all of it decided before the run, so that it can be cut down to what makes it fail."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from enum import StrEnum
 from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.clock import new_uuid
+from berth.ironic_stand_in.farm import Behaviour
 from compute_sim.config import HostSize
 from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
 LOAD_S = 60.0  # requests and faults happen in this time; afterwards the system has to come to rest
-PROJECTS = ("red", "blue")
-FLAVORS = ("m1.tiny", "m1.small", "m1.medium", "m1.large", "gpu.small", "no.such")
-FLAVOR_WEIGHTS = (4, 6, 4, 2, 2, 0.2)
 SIZES = (
     HostSize(vcpus=3, memory_mb=32_768, disk_gb=400, cpu_ratio=1.0),
     HostSize(vcpus=8, memory_mb=16_896, disk_gb=200, cpu_ratio=1.5),
@@ -39,10 +34,15 @@ class Act(StrEnum):
     LOSE = "lose"  # a host is reinstalled: what ran there is gone
     LEAVE = "leave"  # a compute service is stopped in good order, and started again later
     LATE = "late"  # a compute service that is not there before this moment
+    DRAIN = "drain"  # a host is emptied and leaves for good
+    REHOME = "rehome"  # a host is emptied and given to another service of its cell
+    DIE = "die"  # a compute service and its hosts burn down
+    UPGRADE = "upgrade"  # a service that reported its hosts flat starts again and reports them nested
+    IRONIC = "ironic"  # an operator of bare metal does something to a node
 
 
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One act at its time. target: an instance, a host's number in its service, or a service."""
+    """One act at its time. target: an instance, a host's number in its service, or a service. verb: for Ironic."""
 
     at: float
     act: Act
@@ -54,6 +54,7 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: int = 0
     seconds: float = 0.0
     max_attempts: int | None = None
+    verb: str = ""
 
 
 class Kind(StrEnum):
@@ -65,6 +66,7 @@ class Kind(StrEnum):
     CUT = "cut"  # one process loses all its connections to brokers
     BROKER = "broker"  # one broker is away for `seconds`: only durable queues survive
     DATABASE = "database"  # one schema cannot be reached for `seconds`, transactions under way are lost
+    IRONIC = "ironic"  # Ironic's API is away for `seconds`
 
 
 class Blow(Struct, frozen=True, kw_only=True):
@@ -89,14 +91,26 @@ class Rates(Struct, frozen=True, kw_only=True):
     commit_lost_before: float = 0.0
     commit_lost_after: float = 0.0
     crash: float = 0.0  # the process is killed at this very await
+    notice_lost: float = 0.0  # a notification of Ironic's is never heard
+    ironic_lost: float = 0.0  # a request to Ironic, or its answer
+    ironic_busy: float = 0.0  # Ironic answers 503
 
 
-class Cell(Struct, frozen=True, kw_only=True):
-    """One cell: how many conductors, and its compute services with their hosts."""
+class Cell(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One cell: how many conductors, its compute services with their hosts, and its services of bare metal."""
 
     name: str
     conductors: int
     services: tuple[tuple[str, int], ...]
+    metal: tuple[str, ...] = ()
+
+
+class Metal(Struct, frozen=True, kw_only=True):
+    """Bare metal: how many nodes, how many processes of ironic_sync, and how Ironic behaves."""
+
+    nodes: int
+    syncs: int
+    behaviour: Behaviour
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -113,6 +127,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     orders: tuple[Order, ...]
     blows: tuple[Blow, ...]
     rates: Rates
+    metal: Metal | None = None
+    flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
+    load_s: float = LOAD_S
 
     @property
     def services(self) -> list[tuple[str, str]]:
@@ -120,129 +137,20 @@ class Plan(Struct, frozen=True, kw_only=True):
         return [(cell.name, service) for cell in self.cells for service, _ in cell.services]
 
     @property
+    def metal_services(self) -> list[tuple[str, str]]:
+        """(cell, compute service of bare metal): each has its share of the nodes."""
+        return [(cell.name, service) for cell in self.cells for service in cell.metal]
+
+    @property
     def processes(self) -> list[str]:
         """Names of all processes, in the order in which they are started."""
         names = [f"placement{n}" for n in range(self.placements)]
         names += [f"conductor-{cell.name}-{n}" for cell in self.cells for n in range(cell.conductors)]
         names += [f"scheduler{n}" for n in range(self.schedulers)]
-        return [*names, *(f"compute-{service}" for _, service in self.services)]
+        names += [f"ironic{n}" for n in range(self.metal.syncs if self.metal else 0)]
+        return [*names, *(f"compute-{service}" for _, service in (*self.services, *self.metal_services))]
 
     def without_faults(self) -> Plan:
         """The same world on a good day."""
-        return replace(self, blows=(), rates=Rates(), computes=Faults(), skew_s=0.0)
-
-
-def plan_of(seed: int) -> Plan:
-    """The plan of one seed."""
-    rng = random.Random(f"berth.sim {seed}")
-    cells = tuple(_cell(rng, n) for n in range(_pick(rng, (1, 1, 2, 3))))
-    plan = Plan(
-        seed=seed,
-        cells=cells,
-        placements=_pick(rng, (1, 2, 2, 3)),
-        schedulers=_pick(rng, (1, 2, 2, 3)),
-        subset=_pick(rng, (1, 1, 4)),
-        numa_share=_pick(rng, (0.0, 0.0, 0.3)),
-        skew_s=_pick(rng, (0.0, 0.2, 1.0)),
-        computes=_computes(rng),
-        orders=(),
-        blows=(),
-        rates=_rates(rng),
-    )
-    plan = replace(plan, orders=_orders(rng, plan))
-    return replace(plan, blows=_blows(rng, plan))
-
-
-def _cell(rng: random.Random, number: int) -> Cell:
-    services = tuple((f"s{number}{n}", rng.randint(1, 3)) for n in range(rng.randint(1, 3)))
-    return Cell(name=f"cell{number}", conductors=_pick(rng, (1, 2, 2)), services=services)
-
-
-def _computes(rng: random.Random) -> Faults:
-    if rng.random() < 0.2:
-        return Faults(delay_max_s=rng.uniform(0.01, 2.0))
-    some = _sometimes(rng)
-    return Faults(
-        delay_min_s=0.0,
-        delay_max_s=rng.uniform(0.01, 8.0),
-        destroy_delay_s=rng.uniform(0.0, 2.0),
-        fail_rate=some(0.4),
-        abort_rate=some(0.1),
-        leftover_rate=some(0.8),
-        hang_rate=some(0.15),
-        late_rate=some(0.3),
-        late_s=rng.choice((8.0, 21.0, 25.0, 45.0)),  # before and after a build's deadline
-        duplicate_rate=some(0.3),
-    )
-
-
-def _rates(rng: random.Random) -> Rates:
-    some = _sometimes(rng)
-    return Rates(
-        delay=some(0.2),
-        delay_s=rng.choice((0.01, 0.3, 2.0)),
-        duplicate=some(0.1),
-        lost_before=some(0.01),
-        lost_after=some(0.01),
-        conflict=some(0.01),
-        store_lost=some(0.01),
-        commit_lost_before=some(0.02),
-        commit_lost_after=some(0.02),
-        crash=some(0.002),
-    )
-
-
-def _orders(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
-    orders: list[Order] = []
-    bursts = [rng.uniform(0.0, LOAD_S * 0.8) for _ in range(rng.randint(3, 30))]
-    for _ in range(rng.randint(10, 60)):
-        at = _pick(rng, bursts) + _pick(rng, (0.0, 0.001, 0.5))
-        uuid, project = new_uuid(rng), _pick(rng, PROJECTS)
-        flavor = rng.choices(FLAVORS, FLAVOR_WEIGHTS)[0]
-        attempts = _pick(rng, (None, None, None, 1, 5))
-        build = Order(at=at, act=Act.BUILD, uuid=uuid, flavor=flavor, project=project, max_attempts=attempts)
-        orders.append(build)
-        if rng.random() < 0.05:
-            orders.append(replace(build, act=Act.REPEAT, at=at + rng.uniform(0.0, 5.0)))
-        if rng.random() < 0.4:
-            orders.append(Order(at=at + rng.expovariate(0.2), act=Act.DELETE, uuid=uuid, project=project))
-    orders += [_host_order(rng, plan) for _ in range(rng.randint(0, 8))]
-    for _, service in plan.services:
-        if rng.random() < 0.15:
-            orders.append(Order(at=rng.uniform(5.0, 20.0), act=Act.LATE, service=service))
-        elif rng.random() < 0.1:
-            away = rng.uniform(2.0, 20.0)
-            orders.append(Order(at=rng.uniform(5.0, 40.0), act=Act.LEAVE, service=service, seconds=away))
-    return tuple(sorted(orders, key=lambda order: order.at))
-
-
-def _host_order(rng: random.Random, plan: Plan) -> Order:
-    cell = _pick(rng, plan.cells)
-    service, hosts = _pick(rng, cell.services)
-    act = _pick(rng, (Act.RESIZE, Act.RESIZE, Act.DISABLE, Act.ENABLE, Act.LOSE))
-    at = rng.uniform(2.0, LOAD_S)
-    return Order(at=at, act=act, service=service, host=rng.randrange(hosts), size=rng.randrange(len(SIZES)))
-
-
-def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
-    kinds = [kind for kind in Kind if rng.random() < 0.6]
-    if not kinds:
-        return ()
-    buses = ["api", *(cell.name for cell in plan.cells)]
-    schemas = ["placement", "scheduler", *(f"cell_{cell.name}" for cell in plan.cells)]
-    blows = []
-    for _ in range(rng.randint(0, 20)):
-        kind = _pick(rng, kinds)
-        target = _pick(rng, {Kind.BROKER: buses, Kind.DATABASE: schemas}.get(kind, plan.processes))
-        seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else 8.0)
-        blows.append(Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=target, seconds=seconds))
-    return tuple(sorted(blows, key=lambda blow: blow.at))
-
-
-def _sometimes(rng: random.Random) -> Callable[[float], float]:
-    """Each rate is off in half of the runs, so that faults are also seen one at a time."""
-    return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
-
-
-def _pick(rng: random.Random, choices: tuple[T, ...] | list[T]) -> T:
-    return choices[rng.randrange(len(choices))]
+        metal = self.metal and replace(self.metal, behaviour=replace(self.metal.behaviour, deploy_fails=0.0))
+        return replace(self, blows=(), rates=Rates(), computes=Faults(), skew_s=0.0, metal=metal)

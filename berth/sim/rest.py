@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
+from berth.sim.load import Client
+from berth.sim.metal_watch import disagreements, has_capacity
 from berth.sim.world import World
 from bus.contracts.build import TERMINAL_STATES, BuildState
+from bus.contracts.placement import ProviderReport
+from cell_conductor.domain.instance import State
+from compute_sim.domain.hosts import tree
+from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.config import DEFAULT_FLAVORS
 
 # The processes of a cell, by the first word of their name.
 FROM_CELLS = ("conductor", "compute")
 
 
-def unsettled(world: World, confirmed: Sequence[str], deleted: Collection[str]) -> list[str]:
-    """One line each, empty when the world is at rest as it should be: the first word names the invariant.
-
-    confirmed: builds that the broker took from clients; deleted: those that clients asked to delete.
-    """
-    found = list(_requests(world, confirmed, deleted))
+def unsettled(world: World, client: Client) -> list[str]:
+    """One line each, empty when the world is at rest as it should be: the first word names the invariant."""
+    lost = _lost(world)
+    found = list(_requests(world, client, lost))
     for schema, table in world.schemas.items():
         if table.outbox:
             found.append(f"liveness: {len(table.outbox)} rows in the outbox of {schema}")
         if table.deadlocks:
             found.append(f"no_deadlock: {table.deadlocks} in {schema}")
-    found += _breaches(facts_of(world, confirmed))
+    found += _breaches(facts_of(world, list(client.confirmed), lost))
     found += list(_leftovers(world))
+    found += list(_holdings(world, client))
+    found += list(_inventories(world))
+    if world.ironic is not None:
+        found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
     found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
     for name, replica in world.replicas.items():
@@ -35,27 +45,88 @@ def unsettled(world: World, confirmed: Sequence[str], deleted: Collection[str]) 
     return found
 
 
+def _lost(world: World) -> set[str]:
+    """Instances that can never be cleared away: they are to be destroyed on a host that burnt down."""
+    return {
+        uuid
+        for table in world.cells.values()
+        for uuid, instance in table.instances.items()
+        if instance.state is State.DELETING and world.left.get(instance.host_uuid or "") == "dead"
+    }
+
+
 def _leftovers(world: World) -> Iterator[str]:
     """What a failed build left half-built on its host is cleared away too."""
-    for fleet in world.fleets.values():
-        for host, guest in fleet.guests():
+    for service, fleet in world.fleets.items():
+        for host, guest in fleet.guests() if service not in world.dead else ():
             if not guest.complete:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
 
 
-def _requests(world: World, confirmed: Sequence[str], deleted: Collection[str]) -> Iterator[str]:
-    for uuid in confirmed:
+def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[str]:
+    for uuid in client.confirmed:
         standing = world.builds.standings.get(uuid)
         if standing is None:
             yield f"liveness: {uuid} was accepted by the broker and is not on record"
+        elif uuid in lost:
+            continue
         elif standing.state not in TERMINAL_STATES:
             yield f"liveness: {uuid} is still {standing.state.value}"
-        elif uuid in deleted and standing.state is not BuildState.DELETED:
+        elif uuid in client.deleted and standing.state is not BuildState.DELETED:
             yield f"liveness: {uuid} was to be deleted and is {standing.state.value}"
 
 
-def facts_of(world: World, accepted: Sequence[str]) -> Facts:
-    """Everything `berth.invariants.judge` wants to know, from the stores and the machines themselves."""
+def _holdings(world: World, client: Client) -> Iterator[str]:
+    """What is active holds what its flavor asks for, wherever its host's providers have moved to."""
+    for table in world.cells.values():
+        for uuid, instance in table.instances.items():
+            kept = world.book.consumers.get(uuid)
+            if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors:
+                continue
+            held: Counter[str] = Counter()
+            for amounts in kept.consumer.holding.values():
+                held.update(amounts)
+            if held != _asked(client.flavors[uuid]):
+                yield f"holds_what_it_asked_for: {uuid} of {client.flavors[uuid]} holds {dict(held)}"
+
+
+def _asked(name: str) -> dict[str, int]:
+    flavor = DEFAULT_FLAVORS[name]
+    asked = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
+    specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
+    return {resource: amount for resource, amount in (asked | specs).items() if amount}
+
+
+def _inventories(world: World) -> Iterator[str]:
+    """Every host is in the book as it is; what has left for good is not."""
+    for uuid, how in world.left.items():
+        # What was in use when it was taken out is set aside: a shell without capacity, until somebody reports again.
+        if how == "drained" and (shell := world.book.providers.get(uuid)) and has_capacity(shell):
+            yield f"left_for_good: the book still offers {uuid}"
+    for service, fleet in world.fleets.items():
+        for host in fleet.hosts if service not in world.dead else ():
+            reports = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)
+            for report in reports:
+                if words := _reported_differs(report, world.book.providers.get(report.uuid)):
+                    yield f"book_has_the_hosts: {report.name}: {words}"
+
+
+def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
+    if provider is None:
+        return "not in the book"
+    said = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
+    kept = {
+        name: (stock.total, stock.reserved, stock.allocation_ratio)
+        for name, stock in provider.stocks.items()
+        if not stock.set_aside
+    }
+    if said != kept:
+        return f"says {said}, the book has {kept}"
+    return "" if set(report.traits) == set(provider.traits) else f"the book has the traits {provider.traits}"
+
+
+def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Facts:
+    """Everything `berth.invariants.judge` wants to know, from stores and machines; not of the lost."""
     book, builds = world.book, world.builds
     return Facts(
         inventories=[
@@ -66,29 +137,47 @@ def facts_of(world: World, accepted: Sequence[str]) -> Facts:
         allocations={
             uuid: {provider: dict(held) for provider, held in kept.consumer.holding.items()}
             for uuid, kept in book.consumers.items()
-            if kept.consumer.holding
+            if kept.consumer.holding and uuid not in lost
         },
         roots={p.uuid: p.root for p in book.providers.values()},
-        requests={uuid: standing.state.value for uuid, standing in builds.standings.items()},
+        requests={uuid: one.state.value for uuid, one in builds.standings.items() if uuid not in lost},
         cells=dict(builds.cells),
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt)
             for cell, table in world.cells.items()
             for i in table.instances.values()
+            if i.uuid not in lost
         ],
-        running=[
-            RunningFact(guest.instance_uuid, guest.attempt, host)
-            for fleet in world.fleets.values()
-            for host, guest in fleet.guests()
-            if guest.complete
-        ],
+        running=list(_running(world)),
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
-        accepted=accepted,
+        accepted=[uuid for uuid in accepted if uuid not in lost],
         events=list(world.listener.events.values()),
         changes=book.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )
+
+
+def _running(world: World) -> Iterator[RunningFact]:
+    """What really runs; on hosts that burnt down only what its owner still takes for alive."""
+    alive = {
+        (uuid, instance.host_uuid)
+        for table in world.cells.values()
+        for uuid, instance in table.instances.items()
+        if instance.state is State.ACTIVE
+    }
+    for service, fleet in world.fleets.items():
+        for host, guest in fleet.guests():
+            if guest.complete and (service not in world.dead or (guest.instance_uuid, host) in alive):
+                yield RunningFact(guest.instance_uuid, guest.attempt, host)
+    for node in world.ironic.farm.nodes.values() if world.ironic else ():
+        if (uuid := node["instance_uuid"]) is not None:
+            attempts = [
+                entry.attempt
+                for _, service in world.plan.metal_services
+                if (entry := world.fleets[service].records.get((node["uuid"], uuid))) is not None
+            ]
+            yield RunningFact(uuid, max(attempts, default=0), node["uuid"])
 
 
 def _audit(book: MemoryBookTable) -> Iterator[str]:

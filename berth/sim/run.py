@@ -10,12 +10,15 @@ from functools import partial
 from msgspec import Struct
 
 from berth.sim import loop as virtual
-from berth.sim.load import Chaos, Client, Operator
-from berth.sim.plan import LOAD_S, Act, Plan, plan_of
+from berth.sim.draw import plan_of
+from berth.sim.load import Chaos, Client
+from berth.sim.operator import Operator
+from berth.sim.plan import Act, Order, Plan
 from berth.sim.rest import unsettled
 from berth.sim.story import Story
 from berth.sim.watch import Breach
 from berth.sim.world import World
+from bus.clock import new_uuid
 from bus.contracts.catalogue import RETRY_S
 
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
@@ -24,6 +27,7 @@ REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
 POLL_S = 1.0
 # Rest must last: reconciliation goes on, and must find nothing to do.
 STILL_S = 45.0
+LAST_FLAVORS = ("m1.tiny", "m1.small", "m1.tiny")
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -107,7 +111,7 @@ class _Runner:
             if name not in late:
                 world.start(name)
         await self._client.open()
-        operator, chaos = Operator(world), Chaos(world)
+        operator, chaos = Operator(world, self._client), Chaos(world)
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
             who = self._client if order.act in (Act.BUILD, Act.REPEAT, Act.DELETE) else operator
@@ -118,7 +122,7 @@ class _Runner:
         for at, begin in sorted(doing, key=lambda one: one[0]):
             await asyncio.sleep(max(0.0, at - loop.time()))
             tasks.append(begin())
-        await asyncio.sleep(max(0.0, LOAD_S - loop.time()))
+        await asyncio.sleep(max(0.0, plan.load_s - loop.time()))
         world.weather.calm()
         self._story.tell("calm")
         await self._rest(tasks)
@@ -144,6 +148,7 @@ class _Runner:
                         self.rest_s = now - begun
                         probed = True
                         Chaos(self._world).one_last_change_unheard()
+                        tasks += self._last_orders()
                         begun, quiet_since = now, None
                 if quiet_since is not None and now - quiet_since >= STILL_S:
                     self._last_words()
@@ -155,8 +160,18 @@ class _Runner:
         for task in tasks:
             if task.done():
                 task.result()
-        found = [f"liveness: {task.get_name()} is under way" for task in tasks if not task.done()]
-        return found + unsettled(self._world, list(self._client.confirmed), self._client.deleted)
+        under_way = [task for task in tasks if not task.done()] + self._client.busy
+        found = [f"liveness: {task.get_name()} is under way" for task in under_way]
+        return found + unsettled(self._world, self._client)
+
+    def _last_orders(self) -> list[asyncio.Task[None]]:
+        """The system goes on: it still takes requests, and leads none of them to what has left."""
+        self._world.probing = True
+        rng = random.Random(f"berth.sim.last {self._plan.seed}")
+        orders = [
+            Order(at=0.0, act=Act.BUILD, uuid=new_uuid(rng), flavor=flavor, project="red") for flavor in LAST_FLAVORS
+        ]
+        return [self._client.order(order) for order in orders]
 
     def _last_words(self) -> None:
         for standing in self._world.builds.standings.values():

@@ -8,12 +8,15 @@ from typing import TypeVar
 from msgspec import structs
 from msgspec.structs import replace
 
-from berth.sim.plan import Plan, Rates
+from berth.sim.plan import Act, Kind, Plan, Rates
 from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
-MAX_RUNS = 60
+MAX_RUNS = 80
+METAL = ("ironic", "compute-m")  # processes of bare metal
+CALM_S = 1.0  # faults go on for this long after the last order
+FIRST_S = 2.0  # until then everything has started
 
 
 class Shrinker:
@@ -27,6 +30,7 @@ class Shrinker:
         """The smallest plan found within the bound."""
         plan = self._try(plan, replace(plan, rates=Rates()))
         plan = self._try(plan, replace(plan, computes=Faults()))
+        plan = self._try(plan, _without_metal(plan))
         plan = self._try(plan, replace(plan, skew_s=0.0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
@@ -35,7 +39,26 @@ class Shrinker:
         plan = self._fewer(plan, plan.blows, lambda one, blows: replace(one, blows=tuple(blows)))
         plan = self._fewer(plan, plan.orders, lambda one, orders: replace(one, orders=tuple(orders)))
         plan = self._try(plan, replace(plan, schedulers=1))
-        return self._try(plan, replace(plan, placements=1))
+        plan = self._try(plan, replace(plan, placements=1))
+        plan = self._try(plan, replace(plan, flat=()))
+        plan = self._try(plan, _smaller_world(plan))
+        return self._shorter(plan)
+
+    def _shorter(self, plan: Plan) -> Plan:
+        """A run that ends soon after the last thing that happens in it; then one that begins with the first."""
+        times = [order.at for order in plan.orders] + [blow.at for blow in plan.blows]
+        ends = max([0.0, *(blow.at + blow.seconds for blow in plan.blows), *times])
+        plan = self._try(plan, replace(plan, load_s=min(plan.load_s, ends + CALM_S)))
+        first = min(times, default=0.0) - FIRST_S
+        if first <= 0:
+            return plan
+        earlier = replace(
+            plan,
+            orders=tuple(replace(order, at=order.at - first) for order in plan.orders),
+            blows=tuple(replace(blow, at=blow.at - first) for blow in plan.blows),
+            load_s=max(plan.load_s - first, CALM_S),
+        )
+        return self._try(plan, earlier)
 
     def _try(self, plan: Plan, smaller: Plan) -> Plan:
         if self._left <= 0 or smaller == plan:
@@ -60,3 +83,28 @@ class Shrinker:
                 break
             size //= 2
         return plan
+
+
+def _without_metal(plan: Plan) -> Plan:
+    """No bare metal: nothing about Ironic happens, and nobody asks for a node."""
+    return replace(
+        plan,
+        metal=None,
+        cells=tuple(replace(cell, metal=()) for cell in plan.cells),
+        orders=tuple(o for o in plan.orders if o.act is not Act.IRONIC and not o.flavor.startswith("bm.")),
+        blows=tuple(b for b in plan.blows if b.kind is not Kind.IRONIC and not b.target.startswith(METAL)),
+    )
+
+
+def _smaller_world(plan: Plan) -> Plan:
+    """One conductor a cell, and only the services that something is to happen to; at least one."""
+    named = {order.service for order in plan.orders} | {blow.target.partition("-")[2] for blow in plan.blows}
+    cells = []
+    for number, cell in enumerate(plan.cells):
+        kept = tuple(one for one in cell.services if one[0] in named) or (cell.services[:1] if number == 0 else ())
+        if kept or cell.metal:
+            cells.append(replace(cell, services=kept, conductors=1))
+    names = {name for cell in cells for name in (cell.name, *dict(cell.services), *cell.metal)}
+    gone = [cell.name for cell in plan.cells if cell.name not in names]
+    blows = tuple(blow for blow in plan.blows if not any(name in blow.target for name in gone))
+    return replace(plan, cells=tuple(cells), blows=blows)

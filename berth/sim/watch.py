@@ -9,7 +9,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from cell_conductor.domain.instance import Instance, State
-from compute_sim.fleet import Fleet, Guest
+from compute_sim.fleet import Fleet, Guest, Host
 from placement_worker.domain.values import Provider
 from placement_worker.store.memory import MemoryBookTable
 
@@ -76,6 +76,12 @@ class MachineWatch:
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host said is gone for good
         self._active: dict[str, Instance] = {}
+        self.runs: Callable[[str, str], int | None] = lambda _host, _instance: None  # the attempt that runs there now
+        self._deployed: set[tuple[str, str]] = set()  # (node, instance): Ironic knows no attempts
+
+    def deployed(self, node: str, instance: str) -> None:
+        """A machine of metal comes to be."""
+        self._deployed.add((node, instance))
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be."""
@@ -93,11 +99,22 @@ class MachineWatch:
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """A conductor has committed: what is active was built, there and by that attempt."""
         for uuid, instance in instances.items():
+            before = self._active.get(uuid)
+            if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
+                self._lost(before)
+                self._active[uuid] = instance
             if instance.state is not State.ACTIVE or self._active.get(uuid) is instance:
                 continue
             self._active[uuid] = instance
-            if (instance.host_uuid, uuid, instance.attempt) not in self._built:
+            built = (instance.host_uuid, uuid, instance.attempt) in self._built
+            if not built and (instance.host_uuid, uuid) not in self._deployed:
                 raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")
+
+    def _lost(self, instance: Instance) -> None:
+        """Nobody is told that a machine is lost which runs."""
+        runs = self.runs(instance.host_uuid or "", instance.uuid)
+        if runs == instance.attempt:
+            raise Breach("lost_was_lost", f"{instance.uuid} attempt {runs} is taken for lost, and runs")
 
 
 class WatchedFleet(Fleet):
@@ -105,6 +122,19 @@ class WatchedFleet(Fleet):
 
     watch: MachineWatch
     fail: Callable[[Breach], None]
+
+    def drop(self, host: str) -> Host:
+        """A host is taken out of the fleet: its service does not know it any more."""
+        found = self._hosts.pop(host)
+        for callback in list(self._listeners):
+            callback((host,))
+        return found
+
+    def adopt(self, host: Host) -> None:
+        """A host comes into the fleet."""
+        self._hosts[host.plan.uuid] = host
+        for callback in list(self._listeners):
+            callback((host.plan.uuid,))
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine is on this host from now on."""

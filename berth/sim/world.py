@@ -11,55 +11,39 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-import cell_conductor.app
-import compute_sim.app
-import placement_worker.app
-import scheduler_worker.app
 from berth.sim.loop import NOBODY, PROCESS, Process
+from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
 from berth.sim.network import Broker, SimTransport, Weather
-from berth.sim.plan import SIZES, Cell, Plan
+from berth.sim.plan import Cell, Plan
 from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
+from berth.sim.wiring import Seat, Wiring, clock_error_s
 from bus.bus import API
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeResult
+from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
 from bus.port import BusUnavailable, Outgoing
 from bus.service.environment import Environment
 from bus.service.memory_database import MemoryDatabase, Session
 from bus.service.service import Service
 from bus.wire import BATCH
-from cell_conductor.config import ConductorConfig
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from compute_sim.config import ComputeConfig
-from compute_sim.fleet import Fleet
-from placement_worker.config import PlacementConfig
+from cell_conductor.store.memory import MemoryInstanceTable
+from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.store.memory import MemoryBuildTable
 
 log = structlog.get_logger("sim")
 
 EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
 STATEMENT_S = 0.0005
-BUILD_TIMEOUT_S = 20.0
 # Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
 MAX_CRASHES = 5
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
-PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=20.0, feed_keep=1000, cell_wait_s=1.0)
-CONDUCTOR = ConductorConfig(
-    ask_timeout_s=3.0,
-    ask_again_s=5.0,
-    destroy_again_s=10.0,
-    report_grace_s=10.0,
-    report_every_s=30.0,
-    sweep_every_s=1.0,
-)
-
-EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
+EVENT_TAG, RESULT_TAG, CLAIM_TAG = tag_of(BuildEvent), tag_of(ComputeResult), tag_of(Claim)
 
 
 class _Item(Struct):
@@ -71,6 +55,7 @@ class _Tagged(Struct):
 
 
 _event = msgspec.json.Decoder(BuildEvent)
+_claim = msgspec.json.Decoder(Claim)
 _result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
@@ -124,8 +109,9 @@ class World:
         self.cells = {cell.name: MemoryInstanceTable(self.clock) for cell in plan.cells}
         self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
+        self.positions = MemoryPositionTable(self.clock)
         self.away: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
-        self.fleets: dict[str, Fleet] = {}
+        self.fleets: dict[str, WatchedFleet] = {}
         self.lives: dict[str, Life] = {}
         self.counts: dict[str, int] = {}
         self.weather.crash = self._crash
@@ -133,18 +119,19 @@ class World:
         self.expected_down: set[str] = set()
         self.crashes: dict[str, int] = {}
         self.over = False
+        self.flat = set(plan.flat)
+        self.left: dict[str, str] = {}  # root providers that are gone for good, and how: drained or dead
+        self.dead: set[str] = set()  # services that are gone for good, with their hosts
+        self.probing = False  # whether what is asked now must not lead to them any more
+        self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.book.on_commit.append(partial(self._committed, "placement", BookWatch(self.book)))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
             look = partial(self.machines.instances, cell_table.instances)
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
-        for cell in plan.cells:
-            for number, (service, hosts) in enumerate(cell.services):
-                fleet = WatchedFleet.planned(self._compute(number, hosts), cell.name, service)
-                assert isinstance(fleet, WatchedFleet)
-                fleet.watch, fleet.fail = self.machines, self.fail
-                self.fleets[service] = fleet
+        self._fleets()
+        self.ironic = self._ironic()
 
     # --- processes
 
@@ -155,7 +142,6 @@ class World:
         transports: list[SimTransport] = []
         sessions: list[Session] = []
         seed = f"{self.plan.seed} {name} {count}"
-        skew_s = random.Random(f"berth.sim.skew {self.plan.seed} {name}").uniform(-1, 1) * self.plan.skew_s
 
         def transport(bus: str) -> SimTransport:
             self.connections[name, bus] = None
@@ -166,7 +152,7 @@ class World:
             f"{name}-{count}",
             transports=transport,
             cells=tuple(self.cells),
-            clock=SimClock(skew_s),
+            clock=SimClock(clock_error_s(self.plan.seed, name, self.plan.skew_s)),
             rng=random.Random(seed),
         )
 
@@ -177,7 +163,7 @@ class World:
 
         stop = asyncio.Event()
         book = Book() if name.startswith("scheduler") else None
-        service = self._build(name, environment, session, book)
+        service = self.wiring.build(name, environment, Seat(process, transports, session, book))
         self.story.tell("start", f"{name} {count}")
         task = process.spawn(service.run(stop), name)
         life = Life(process, service, stop, task, transports, sessions, book)
@@ -242,36 +228,37 @@ class World:
 
     # --- wiring
 
-    def _build(self, name: str, env: Environment, session: Callable[[str], Session], book: Book | None) -> Service:
-        cells = list(self.cells)
-        kind, _, rest = name.partition("-")
-        if kind == "conductor":
-            cell = rest.rpartition("-")[0]
-            return cell_conductor.app.build(env, CONDUCTOR, cell, store=MemoryInstances(session(f"cell_{cell}")))
-        if kind == "compute":
-            (where,) = [cell for cell in self.plan.cells if rest in dict(cell.services)]
-            number = list(dict(where.services)).index(rest)
-            config = self._compute(number, dict(where.services)[rest])
-            return compute_sim.app.build(env, config, where.name, rest, fleet=self.fleets[rest])
-        if kind.startswith("scheduler"):
-            config_of = SchedulerConfig(host_subset_size=self.plan.subset, build_timeout_s=BUILD_TIMEOUT_S)
-            store = MemoryBuilds(session("scheduler"))
-            return scheduler_worker.app.build(env, config_of, cells, store=store, book=book)
-        return placement_worker.app.build(env, PLACEMENT, cells, store=MemoryBook(session("placement")))
+    def now(self) -> float:
+        """Virtual seconds."""
+        return asyncio.get_running_loop().time()
 
-    def _compute(self, number: int, hosts: int) -> ComputeConfig:
-        turned = SIZES[number % len(SIZES) :] + SIZES[: number % len(SIZES)]
-        return ComputeConfig(
-            hosts=hosts,
-            sizes=turned,
-            gpu_share=0.5,
-            numa_share=self.plan.numa_share,
-            seed=self.plan.seed,
-            faults=self.plan.computes,
-            heartbeat_s=2.0,
-            report_s=25.0,
-            build_limit_s=3600.0,
+    def _fleets(self) -> None:
+        for cell, service in (*self.plan.services, *self.plan.metal_services):
+            fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
+            assert isinstance(fleet, WatchedFleet)
+            fleet.watch, fleet.fail = self.machines, self.fail
+            self.fleets[service] = fleet
+        self.machines.runs = self._runs
+
+    def _runs(self, host: str, instance: str) -> int | None:
+        for fleet in self.fleets.values():
+            guest = fleet.guest(host, instance)
+            if guest is not None and guest.complete:
+                return guest.attempt
+        return None
+
+    def _ironic(self) -> SimIronic | None:
+        metal = self.plan.metal
+        if metal is None:
+            return None
+        table = self.schemas["ironic_sync"] = self.positions
+        table.on_commit.append(partial(self._committed, "ironic_sync", lambda: None))
+        ironic = SimIronic(
+            self.brokers[API], self.weather, self.story, self.clock, seed=self.plan.seed, behaviour=metal.behaviour
         )
+        ironic.farm.plan(metal.nodes, CLASSES)
+        ironic.farm.deployed = self.machines.deployed
+        return ironic
 
     def _broker(self, name: str) -> Broker:
         broker = Broker(self.clock)
@@ -316,21 +303,31 @@ class World:
 
     def _said(self, bus: str, message: Outgoing) -> None:
         """Every message on every bus."""
+        if message.exchange == EXCHANGE:
+            return
         batch = message.content_type == BATCH
         for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
             tag = _tagged.decode(body).type
             self.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self.machines.result(_result.decode(body))
+            if tag == CLAIM_TAG and self.probing:
+                self._claimed(_claim.decode(body))
             if bus == API and tag == EVENT_TAG:
                 try:
                     self.listener.event(_event.decode(body))
                 except Breach as breach:
                     self.fail(breach)
 
+    def _claimed(self, claim: Claim) -> None:
+        for uuid in [uuid for option in claim.options for uuid in option.allocations if uuid in self.left]:
+            self.fail(
+                Breach("left_for_good", f"{claim.consumer} is to go to {uuid}, which has left ({self.left[uuid]})")
+            )
+
     def cell_of(self, service: str) -> Cell:
         """The cell of a compute service."""
-        return next(cell for cell in self.plan.cells if service in dict(cell.services))
+        return next(cell for cell in self.plan.cells if service in (*dict(cell.services), *cell.metal))
 
     @property
     def replicas(self) -> Mapping[str, Book]:

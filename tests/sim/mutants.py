@@ -27,6 +27,7 @@ from placement_worker.replica.follower import Follower
 from placement_worker.store.group import Group
 from scheduler_worker import announcements
 from scheduler_worker.handlers import RequestHandler
+from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -352,5 +353,6 @@ MUTANTS: dict[str, Mutant] = {
         silence_not_noticed,
         delete_releases_any_attempt,
         no_answer_is_no,
+        *MUTANTS_OF_HOSTS,
     )
 }

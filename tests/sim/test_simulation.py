@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from berth.sim.plan import Act, Blow, Kind, Order, plan_of
+from berth.sim.draw import plan_of
+from berth.sim.plan import Act, Blow, Kind, Order
 from berth.sim.run import run, simulate
 from berth.sim.shrink import Shrinker
 

@@ -1,0 +1,157 @@
+"""What ironic_sync may say of a node, judged by what its process had heard from Ironic by then, and the end of it all.
+
+Written from FEATURES I-3, I-4 and the traps of the recordings, not from ironic_sync's own rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from berth.sim.metal import SimIronic, free
+from berth.sim.watch import Breach
+from bus.contracts.placement import ProviderReport
+from ironic_sync.domain.position import Position
+from ironic_sync.store.port import Positions, Term
+from placement_worker.domain.values import Provider
+
+# Said by what has just done it; of the others only an end is a fact.
+FACTS = frozenset({"provision_set", "power_state_corrected"})
+
+
+class Known:
+    """What one process knows of one node: when it last heard of it, and whether it may say that it is free."""
+
+    __slots__ = ("heard_at", "may_offer", "seen")
+
+    def __init__(self) -> None:
+        self.heard_at = -1.0
+        self.may_offer = False
+        self.seen = ""
+
+
+class MetalWatch:
+    """One life of one ironic_sync process: what it heard and read, and that it offers nothing on less than that."""
+
+    def __init__(self, now: Callable[[], float], fail: Callable[[Breach], None]) -> None:
+        self._now = now
+        self._fail = fail
+        self._nodes: dict[str, Known] = {}
+
+    def heard(self, body: bytes) -> None:
+        """A notification arrives at the process."""
+        inner = json.loads(json.loads(body)["oslo.message"])
+        _, kind, action, status = inner["event_type"].split(".")
+        node = inner["payload"]["ironic_object.data"]
+        if kind != "node" or (status == "start" and action not in FACTS):
+            return
+        known = self._nodes.setdefault(node["uuid"], Known())
+        known.heard_at = self._now()
+        fact = action in FACTS or status in ("end", "success")
+        late = str(node.get("updated_at") or known.seen)[:19] < known.seen[:19]
+        if fact and not late and (action == "delete" or not free(node)):
+            known.may_offer = False
+
+    def answered(self, at: float, body: bytes) -> None:
+        """An answer that Ironic made at this time arrives at the process."""
+        answer = json.loads(body)
+        for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
+            known = self._nodes.setdefault(node["uuid"], Known())
+            known.seen = node.get("updated_at") or known.seen
+            if not free(node):
+                known.may_offer = False
+            elif known.heard_at < at:
+                known.may_offer = True
+
+    def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
+        """The process is about to keep these, and to tell the book."""
+        for position in positions:
+            known, before = self._nodes.get(position.uuid), loaded.get(position.uuid)
+            if before is not None and before.version == position.version:
+                continue  # said by an earlier term, and not confirmed: said again
+            if offers(position.report) and not (known and known.may_offer):
+                self._fail(Breach("offered_on_fresh_word", f"{position.uuid} is given back, and was not seen free"))
+
+
+class WatchedPositions:
+    """Positions whose every save is looked at before it is sent."""
+
+    def __init__(self, inner: Positions, watch: MetalWatch) -> None:
+        self._inner = inner
+        self._watch = watch
+
+    def lead(self) -> AbstractAsyncContextManager[Term]:
+        """As ever."""
+        return self._lead()
+
+    @asynccontextmanager
+    async def _lead(self) -> AsyncIterator[Term]:
+        async with self._inner.lead() as term:
+            yield _WatchedTerm(term, self._watch)
+
+
+class _WatchedTerm:
+    def __init__(self, inner: Term, watch: MetalWatch) -> None:
+        self._inner = inner
+        self._watch = watch
+        self._loaded: Mapping[str, Position] = {}
+
+    async def load(self) -> tuple[Mapping[str, Position], Mapping[str, int]]:
+        positions, versions = await self._inner.load()
+        self._loaded = dict(positions)
+        return positions, versions
+
+    async def save(self, positions: Sequence[Position]) -> None:
+        self._watch.saving(positions, self._loaded)
+        await self._inner.save(positions)
+
+    async def published(self, versions: Mapping[str, int]) -> None:
+        await self._inner.published(versions)
+
+    async def forget(self, told_before: float) -> int:
+        return await self._inner.forget(told_before)
+
+    async def check(self) -> None:
+        await self._inner.check()
+
+
+def offers(report: ProviderReport | None) -> bool:
+    """Whether a report puts anything on offer."""
+    return report is not None and any(one.reserved < one.total for one in report.inventories.values())
+
+
+def disagreements(
+    ironic: SimIronic, providers: Mapping[str, Provider], positions: Mapping[str, Position]
+) -> Iterator[str]:
+    """At rest: every node is in the book as Ironic shows it, and none that Ironic does not have."""
+    if not ironic.farm.idle:
+        yield "liveness: a node is still on its way"
+    for uuid, node in ironic.farm.nodes.items():
+        provider = providers.get(uuid)
+        if provider is None:
+            yield f"ironic_agrees: the book has no node {uuid}"
+        elif words := _differs(node, provider):
+            yield f"ironic_agrees: {uuid} in {node['provision_state']}: {words}"
+    for uuid in positions:
+        if uuid not in ironic.farm.nodes and uuid in providers and has_capacity(providers[uuid]):
+            yield f"ironic_agrees: the book offers {uuid}, which Ironic has not"
+
+
+def has_capacity(provider: Provider) -> bool:
+    """Whether anything could be claimed of it, were it free."""
+    return any(stock.capacity > 0 for stock in provider.stocks.values())
+
+
+def _differs(node: Mapping[str, Any], provider: Provider) -> str:
+    name = "CUSTOM_" + str(node["resource_class"]).upper().replace("-", "_")
+    stock = provider.stocks.get(name)
+    if stock is None or stock.total != 1:
+        return f"no unit of {name}"
+    if (stock.reserved == 0) != free(node):
+        return f"reserved {stock.reserved}, and is {'free' if free(node) else 'not free'}"
+    others = [other for other, held in provider.stocks.items() if other != name and held.capacity > 0]
+    if others:
+        return f"offers {others} too"
+    return "" if set(node["traits"]) <= set(provider.traits) else f"traits {sorted(provider.traits)}"

@@ -1,0 +1,149 @@
+"""Operators of a world: they change hosts and services, empty them, and take them away for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from berth.sim.load import Client
+from berth.sim.plan import SIZES, Act, Order
+from berth.sim.world import World
+from bus.contracts.placement import InventoryUpdate
+
+POLL_S = 1.0
+
+
+class Operator:
+    """Changes hosts and services as ordered."""
+
+    def __init__(self, world: World, client: Client) -> None:
+        self._world = world
+        self._client = client
+        self._acts: dict[Act, Callable[[Order], Awaitable[None]]] = {
+            Act.LATE: self._late,
+            Act.LEAVE: self._leave,
+            Act.UPGRADE: self._upgrade,
+            Act.DIE: self._die,
+            Act.DRAIN: self._drain,
+            Act.REHOME: self._rehome,
+        }
+
+    def order(self, order: Order) -> asyncio.Task[None]:
+        """Carry one order about a host or a service out."""
+        if order.act is Act.IRONIC:
+            assert self._world.ironic is not None
+            return self._world.ironic.flip(order.verb, order.host)
+        return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.service}")
+
+    async def _carry_out(self, order: Order) -> None:
+        self._world.story.tell("order", f"{order.act} {order.service} {order.host} {order.size}")
+        act = self._acts.get(order.act)
+        if act is not None:
+            await act(order)
+        elif order.service not in self._world.dead and (host := self._host(order)) is not None:
+            self._change(order, host)
+
+    def _change(self, order: Order, host: str) -> None:
+        fleet = self._world.fleets[order.service]
+        match order.act:
+            case Act.RESIZE:
+                fleet.resize(host, SIZES[order.size])
+            case Act.DISABLE:
+                fleet.disable(host)
+            case Act.ENABLE:
+                fleet.enable(host)
+            case _:
+                fleet.lose(host)
+
+    def _host(self, order: Order) -> str | None:
+        """The uuid of the host, unless it has gone by now."""
+        hosts = [one.plan.uuid for one in self._world.fleets[order.service].hosts]
+        return hosts[order.host] if order.host < len(hosts) else None
+
+    # --- services
+
+    async def _late(self, order: Order) -> None:
+        self._start(order.service)
+
+    async def _leave(self, order: Order) -> None:
+        await self._stop(order.service)
+        await asyncio.sleep(order.seconds)
+        self._start(order.service)
+
+    async def _upgrade(self, order: Order) -> None:
+        """The new version of the service reports its hosts as trees."""
+        await self._stop(order.service)
+        self._world.flat.discard(order.service)
+        await asyncio.sleep(order.seconds)
+        self._start(order.service)
+
+    async def _die(self, order: Order) -> None:
+        """The racks burn: the service and all its hosts, and nobody says so."""
+        world, name = self._world, f"compute-{order.service}"
+        world.expected_down.add(name)
+        world.dead.add(order.service)
+        world.kill(name)
+        for host in world.fleets[order.service].hosts:
+            world.left[host.plan.uuid] = "dead"
+
+    async def _stop(self, service: str) -> None:
+        world, name = self._world, f"compute-{service}"
+        world.expected_down.add(name)
+        await world.stop(name)
+
+    def _start(self, service: str) -> None:
+        world, name = self._world, f"compute-{service}"
+        if service in world.dead:
+            return
+        world.expected_down.discard(name)
+        if name not in world.lives:
+            world.start(name)
+
+    # --- hosts that go
+
+    async def _drain(self, order: Order) -> None:
+        """Empty a host, take it out of its service, and its provider out of the book."""
+        host = self._host(order)
+        if host is None or not await self._emptied(order.service, host):
+            return
+        world, fleet = self._world, self._world.fleets[order.service]
+        fleet.drop(host)
+        world.left[host] = "drained"
+        version = fleet.records.versions(1, world.clock.time() + world.plan.skew_s)
+        await self._client.say(InventoryUpdate(source=f"compute-{order.service}", version=version, root_uuid=host))
+
+    async def _rehome(self, order: Order) -> None:
+        """Empty a host and give it to the next service of its cell."""
+        host = self._host(order)
+        services = list(dict(self._world.cell_of(order.service).services))
+        other = services[(services.index(order.service) + 1) % len(services)]
+        if host is None or other in self._world.dead or not await self._emptied(order.service, host):
+            return
+        moved = self._world.fleets[order.service].drop(host)
+        self._world.fleets[other].adopt(moved)
+        self._world.fleets[other].enable(host)
+
+    async def _emptied(self, service: str, host: str) -> bool:
+        """No new builds here, and what is here is deleted by its owners. False: the service is no more."""
+        world = self._world
+        world.fleets[service].disable(host, "it is to leave")
+        while service not in world.dead:
+            mine = self._tenants(service, host)
+            for uuid in mine:
+                self._client.delete(uuid)
+            if not mine:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    def _tenants(self, service: str, host: str) -> list[str]:
+        """Whoever is on this host, is to be, or holds a part of it."""
+        world = self._world
+        here = {guest.instance_uuid: None for at, guest in world.fleets[service].guests() if at == host}
+        for uuid, instance in world.cells[world.cell_of(service).name].instances.items():
+            if instance.host_uuid == host and instance.state.value not in ("failed", "deleted", "tombstone"):
+                here[uuid] = None
+        for uuid, kept in world.book.consumers.items():
+            if any(world.book.providers[one].root == host for one in kept.consumer.holding):
+                here[uuid] = None
+        return list(here)

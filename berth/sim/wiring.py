@@ -1,0 +1,155 @@
+"""Each worker's real `build`, with what it is given in the simulated world instead of brokers, servers and clocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+import cell_conductor.app
+import compute_sim.app
+import ironic_sync.app
+import placement_worker.app
+import scheduler_worker.app
+from berth.sim.loop import Process
+from berth.sim.metal import URL, IronicTransport
+from berth.sim.metal_watch import MetalWatch, WatchedPositions
+from berth.sim.network import SimTransport
+from berth.sim.plan import SIZES
+from bus.service.environment import Environment
+from bus.service.memory_database import Session
+from bus.service.service import Service
+from cell_conductor.config import ConductorConfig
+from cell_conductor.store.memory import MemoryInstances
+from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.drivers.baremetal import BareMetal
+from ironic_sync.config import IronicSyncConfig
+from ironic_sync.source.rest import RestSource
+from ironic_sync.store.memory import MemoryPositions
+from placement_worker.config import PlacementConfig
+from placement_worker.replica.book import Book
+from placement_worker.store.memory import MemoryBook
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.store.memory import MemoryBuilds
+
+if TYPE_CHECKING:
+    from berth.sim.world import World
+
+BUILD_TIMEOUT_S = 20.0
+DOWN_S = 10.0  # five heartbeats
+
+PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=20.0, feed_keep=1000, cell_wait_s=1.0)
+CONDUCTOR = ConductorConfig(
+    ask_timeout_s=3.0,
+    ask_again_s=5.0,
+    destroy_again_s=10.0,
+    report_grace_s=10.0,
+    report_every_s=30.0,
+    sweep_every_s=1.0,
+)
+IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
+METAL_LIMIT_S = 120.0
+
+
+class Seat(Struct, frozen=True):
+    """What one life of one process is given besides its environment: itself, its connections, its databases."""
+
+    process: Process
+    transports: list[SimTransport]
+    session: Callable[[str], Session]
+    book: Book | None
+
+
+class Wiring:
+    """Builds the processes of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def build(self, name: str, env: Environment, seat: Seat) -> Service:
+        """The service of one life of the process of this name."""
+        world, (kind, _, rest) = self._world, name.partition("-")
+        cells = list(world.cells)
+        if kind == "conductor":
+            cell = rest.rpartition("-")[0]
+            return cell_conductor.app.build(env, CONDUCTOR, cell, store=MemoryInstances(seat.session(f"cell_{cell}")))
+        if kind == "compute":
+            return self._compute(env, rest, seat)
+        if kind.startswith("scheduler"):
+            config = SchedulerConfig(
+                host_subset_size=world.plan.subset,
+                build_timeout_s=BUILD_TIMEOUT_S,
+                service_down_time_s=DOWN_S,
+            )
+            store = MemoryBuilds(seat.session("scheduler"))
+            return scheduler_worker.app.build(env, config, cells, store=store, book=seat.book)
+        if kind.startswith("ironic"):
+            return self._ironic(env, seat)
+        return placement_worker.app.build(env, PLACEMENT, cells, store=MemoryBook(seat.session("placement")))
+
+    def config(self, service: str) -> ComputeConfig:
+        """The settings of a compute service, as they are now."""
+        plan = self._world.plan
+        metal = [name for _, name in plan.metal_services]
+        if service in metal:
+            share = IronicConfig(
+                url=URL,
+                poll_s=0.5,
+                deploy_timeout_s=METAL_LIMIT_S,
+                clean_timeout_s=METAL_LIMIT_S,
+                share=metal.index(service),
+                shares=len(metal),
+            )
+            return ComputeConfig(driver="ironic", ironic=share, seed=plan.seed, heartbeat_s=2.0, report_s=25.0)
+        hosts = dict(self._world.cell_of(service).services)
+        number = list(hosts).index(service)
+        return ComputeConfig(
+            hosts=hosts[service],
+            sizes=SIZES[number % len(SIZES) :] + SIZES[: number % len(SIZES)],
+            gpu_share=0.5,
+            numa_share=plan.numa_share,
+            nested=service not in self._world.flat,
+            seed=plan.seed,
+            faults=plan.computes,
+            heartbeat_s=2.0,
+            report_s=25.0,
+            build_limit_s=3600.0,
+        )
+
+    def _compute(self, env: Environment, service: str, seat: Seat) -> Service:
+        world, config = self._world, self.config(service)
+        driver = None
+        if config.driver == "ironic":
+            assert world.ironic is not None
+            way = IronicTransport(world.ironic, seat.process, world.weather)
+            driver = BareMetal(config.ironic, clock=env.clock, transport=way)
+        cell = world.cell_of(service).name
+        return compute_sim.app.build(env, config, cell, service, fleet=world.fleets[service], driver=driver)
+
+    def _ironic(self, env: Environment, seat: Seat) -> Service:
+        world = self._world
+        assert world.ironic is not None
+        watch = MetalWatch(world.now, world.fail)
+        way = IronicTransport(world.ironic, seat.process, world.weather)
+        way.answered = watch.answered
+        source = RestSource(
+            URL,
+            microversion=IRONIC.microversion,
+            timeout_s=IRONIC.request_timeout_s,
+            list_timeout_s=IRONIC.list_timeout_s,
+            page_size=IRONIC.page_size,
+            connections=IRONIC.reads_in_flight,
+            transport=way,
+        )
+        store = WatchedPositions(MemoryPositions(seat.session("ironic_sync")), watch)
+        service = ironic_sync.app.build(env, IRONIC, source=source, store=store)
+        for transport in seat.transports:
+            transport.arrived = lambda delivery: watch.heard(delivery.body)
+        return service
+
+
+def clock_error_s(seed: int, name: str, most_s: float) -> float:
+    """How far a process's clock is off, the same in each of its lives."""
+    return random.Random(f"berth.sim.skew {seed} {name}").uniform(-1, 1) * most_s

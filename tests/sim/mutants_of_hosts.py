@@ -1,0 +1,230 @@
+"""Deliberate defects about hosts that come and go, bare metal, clocks, and the cells' bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from msgspec.structs import replace
+
+import cell_conductor.app
+import placement_worker.store.memory as book_store
+from bus.consumer import Consumer
+from bus.outcome import Refuse
+from bus.service.memory_database import Transaction
+from cell_conductor.domain import rules
+from compute_sim.drivers.baremetal import BareMetal
+from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.reporter import Reporter
+from ironic_sync.domain import position
+from ironic_sync.domain import rules as ironic_rules
+from placement_worker.domain.handover import _Moving
+from scheduler_worker.domain.hosts import Hosts
+
+
+def flip_ignored() -> AbstractContextManager[Any]:
+    """Maintenance does not count: only a node's provision state and power do."""
+
+    def unavailable(node: Any) -> bool:
+        return node.power_state in ironic_rules.DEAD_POWER or node.provision_state not in ironic_rules.FREE_STATES
+
+    return patch.object(ironic_rules, "unavailable", unavailable)
+
+
+def stale_notice_applied() -> AbstractContextManager[Any]:
+    """A notification that takes nothing away gives the node back at once, however old it is."""
+    heard = position.heard
+
+    def believed(before: Any, *, away: bool, seq: int, now: float) -> Any:
+        asked = heard(before, away=away, seq=seq, now=now)
+        if away or before.report is None:
+            return asked
+        free = {name: replace(one, reserved=0) for name, one in before.report.inventories.items()}
+        return position._tell(asked, replace(before.report, inventories=free), now)
+
+    return patch.object(position, "heard", believed)
+
+
+def overtaken_read_applied() -> AbstractContextManager[Any]:
+    """What was read gives a node back, also when something was heard of it since the read was sent."""
+    was_read = position.was_read
+
+    def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:
+        return was_read(replace(before, heard_seq=0), node, seq=seq, now=now, timing=timing)
+
+    return patch.object(position, "was_read", applied)
+
+
+def gone_node_stays() -> AbstractContextManager[Any]:
+    """A node that Ironic has no more is left in the book as it was."""
+    return patch.object(position, "was_gone", lambda before, *, seq, now: replace(before, due_at=None, read_seq=seq))
+
+
+def node_never_undeployed() -> AbstractContextManager[Any]:
+    """The service of bare metal says `destroyed` and asks Ironic for nothing."""
+
+    async def destroy(self: BareMetal, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        return None
+
+    return patch.object(BareMetal, "destroy", destroy)
+
+
+def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
+    """A host turns nested: what leaves the root arrives at no child."""
+
+    def move(self: _Moving, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
+        held = {provider: dict(amounts) for provider, amounts in self._held(consumer).items()}
+        for name in classes:
+            held.get(self._source, {}).pop(name, None)
+        self.moved[consumer] = {provider: amounts for provider, amounts in held.items() if amounts}
+
+    return patch.object(_Moving, "move", move)
+
+
+def dead_service_still_chosen() -> AbstractContextManager[Any]:
+    """Hosts whose service has not been heard of for long are chosen like any other."""
+
+    def down(self: Hosts, now_s: float, service_down_time_s: float) -> Any:
+        return np.zeros(len(self.services) + 1, dtype=np.bool_)
+
+    return patch.object(Hosts, "down", down)
+
+
+def change_not_reported() -> AbstractContextManager[Any]:
+    """A host that changes is announced, and its new inventory is not reported."""
+
+    def host_changed(self: Reporter, hosts: Sequence[str]) -> None:
+        self._announce.want(hosts)
+
+    return patch.object(Reporter, "host_changed", host_changed)
+
+
+def half_built_is_kept() -> AbstractContextManager[Any]:
+    """A host destroys machines that were completed, and lets half-built ones lie."""
+    destroyed = Hypervisors.destroy
+
+    async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+        guest = self._fleet.guest(host_uuid, instance_uuid)
+        if guest is None or guest.complete:
+            await destroyed(self, host_uuid, instance_uuid, attempt)
+
+    return patch.object(Hypervisors, "destroy", destroy)
+
+
+def capacity_unguarded() -> AbstractContextManager[Any]:
+    """Three units more than there are may be claimed, and the store has no guard of its own."""
+    claimed, write = book_store._claimed, book_store.MemoryBook._write
+
+    def with_more(provider: Any) -> Any:
+        found = claimed(provider)
+        rooms = {
+            name: room.__class__(room.capacity + 3, room.min_unit, room.max_unit, room.step_size, room.used)
+            for name, room in found.rooms.items()
+        }
+        return replace(found, rooms=rooms)
+
+    def unguarded(self: Any, transaction: Transaction, decision: Any, now: float) -> None:
+        providers = self._table.providers
+        roomy = {
+            uuid: replace(one, stocks={name: replace(stock, capacity=10**9) for name, stock in one.stocks.items()})
+            for uuid, one in providers.items()
+        }
+        self._table.providers = roomy
+        try:
+            write(self, transaction, decision, now)
+        finally:
+            self._table.providers = providers
+
+    @contextmanager
+    def both() -> Any:
+        with (
+            patch.object(book_store, "_claimed", with_more),
+            patch.object(book_store.MemoryBook, "_write", unguarded),
+        ):
+            yield
+
+    return both()
+
+
+def usage_not_lowered() -> AbstractContextManager[Any]:
+    """A release forgets what its consumer held, and leaves what is used as it was."""
+    write = book_store.MemoryBook._write
+
+    def forgetful(self: Any, transaction: Transaction, decision: Any, now: float) -> None:
+        providers = self._table.providers
+        used = {
+            uuid: {name: max(amount, providers[uuid].used.get(name, 0)) for name, amount in amounts.items()}
+            for uuid, amounts in decision.used.items()
+        }
+        write(self, transaction, replace(decision, used=used), now)
+
+    return patch.object(book_store.MemoryBook, "_write", forgetful)
+
+
+def cell_asks_above() -> AbstractContextManager[Any]:
+    """A conductor connects to the API bus, too."""
+    build = cell_conductor.app.build
+
+    def with_a_way_up(env: Any, *arguments: Any, **named: Any) -> Any:
+        env.bus()
+        return build(env, *arguments, **named)
+
+    return patch.object(cell_conductor.app, "build", with_a_way_up)
+
+
+def outage_uses_up_messages() -> AbstractContextManager[Any]:
+    """A message whose database is away is given up, and not handled later."""
+    call = Consumer._call
+
+    async def given_up(self: Consumer, received: Any, *more: Any) -> Any:
+        try:
+            return await call(self, received, *more)
+        except Exception as error:  # whatever it is: that is the defect
+            return [Refuse("impatient", type(error).__name__) for _ in received]
+
+    return patch.object(Consumer, "_call", given_up)
+
+
+def patience_by_two_clocks() -> AbstractContextManager[Any]:
+    """A request's deadline, by the asker's clock, is compared with the answering side's."""
+
+    def until(self: Consumer, meta: Any) -> float | None:
+        clock = self._bus.clock
+        return None if meta.deadline is None else float(clock.monotonic() + meta.deadline - clock.time())
+
+    return patch.object(Consumer, "_until", until)
+
+
+def report_by_our_clock() -> AbstractContextManager[Any]:
+    """A host's report is as old as it looks by the conductor's clock."""
+
+    def is_gone(instance: Any, event: Any, patience: Any) -> bool:
+        if event.host_uuid != instance.host_uuid:
+            return False
+        if isinstance(event, rules.Destroyed):
+            return bool(event.attempt >= instance.attempt)
+        return bool(event.seen_at > instance.since + patience.report_grace_s)
+
+    return patch.object(rules, "_is_gone", is_gone)
+
+
+MUTANTS_OF_HOSTS = (
+    flip_ignored,
+    stale_notice_applied,
+    overtaken_read_applied,
+    gone_node_stays,
+    node_never_undeployed,
+    reshape_loses_an_allocation,
+    dead_service_still_chosen,
+    change_not_reported,
+    half_built_is_kept,
+    capacity_unguarded,
+    usage_not_lowered,
+    cell_asks_above,
+    outage_uses_up_messages,
+    patience_by_two_clocks,
+    report_by_our_clock,
+)
