@@ -21,7 +21,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
     destroy_unknown: destroy what a host runs and no record of this cell owns.
     deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
-    than any message can be under way. forget_every_s: between two looks for those that are older.
+    than any message can be under way. failed_keep_s: the same of a failed one; longer than the schedulers keep its
+    request (ended_keep_s), because who deletes it there waits for our word. forget_every_s: between two looks for those
+    that are older.
     """
 
     ask_timeout_s: Seconds = 10.0
@@ -37,5 +39,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
     destroy_unknown: bool = True
     deleted_keep_s: Seconds = 86_400.0
+    failed_keep_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
     forget_every_s: Seconds = 60.0
     forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000

@@ -38,14 +38,15 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
 
 
 async def forget_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
-    """Drop instances that were deleted long ago; a full batch is followed by the next at once."""
+    """Drop instances that were deleted or failed long ago; a full batch is followed by the next at once."""
     while True:
-        forgotten = 0
+        deleted = failed = 0
         try:
-            forgotten = await store.forget_deleted(clock.time() - config.deleted_keep_s, config.forget_batch)
+            deleted = await store.forget_deleted(clock.time() - config.deleted_keep_s, config.forget_batch)
+            failed = await store.forget_failed(clock.time() - config.failed_keep_s, config.forget_batch)
         except Transient as fault:
             log.warning("forget.waiting", code=fault.code, reason=str(fault))
-        if forgotten < config.forget_batch:
+        if max(deleted, failed) < config.forget_batch:
             await clock.sleep(config.forget_every_s)
 
 

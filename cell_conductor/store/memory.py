@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
@@ -122,10 +122,17 @@ class MemoryInstances:
 
     async def forget_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
+        return await self._forget((State.DELETED, State.TOMBSTONE), before, limit)
+
+    async def forget_failed(self, before: float, limit: int) -> int:
+        """Drop instances that failed before, at most so many."""
+        return await self._forget((State.FAILED,), before, limit)
+
+    async def _forget(self, states: Collection[State], before: float, limit: int) -> int:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             instances = self._table.instances
-            over = [i for i in instances.values() if i.state in (State.DELETED, State.TOMBSTONE) and i.since < before]
+            over = [i for i in instances.values() if i.state in states and i.since < before]
             gone = [i.uuid for i in over if transaction.is_free(("instance", i.uuid))][:limit]
             await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
             transaction.will(partial(_drop, instances, gone))

@@ -74,3 +74,6 @@ class InstanceStore(Protocol):
 
     async def forget_deleted(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""
+
+    async def forget_failed(self, before: float, limit: int) -> int:
+        """Drop at most so many instances that ended as failed before; returns how many."""

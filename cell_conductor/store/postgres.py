@@ -59,12 +59,13 @@ UNION
 """
 
 
-# Whatever somebody holds is not over. The states are the partial index's condition.
-FORGET_DELETED = """
+# Whatever somebody holds is not over. The states are the partial indexes' conditions.
+FORGET = """
 DELETE FROM instances WHERE uuid IN (
-    SELECT uuid FROM instances WHERE state IN ('deleted', 'tombstone') AND since < $1
-    ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
+    SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
+FORGET_DELETED = FORGET.format(over="state IN ('deleted', 'tombstone')")
+FORGET_FAILED = FORGET.format(over="state = 'failed'")
 
 
 class PostgresTransaction:
@@ -140,8 +141,15 @@ class PostgresInstances:
 
     async def forget_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
+        return await self._forget(FORGET_DELETED, before, limit)
+
+    async def forget_failed(self, before: float, limit: int) -> int:
+        """Drop instances that failed before, at most so many."""
+        return await self._forget(FORGET_FAILED, before, limit)
+
+    async def _forget(self, statement: str, before: float, limit: int) -> int:
         async with self._database.raw() as connection:
-            status: str = await connection.execute(FORGET_DELETED, before, limit)
+            status: str = await connection.execute(statement, before, limit)
         return int(status.rpartition(" ")[2])
 
 

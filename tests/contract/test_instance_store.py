@@ -161,3 +161,12 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
     assert sorted(found) == [A, B]
     assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
+
+
+async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:
+    await insert(store, instance(A, State.FAILED), instance(B, State.DELETED), instance(C, State.ACTIVE))
+    assert await store.forget_failed(3.0, 10) == 0  # they failed at 3.0
+    assert await store.forget_failed(3.5, 10) == 1
+    assert sorted(await recorded(store)) == [B, C]
+    assert await store.forget_deleted(3.5, 10) == 1
+    assert sorted(await recorded(store)) == [C]
