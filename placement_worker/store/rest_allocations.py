@@ -17,7 +17,7 @@ from placement_worker.domain.reports import changes_of
 from placement_worker.domain.reshape import Reshape, Reshaped, reshape
 from placement_worker.domain.values import Consumer
 from placement_worker.store import feed
-from placement_worker.store.claims import lock_consumers, lock_providers, write
+from placement_worker.store.claims import lock, lock_consumers, write
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
 from placement_worker.store.names import Names
 from placement_worker.store.rest_trees import complete_ids, unsettle
@@ -39,11 +39,10 @@ async def apply(
             _expect(item.writes, expected, wanted)
         else:
             expected.setdefault(item.consumer, _NOBODY())
-    inserted, consumers = await lock_consumers(connection, expected, names)
-    ids, providers = await lock_providers(connection, wanted | _held(consumers), names)
-    outcomes, decision = decide(items, consumers, providers, names.class_ids)
-    await write(connection, decision, consumers, inserted, ids=ids, names=names)
-    await feed.append(connection, changes_of_usage(decision))
+    locked = await lock(connection, expected, wanted, names)
+    outcomes, decision = decide(items, locked.found, locked.providers, names.class_ids)
+    changes = changes_of_usage(decision)
+    await write(connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes)
     return outcomes
 
 

@@ -42,12 +42,14 @@ DECLARE
     numbers json;
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0));
+    SELECT array_agg(meant.id) INTO locked FROM (
+        SELECT id FROM providers WHERE uuid = ANY(uuids)
+        UNION ALL SELECT id FROM providers WHERE name = ANY(names)
+        UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.uuid = ANY(whole)
+    ) AS meant;
+    -- By number alone: of a condition with UNION ALL a row that had to be waited for is found false, and left out.
     SELECT array_agg(found.id) INTO locked FROM (
-        SELECT id FROM providers WHERE id IN (
-            SELECT id FROM providers WHERE uuid = ANY(uuids)
-            UNION ALL SELECT id FROM providers WHERE name = ANY(names)
-            UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.uuid = ANY(whole)
-        ) ORDER BY id FOR NO KEY UPDATE
+        SELECT id FROM providers WHERE id = ANY(locked) ORDER BY id FOR NO KEY UPDATE
     ) AS found;
     IF creating > 0 THEN
         SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
