@@ -42,6 +42,19 @@ def memory_mb(root: int) -> float:
     return total
 
 
+def shared_out_mb(root: int, *, alone: bool = False) -> float:
+    """Memory of a process and (unless alone) its descendants; shared pages divided among those who share them (PSS)."""
+    parents, _ = ({}, {}) if alone else _processes()
+    total = 0.0
+    for pid in [root] if alone else _tree(root, parents):
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+                total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
+        except OSError:  # it has just ended
+            continue
+    return total
+
+
 def counters(text: str, names: Iterable[str]) -> Counter[str]:
     """Some Prometheus counters of a /metrics page: the sum over all labels by name, and by `name{labels}` each."""
     wanted = set(names)

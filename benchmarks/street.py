@@ -93,9 +93,11 @@ class Result(Struct, frozen=True, kw_only=True):
     boots_per_s: float
     latency_ms: dict[str, float]
     stages_ms: dict[str, dict[str, float]]
+    spent_ms: dict[str, dict[str, float]]  # in each stage, which add up to a boot's latency
     idle_p50_ms: float
     idle_p95_ms: float
     idle_stages_ms: dict[str, float]
+    idle_spent_ms: dict[str, float]  # the median of each stage
     invariants_hold: bool
     active: int
     ratio_to_bare_pipeline: float | None = None
@@ -144,11 +146,19 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         boots_per_s=round(report.boots_per_s, 1),
         latency_ms=report.latency_ms,
         stages_ms=report.stages_ms,
+        spent_ms={
+            stage: {name: round(figures[name], 3) for name in ("p50", "p99")}
+            for stage, figures in report.spent_ms.items()
+        },
         idle_p50_ms=round(statistics.median(latencies), 2),
         idle_p95_ms=round(latencies[int(0.95 * len(latencies))], 2),
         idle_stages_ms={
             name: round(statistics.median(one.stages_ms[name]["p50"] for one in idle if one.stages_ms[name]), 2)
             for name in idle[0].stages_ms
+        },
+        idle_spent_ms={
+            stage: round(statistics.median(one.spent_ms[stage]["p50"] for one in idle if stage in one.spent_ms), 2)
+            for stage in idle[0].spent_ms
         },
         invariants_hold=all(verdict.holds for verdict in verdicts),
         active=report.active,
@@ -264,9 +274,9 @@ class Instruments:
 
 
 @contextlib.asynccontextmanager
-async def connected(here: Site) -> AsyncIterator[BuildClient]:
+async def connected(here: Site, *, keep_events: bool = True) -> AsyncIterator[BuildClient]:
     """A client that keeps what it hears."""
-    client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=True)
+    client = BuildClient(here.bus("bench"), clock=here.clock, process=process_name("bench"), keep_events=keep_events)
     await client.open()
     try:
         yield client
@@ -375,6 +385,9 @@ def say(result: Result, seconds: float) -> None:
         f"{seconds:.0f} s in all"
     )
     print("  idle, ms until:", ", ".join(f"{name} {ms}" for name, ms in result.idle_stages_ms.items()))
+    print("  idle, ms in each stage:", ", ".join(f"{name} {ms}" for name, ms in result.idle_spent_ms.items()))
+    spent = (f"{name} {ms['p50']:.0f} ({ms['p99']:.0f})" for name, ms in result.spent_ms.items())
+    print("  loaded, ms in each stage, p50 (p99):", ", ".join(spent))
     for share, figures in result.at_rates.items():
         print(f"  at {share} ({figures['rate_per_s']:.0f}/s): p50 {figures['p50']:.0f} ms, p99 {figures['p99']:.0f} ms")
     costs = result.costs

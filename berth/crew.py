@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ class Worker(Struct):
     port: int
     log: Path
     process: GuardedProcess
+    settings: Mapping[str, str]
 
 
 class Crew:
@@ -49,7 +51,9 @@ class Crew:
             log=log,
             account=Account(()),
         )
-        self.workers[name] = Worker(name=name, arguments=arguments, port=port, log=log, process=process)
+        self.workers[name] = Worker(
+            name=name, arguments=arguments, port=port, log=log, process=process, settings=settings or {}
+        )
         return self.workers[name]
 
     async def ready(self, names: Sequence[str] | None = None, *, timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -80,12 +84,13 @@ class Crew:
         old = self.workers[name]
         if old.process.running:
             old.process.stop()
-        return self.start(name, *old.arguments)
+        return self.start(name, *old.arguments, settings=old.settings)
 
     def stop(self) -> None:
-        """Let all drain and end; what does not is killed."""
-        for worker in reversed(self.workers.values()):
-            worker.process.stop()
+        """Let all drain and end, at once; what does not is killed."""
+        if self.workers:
+            with ThreadPoolExecutor(len(self.workers)) as pool:
+                list(pool.map(lambda worker: worker.process.stop(), self.workers.values()))
 
     async def _ready(self, http: httpx.AsyncClient, worker: Worker, timeout_s: float) -> None:
         until = asyncio.get_running_loop().time() + timeout_s

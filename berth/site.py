@@ -26,11 +26,17 @@ RUNTIME_FILE = "runtime.json"
 
 
 class Runtime(Struct, frozen=True, kw_only=True):
-    """What a running `berth up` leaves for other commands of this machine: how to reach what it embeds."""
+    """What a running `berth up` leaves for other commands of this machine: how to reach what it embeds.
+
+    buses: {"api" or a cell: URL} of a broker that it started; empty: its memory buses, at its socket.
+    metrics: {worker: URL of its /metrics} of workers that run as processes.
+    """
 
     pid: int
     database_url: str
     ironic_url: str = ""
+    buses: dict[str, str] = {}
+    metrics: dict[str, str] = {}
 
 
 class Brokers:
@@ -124,6 +130,10 @@ class Site:
 
     def _place(self, name: str) -> tuple[str, str]:
         bus = self.settings.bus
+        if bus.url == MEMORY and self.brokers is None:
+            runtime = read_runtime(self.settings.state)
+            if runtime is not None and name in runtime.buses:
+                return runtime.buses[name], ""
         if name == API:
             return bus.url, bus.prefix
         cell = self.settings.cells[name]

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -38,7 +38,9 @@ from berth.commands.placement import with_api
 from berth.metal import simulated_ironic
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
+from berth.supervisor import Supervisor, supervised
 from berth.up import Street, serve, site
+from berth.up_processes import Numbers, Running, numbers, running
 from bus.contracts.base import Word
 from bus.service.environment import Environment
 from bus.service.main import run_process
@@ -62,22 +64,34 @@ class Role(StrEnum):
 Build = Callable[[Environment], Service]
 
 
-def up(context: typer.Context, as_json: AsJson = False) -> None:
-    """Run everything in this process until it is interrupted; other commands reach it from other terminals."""
+Count = Annotated[int | None, typer.Option(min=1, max=64, help="With --processes; default: as the machine has CPUs.")]
+
+
+def up(
+    context: typer.Context,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Each worker a process, on RabbitMQ and PostgreSQL.")
+    ] = False,
+    schedulers: Count = None,
+    placements: Count = None,
+    conductors: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
+    computes: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run everything until it is interrupted, in this process or as processes; other terminals reach it.
+
+    With --processes: on the broker and database that the settings name, else on a RabbitMQ (the machine's program) and
+    a PostgreSQL of its own, kept below state_dir. A worker that dies is started again, a bounded number of times. Each
+    one's log is in state_dir/logs.
+    """
+    asked = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
 
     async def body() -> int:
-        settings = settings_of(context)
-        running = read_runtime(settings.state)
-        if running is not None:
-            raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
-        _make_state(settings)
-        settings = _with_lasting_machines(settings)
-        configure_logging(
-            process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format
-        )
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        if processes:
+            return await _up_processes(context, asked, as_json)
+        if any(number is not None for number in asked.values()):
+            raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
+        settings, stop = _prepare(context)
         async with site(settings, directory=settings.state / "postgres") as here, simulated_ironic(here) as ironic:
             ironic_url = ironic.url if ironic is not None else None
             street = Street(here)
@@ -97,6 +111,34 @@ def up(context: typer.Context, as_json: AsJson = False) -> None:
         return 0
 
     run(body)
+
+
+def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
+    """What both ways of being up begin with: settings, a state directory, and an event that signals set."""
+    settings = settings_of(context)
+    running = read_runtime(settings.state)
+    if running is not None:
+        raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
+    _make_state(settings)
+    settings = _with_lasting_machines(settings)
+    configure_logging(process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return settings, stop
+
+
+async def _up_processes(context: typer.Context, asked: Mapping[str, int | None], as_json: bool) -> int:
+    settings, stop = _prepare(context)
+    cpus = len(os.sched_getaffinity(0))
+    count = numbers(cpus, len(settings.cells), settings.up, asked)
+    async with running(settings, count) as started:
+        supervisor = Supervisor(
+            started.crew, clock=started.site.clock, say=lambda said: err.print(said, soft_wrap=True, markup=False)
+        )
+        _say_processes(started, count, cpus, as_json)
+        await supervised(supervisor, stop)
+    return 0
 
 
 def run_role(
@@ -236,5 +278,23 @@ def _say_up(here: Site, street: Street, as_json: bool) -> None:
     out.print(
         f"[green]berth is up[/green]: cells {', '.join(here.cells)}; compute services {', '.join(street.computes)}.\n"
         "In another terminal: berth boot --flavor m1.small --count 50 --wait. Ctrl-C stops it.",
+        soft_wrap=True,
+    )
+
+
+def _say_processes(started: Running, count: Numbers, cpus: int, as_json: bool) -> None:
+    cells = started.site.cells
+    workers = {
+        name: {"pid": worker.process.pid, "log": str(worker.log)} for name, worker in started.crew.workers.items()
+    }
+    if as_json:
+        print_json({"up": True, "cells": cells, "cpus": cpus, "numbers": count, "workers": workers})
+        return
+    server = "a RabbitMQ of its own" if started.own_broker else "the broker of the settings"
+    out.print(
+        f"[green]berth is up[/green]: {len(workers)} processes for {cpus} CPUs on {server}: {count.schedulers} "
+        f"scheduler(s), {count.placements} placement; in each of {len(cells)} cells {count.conductors} conductor(s) "
+        f"and {count.computes} compute. Logs: {started.logs}.\n"
+        "In another terminal: berth load --boots 1000. Ctrl-C stops it.",
         soft_wrap=True,
     )

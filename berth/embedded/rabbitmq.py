@@ -37,8 +37,9 @@ SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 class RabbitMQ:
     """A private broker. `with RabbitMQ() as broker: broker.url()`.
 
-    directory: keep data and logs there (None: temporary). The administrator's user name is `berth`, its password
-    random; vhost `/` exists. Only listens on 127.0.0.1.
+    directory: keep data and logs there (None: temporary); another broker made on it later goes on with the same node,
+    password and messages. The administrator's user name is `berth`, its password random; vhost `/` exists. Only listens
+    on 127.0.0.1.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -49,13 +50,17 @@ class RabbitMQ:
         self.port = free_port()
         self._distribution_port = free_port()
         self._epmd_port = free_port()
-        self.password = secrets.token_urlsafe(18)
-        self.node = f"berth-{uuid.uuid4().hex[:10]}@localhost"
+        self._identity = self._work.path / "identity.json"
+        self.node, self.password = self._known() or (
+            f"berth-{uuid.uuid4().hex[:10]}@localhost",
+            secrets.token_urlsafe(18),
+        )
 
     def start(self) -> Self:
         """Start the broker on its data and wait until it takes connections."""
         if not (self._work.path / "definitions.json").exists():
             self._initialise()
+        self._configure()
         if self._epmd is None or not self._epmd.running:
             self._start_epmd()
         self._process = GuardedProcess(
@@ -114,7 +119,7 @@ class RabbitMQ:
         return done.stdout
 
     def add_vhost(self, name: str) -> str:
-        """Make a vhost that the administrator may use; returns its URL."""
+        """Make a vhost that the administrator may use, unless there is one; returns its URL."""
         self.control("add_vhost", name)
         self.set_permissions(ADMIN, name)
         return self.url(name)
@@ -154,6 +159,14 @@ class RabbitMQ:
     ) -> None:
         self.stop()
 
+    def _known(self) -> tuple[str, str] | None:
+        """Node name and password of the broker that was here before."""
+        try:
+            node, password = json.loads(self._identity.read_text())
+        except FileNotFoundError:
+            return None
+        return str(node), str(password)
+
     def _initialise(self) -> None:
         home = self._work.path
         cookie = home / ".erlang.cookie"
@@ -169,6 +182,12 @@ class RabbitMQ:
         secret = home / "definitions.json"
         secret.touch(mode=0o600)
         secret.write_text(json.dumps(definitions))
+        self._identity.touch(mode=0o600)
+        self._identity.write_text(json.dumps([self.node, self.password]))
+
+    def _configure(self) -> None:
+        home = self._work.path
+        secret = home / "definitions.json"
         (home / "rabbitmq.conf").write_text(
             f"listeners.tcp.1 = 127.0.0.1:{self.port}\n"
             f"load_definitions = {secret}\n"

@@ -40,8 +40,10 @@ class Arrival(Struct, frozen=True):
 class LoadPlan(Struct, frozen=True, kw_only=True):
     """What to fire. mix: {flavor: weight}. The first of these that is set says how:
 
-    trace: arrivals as they were once. ramp_s: open loop, the rate going evenly from ramp_from_per_s to rate_per_s.
-    rate_per_s: open loop at a constant rate. concurrency: closed loop, builds in flight at once. Else all at once.
+    trace: arrivals as they were once. phases: open loop, ((rate a second, seconds), ...) one after the other.
+    ramp_s: open loop, the rate going evenly from ramp_from_per_s to rate_per_s. rate_per_s: open loop at a constant
+    rate. concurrency: closed loop, builds in flight at once. Else all at once.
+
     Latency is counted from the intended time. churn: the share of builds that is deleted as soon as it is active.
     patience_s: how long a request that the broker refuses (its queue is full) is offered again; None: in an open loop
     not at all, it counts as refused by backpressure; else as long as the timeout.
@@ -56,6 +58,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     ramp_from_per_s: float = 0.0
     ramp_s: float = 0.0
     trace: tuple[Arrival, ...] = ()
+    phases: tuple[tuple[float, float], ...] = ()
     churn: float = 0.0
     patience_s: float | None = None
     timeout_s: float = 300.0
@@ -66,6 +69,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
         """How the arrivals come."""
         if self.trace:
             return "trace"
+        if self.phases:
+            return "open"
         if self.ramp_s > 0:
             return "ramp"
         if self.rate_per_s > 0:
@@ -116,6 +121,8 @@ def arrivals(plan: LoadPlan, rng: random.Random) -> Iterator[Arrival]:
 
 def due_s(plan: LoadPlan, number: int) -> float:
     """When build `number` (from 0) of an open loop is meant to leave; 0 when nobody minds."""
+    if plan.phases:
+        return _due_in_phases(plan.phases, number)
     if plan.mode == "open":
         return number / plan.rate_per_s
     if plan.mode != "ramp":
@@ -124,6 +131,21 @@ def due_s(plan: LoadPlan, number: int) -> float:
     steepness = (plan.rate_per_s - plan.ramp_from_per_s) / plan.ramp_s
     root = math.sqrt(max(plan.ramp_from_per_s**2 + 2 * steepness * number, 0.0))
     return 2 * number / (plan.ramp_from_per_s + root) if number else 0.0
+
+
+def _due_in_phases(phases: Sequence[tuple[float, float]], number: int) -> float:
+    """The same where the rate changes from phase to phase; the last one goes on."""
+    begun_s, before = 0.0, 0
+    for rate, seconds in phases[:-1]:
+        if number < before + round(rate * seconds):
+            return begun_s + (number - before) / rate
+        begun_s, before = begun_s + seconds, before + round(rate * seconds)
+    return begun_s + (number - before) / phases[-1][0]
+
+
+def phase_boots(phases: Sequence[tuple[float, float]]) -> int:
+    """How many builds phases are."""
+    return sum(round(rate * seconds) for rate, seconds in phases)
 
 
 def ramp_boots(from_per_s: float, to_per_s: float, seconds: float) -> int:

@@ -96,8 +96,8 @@ class MessageRow(Struct, frozen=True, kw_only=True):
 
 
 # Requests that no scheduler has taken yet. Past this a client is refused (bus.full) and told at once, so that what is
-# accepted is answered within seconds: at two thousand a second some ten thousand requests are five seconds' work.
-MAX_WAITING_BYTES = 4 * 2**20
+# accepted is answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
+MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
 # A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
 # backlog into its own hands, where no bound but this one holds.

@@ -1,0 +1,76 @@
+"""Keeps a crew alive: a worker that died is started again, a bounded number of times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from berth.crew import Crew
+from berth.embedded.process import ServerFailed
+from bus.clock import Clock
+
+LOOK_S = 0.2
+# One worker may die so often within so long; past it something is wrong that a restart does not mend.
+MAX_DEATHS = 5
+WITHIN_S = 60.0
+# The first restart comes at once, each further one within that time waits longer.
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0
+
+
+class Supervisor:
+    """Watches a crew. `say`: told of each death and restart, one sentence."""
+
+    def __init__(self, crew: Crew, *, clock: Clock, say: Callable[[str], None]) -> None:
+        self._crew = crew
+        self._clock = clock
+        self._say = say
+        self._deaths: dict[str, deque[float]] = {}
+        self._again_at: dict[str, float] = {}
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises ServerFailed when a worker dies again and again."""
+        while True:
+            self.look()
+            await self._clock.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Note who died, start again whose pause is over."""
+        now = self._clock.monotonic()
+        for name, worker in list(self._crew.workers.items()):
+            if worker.process.running:
+                continue
+            if name not in self._again_at:
+                self._again_at[name] = now + self._died(name, now)
+            if self._again_at[name] <= now:
+                del self._again_at[name]
+                self._crew.restart(name)
+
+    def _died(self, name: str, now: float) -> float:
+        """Count a death; returns how long to wait before the restart."""
+        worker = self._crew.workers[name]
+        deaths = self._deaths.setdefault(name, deque(maxlen=MAX_DEATHS))
+        while deaths and deaths[0] < now - WITHIN_S:
+            deaths.popleft()
+        status = f"{name} died with status {worker.process.status}"
+        if len(deaths) >= MAX_DEATHS:
+            raise ServerFailed(f"{status}, {MAX_DEATHS} times within {WITHIN_S:g} s:\n{worker.process.tail()}")
+        pause_s = min(PAUSE_S * 2 ** (len(deaths) - 1), LONGEST_PAUSE_S) if deaths else 0.0
+        deaths.append(now)
+        self._say(f"{status}; started again{f' after {pause_s:g} s' if pause_s else ''} (its log: {worker.log})")
+        return pause_s
+
+
+async def supervised(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    """Until `stop` is set. Raises what ended the supervision."""
+    watching = asyncio.create_task(supervisor.watch())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({watching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+    finally:
+        for task in (watching, stopped):
+            task.cancel()
+        await asyncio.gather(watching, stopped, return_exceptions=True)

@@ -1,0 +1,166 @@
+"""Everything as processes: each worker its own, on the real servers, with numbers that suit the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from berth.crew import Crew
+from berth.embedded.rabbitmq import RabbitMQ
+from berth.metal import simulated_ironic
+from berth.servers import API_VHOST, variables
+from berth.settings import MEMORY, CellSettings, Settings, UpSettings
+from berth.site import Runtime, Site, write_runtime
+from berth.up import database
+from bus.bus import API
+from placement_worker.rest.config import RestConfig
+
+# A worker is one core's worth of Python at most. Broker and database take about half of a busy machine, so the other
+# half is dealt out: a quarter of the cores each to schedulers and placement workers, a quarter to each cell's pair.
+CORES_PER_WORKER = 4
+MAX_WORKERS = 16
+MAX_PER_CELL = 8
+
+
+class Numbers(Struct, frozen=True, kw_only=True):
+    """How many processes of each worker; conductors and computes for every cell."""
+
+    schedulers: int
+    placements: int
+    conductors: int
+    computes: int
+
+    def total(self, cells: int) -> int:
+        """All of them."""
+        return self.schedulers + self.placements + cells * (self.conductors + self.computes)
+
+
+def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | None]) -> Numbers:
+    """What was asked for, else what the settings say that is not their default, else what suits so many CPUs."""
+    usual = UpSettings()
+    alone = min(max(cpus // CORES_PER_WORKER, 1), MAX_WORKERS)
+    in_cell = min(max(cpus // (CORES_PER_WORKER * max(cells, 1)), 1), MAX_PER_CELL)
+    suits = {"schedulers": alone, "placements": alone, "conductors": in_cell, "computes": in_cell}
+    settings = {
+        name: value
+        for name, value, default in (
+            ("schedulers", up.schedulers, usual.schedulers),
+            ("placements", up.placements, usual.placements),
+            ("computes", up.computes_per_cell, usual.computes_per_cell),
+        )
+        if value != default
+    }
+    given = {name: number for name, number in asked.items() if number is not None}
+    return Numbers(**{**suits, **settings, **given})
+
+
+class Running(Struct, frozen=True, kw_only=True):
+    """What runs: for saying so, and for watching it."""
+
+    crew: Crew
+    site: Site
+    logs: Path
+    own_broker: bool
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
+    """Servers (ours unless the settings name others) and every worker, ready; word is left for other commands.
+
+    Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
+    """
+    logs = settings.state / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    async with (
+        _broker(settings) as buses,
+        database(settings, durable=True, directory=settings.state / "postgres") as database_url,
+    ):
+        real = _real(settings, buses, database_url)
+        here = Site(real)
+        async with simulated_ironic(here) as ironic:
+            ironic_url = ironic.url if ironic is not None else ""
+            crew = Crew(logs, variables(real))
+            try:
+                start(crew, real, count, ironic_url)
+                await crew.ready()
+                runtime = Runtime(
+                    pid=os.getpid(),
+                    database_url=database_url,
+                    ironic_url=ironic_url,
+                    buses=buses,
+                    metrics=_metrics(crew),
+                )
+                forget = write_runtime(settings.state, runtime)
+                try:
+                    yield Running(crew=crew, site=here, logs=logs, own_broker=bool(buses))
+                finally:
+                    forget()
+            finally:
+                await asyncio.to_thread(crew.stop)
+
+
+def start(crew: Crew, settings: Settings, count: Numbers, ironic_url: str) -> None:
+    """Start all, what others lean on first."""
+    cells = list(settings.cells)
+    no_rest = {"BERTH_PLACEMENT__REST": msgspec.json.encode(RestConfig()).decode()}
+    for number in range(1, count.placements + 1):  # one of them has the address of the REST API
+        crew.start(f"placement{number}", "placement", settings=no_rest if number > 1 else None)
+    for position, cell in enumerate(cells):
+        for number in range(1, count.conductors + 1):
+            crew.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
+        for number in range(1, count.computes + 1):
+            service = f"{cell}-c{number}"
+            crew.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
+        if ironic_url:
+            share = _metal(settings, ironic_url, position, len(cells))
+            name = f"{cell}-metal"
+            crew.start(f"compute-{name}", "compute", "--cell", cell, "--service", name, settings=share)
+    if ironic_url:
+        crew.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
+    for number in range(1, count.schedulers + 1):
+        crew.start(f"scheduler{number}", "scheduler")
+
+
+def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, str]:
+    """A compute service of bare metal: its share of the nodes."""
+    ironic = replace(settings.compute.ironic, url=url, share=share, shares=shares)
+    return {
+        "BERTH_COMPUTE__DRIVER": "ironic",
+        "BERTH_COMPUTE__HOSTS": "0",
+        "BERTH_COMPUTE__IRONIC": msgspec.json.encode(ironic).decode(),
+    }
+
+
+@contextlib.asynccontextmanager
+async def _broker(settings: Settings) -> AsyncIterator[dict[str, str]]:
+    """{bus: URL} of a broker of our own, its messages kept below the state directory; {}: the settings name one."""
+    if settings.bus.url != MEMORY:
+        yield {}
+        return
+    broker = RabbitMQ(settings.state / "rabbitmq")
+    await asyncio.to_thread(broker.start)
+    try:
+        vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
+        yield {name: await asyncio.to_thread(broker.add_vhost, vhost) for name, vhost in vhosts.items()}
+    finally:
+        await asyncio.to_thread(broker.stop)
+
+
+def _real(settings: Settings, buses: Mapping[str, str], database_url: str) -> Settings:
+    """The settings with the servers that run."""
+    settings = replace(settings, database=replace(settings.database, url=database_url))
+    if not buses:
+        return settings
+    cells = {cell: CellSettings(url=buses[cell]) for cell in settings.cells}
+    return replace(settings, bus=replace(settings.bus, url=buses[API], prefix=""), cells=cells)
+
+
+def _metrics(crew: Crew) -> dict[str, str]:
+    return {name: f"http://127.0.0.1:{worker.port}/metrics" for name, worker in crew.workers.items()}
