@@ -43,8 +43,9 @@ line.grid { stroke: var(--rule); stroke-width: .7 } line.axis { stroke: var(--so
 .mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 3 3 } .heat { fill: var(--heat) }
 .hit { fill: var(--ink); fill-opacity: 0 } .hit:hover { fill-opacity: .08 }
 table { border-collapse: collapse; font-size: 14px; width: 100% } caption { text-align: left; padding-bottom: 6px }
-th, td { text-align: right; padding: 3px 12px; border-bottom: 1px solid var(--rule); overflow-wrap: anywhere }
-th { font-weight: 600; color: var(--soft); white-space: nowrap } tr:last-child td { border-bottom: 0 }
+th, td { text-align: right; padding: 3px 12px; border-bottom: 1px solid var(--rule); overflow-wrap: break-word }
+td:not(.text), th { white-space: nowrap } th { font-weight: 600; color: var(--soft) }
+tr:last-child td { border-bottom: 0 }
 .text { text-align: left } th:first-child, td:first-child { padding-left: 0 }
 """
 

@@ -9,8 +9,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from berth.client import BuildClient, Track
+from berth.load.figures import stages_ms, summary
 from berth.load.ledger import Ledger
 from berth.load.plan import Arrival, LoadPlan, draw
 from berth.load.stages import conflicts_of, stages_of
@@ -373,7 +375,9 @@ async def run_load(
         ticker.cancel()
     progress(_done(run), plan.boots)
     tracks = [client.tracks[uuid] for uuid in run.boots.uuids if uuid in client.tracks]
-    return sum_up(tracks, started=run.started, now=clock.monotonic())
+    found = sum_up(tracks, started=run.started, now=clock.monotonic())
+    spent = stages_ms(run.boots.operations())
+    return replace(found, spent_ms={stage: summary(values) for stage, values in spent.items()})
 
 
 def _done(run: LoadRun) -> int:

@@ -28,7 +28,10 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """What came of a load. Times in seconds, latencies in milliseconds; percentiles over active builds."""
+    """What came of a load. Times in seconds, latencies in milliseconds; percentiles over active builds.
+
+    stages_ms: until the client heard of each state. spent_ms: in each stage of `record.STAGES`.
+    """
 
     requests: int
     active: int
@@ -44,6 +47,7 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     failures_by_code: dict[str, int]
     failures: tuple[Failure, ...]
     more_than_one_terminal: int
+    spent_ms: dict[str, dict[str, float]] = {}
 
 
 def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:

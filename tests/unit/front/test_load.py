@@ -7,10 +7,12 @@ import itertools
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from berth.client import Track
-from berth.load import LoadPlan, draw_requests, percentiles, run_load, sum_up
+from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sum_up
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
+from bus.contracts.stages import STAGES, Stamps
 from tests.unit.front.world import ClientWorld
 
 
@@ -90,3 +92,28 @@ async def test_a_closed_loop_keeps_so_many_in_flight(client_world: ClientWorld) 
         most = max(most, world.client.unfinished)
         await world.finish(1)
     assert (most, (await loading).active) == (4, 20)
+
+
+async def test_what_clients_spent_in_each_stage_adds_up_to_their_latency(client_world: ClientWorld) -> None:
+    """From the intended time until the client heard, though the scheduler's clock is an hour fast."""
+    world = client_world
+    say = world.scheduler.publish
+
+    async def stamped(event: BuildEvent) -> None:
+        ahead = world.clock.now + 3600
+        await say(replace(event, stamps=Stamps(ahead, ahead, ahead, ahead, ahead, ahead)))
+
+    world.scheduler.publish = stamped  # type: ignore[method-assign, assignment]
+    world.stall_s = {2: 0.5}
+    plan = LoadPlan(boots=20, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
+    run = LoadRun(world.client, plan, clock=world.clock, rng=random.Random(3))
+    await run.go()
+    boots = run.boots.operations()
+    assert set(boots.stages) == set(STAGES)
+    for row in range(20):
+        spent = [column[row] for column in boots.stages.values()]
+        assert all(seconds is not None and seconds >= 0 for seconds in spent)
+        assert sum(filter(None, spent)) == pytest.approx(boots.latency_s(row), abs=1e-5)
+    assert max(latency for row in range(20) if (latency := boots.latency_s(row))) > 0.3
+    report = await run_load(world.client, plan, clock=world.clock, rng=random.Random(4))
+    assert list(report.spent_ms) == list(STAGES)
