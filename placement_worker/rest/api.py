@@ -45,6 +45,7 @@ class Api:
         self.store = store
         self.replica = replica
         self.aside = Aside()
+        self.classes_seen = 0  # how many classes the replica had when names were last read for its sake
         self.config = config
         self.clock = clock
         self.rng = rng

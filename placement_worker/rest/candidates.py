@@ -37,7 +37,7 @@ SINCE_MAPPINGS = 34
 async def search(api: Api, request: Request) -> Response:
     """GET."""
     asked = asked_of(request.query, request.version)
-    await _check_names(api, asked)
+    await _check_names(api, asked, await api.replica.fresh())
     config = api.config
     limit = asked.limit if asked.limit is not None else config.default_limit if config.default_limit > 0 else None
     seed = api.rng.getrandbits(64) if config.randomize else None
@@ -47,7 +47,7 @@ async def search(api: Api, request: Request) -> Response:
         found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget, patience=patience)
         return _rendered(book, found, asked, request.version, patience)
 
-    book = await api.replica.fresh()
+    book = api.replica.book
     try:
         # No await in it: the book stays as it is. By this thread's own time: a busy machine is no reason to begin anew.
         body = answer(book, Patience(thread_time, AT_ONCE_S, settles=False))
@@ -78,7 +78,10 @@ def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, patie
     )
 
 
-async def _check_names(api: Api, asked: Asked) -> None:
+async def _check_names(api: Api, asked: Asked, book: Book) -> None:
+    if len(book.resource_classes()) != api.classes_seen:  # one that this process has not heard of may be a renamed one
+        api.classes_seen = len(book.resource_classes())
+        await api.store.names_moved()
     _, unknown = await api.store.class_ids(asked.classes())
     if unknown:
         words = f"No such resource class {sorted(unknown)[0]}."

@@ -1,14 +1,36 @@
-"""Names and numbers of resource classes and traits: a process's cache of two small tables that only grow."""
+"""Names and numbers of resource classes and traits: a process's cache of two small tables.
+
+A number means one name for ever, so what was true of a number stays true; but another process may add names, and take
+them away. Whoever writes with a name that has gone hears of it by a foreign key; see `Names.write`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from time import monotonic
+from typing import TypeVar
 
 import asyncpg
 import os_traits
 
 from bus.service.database import Database
 from placement_worker.domain.names import STANDARD_CLASSES
+
+Written = TypeVar("Written")
+
+# How long names may be believed that another process has perhaps taken away meanwhile.
+BELIEVED_FOR_S = 5.0
+
+
+class StaleNames(Exception):
+    """The book has a name that this process has not heard of, because another one made it."""
+
+
+class _Numbers(dict[str, int]):
+    """Numbers by name."""
+
+    def __missing__(self, name: str) -> int:
+        raise StaleNames(name)
 
 
 class Names:
@@ -19,6 +41,7 @@ class Names:
         self.class_ids: dict[str, int] = {}
         self.class_names: dict[int, str] = {}
         self.trait_ids: dict[str, int] = {}
+        self._read_at = 0.0
 
     async def open(self) -> None:
         """Write down the standard classes and traits of the installed libraries, and read all."""
@@ -34,6 +57,11 @@ class Names:
         async with self._database.raw() as connection:
             await self._read(connection)
 
+    async def refresh_if_old(self) -> None:
+        """Read them again when they have been believed for long enough."""
+        if monotonic() - self._read_at > BELIEVED_FOR_S:
+            await self.refresh()
+
     async def ensure(self, classes: Iterable[str], traits: Iterable[str]) -> None:
         """Create what is missing, in a transaction of its own: a name left unused is harmless."""
         new_classes = sorted(set(classes) - self.class_ids.keys())
@@ -46,6 +74,27 @@ class Names:
         # Read when it is committed: a number seen in a transaction that was lost would be believed for ever.
         await self.refresh()
 
+    async def write(
+        self,
+        apply: Callable[[asyncpg.Connection], Awaitable[Written]],
+        ahead: Callable[[], Awaitable[None]] | None = None,
+    ) -> Written:
+        """One transaction; when it went by names that are no longer so, once more with those that are.
+
+        ahead: what is to be done before it, and before it is tried again.
+        """
+        if ahead is not None:
+            await ahead()
+        try:
+            async with self._database.raw() as connection:
+                return await apply(connection)
+        except (asyncpg.ForeignKeyViolationError, StaleNames):
+            await self.refresh()
+        if ahead is not None:
+            await ahead()
+        async with self._database.raw() as connection:
+            return await apply(connection)
+
     async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
         """Class names by number, with at least these in it: another process may have created one since."""
         if not self.class_names.keys() >= class_ids:
@@ -55,9 +104,10 @@ class Names:
     async def _read(self, connection: asyncpg.Connection) -> None:
         classes = await connection.fetch("SELECT name, id FROM resource_classes")
         traits = await connection.fetch("SELECT name, id FROM traits")
-        self.class_ids = {row[0]: row[1] for row in classes}
+        self.class_ids = _Numbers(classes)
         self.class_names = {row[1]: row[0] for row in classes}
-        self.trait_ids = {row[0]: row[1] for row in traits}
+        self.trait_ids = _Numbers(traits)
+        self._read_at = monotonic()
 
 
 async def _add(connection: asyncpg.Connection, table: str, names: Iterable[str]) -> None:

@@ -73,8 +73,7 @@ class PostgresStore:
         if not items:
             return []
         await self._know_classes(items)
-        async with self._database.raw() as connection:
-            return await claims.apply(connection, items, self._names, bus)
+        return await self._names.write(lambda connection: claims.apply(connection, items, self._names, bus))
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
@@ -82,9 +81,10 @@ class PostgresStore:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
-        await inventory.know_names(updates, self._names)
-        async with self._database.raw() as connection:
-            return await inventory.report(connection, updates, self._names, bus)
+        return await self._names.write(
+            lambda connection: inventory.report(connection, updates, self._names, bus),
+            ahead=lambda: inventory.know_names(updates, self._names),  # those that have gone are made anew
+        )
 
     async def changes(self, after: int, limit: int) -> ChangesPage:
         """Committed changes after a number, in order."""

@@ -51,16 +51,7 @@ class RestStore:
                 traits.update(write.traits)
         await self._know_classes(classes)
         await self.trait_ids(traits)
-        try:
-            return await self._write_trees(writes)
-        except asyncpg.ForeignKeyViolationError:
-            # Another process has removed a class or trait that we still knew; now we know better.
-            await self._names.refresh()
-            return await self._write_trees(writes)
-
-    async def _write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
-        async with self._database.raw() as connection:
-            return await rest_trees.apply(connection, writes, self._names)
+        return await self._names.write(lambda connection: rest_trees.apply(connection, writes, self._names))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """A group of writes of allocations, each with its own outcome. Raises Transient."""
@@ -72,15 +63,13 @@ class RestStore:
             for name in resources
         }
         await self._know_classes(named)
-        async with self._database.raw() as connection:
-            return await rest_allocations.apply(connection, items, self._names)
+        return await self._names.write(lambda connection: rest_allocations.apply(connection, items, self._names))
 
     async def reshape(self, item: Reshape) -> Refusal | None:
         """One reshape. Raises Transient."""
         named = {name for _, stocks in item.inventories.values() for name in stocks}
         await self._know_classes(named)
-        async with self._database.raw() as connection:
-            return await rest_allocations.apply_reshape(connection, item, self._names)
+        return await self._names.write(lambda connection: rest_allocations.apply_reshape(connection, item, self._names))
 
     # --- names
 
@@ -97,9 +86,14 @@ class RestStore:
         known = self._names.trait_ids
         return {name: known[name] for name in wanted if name in known}, [name for name in wanted if name not in known]
 
+    async def names_moved(self) -> None:
+        """Somebody has made, renamed or removed a class: look again."""
+        await self._names.refresh()
+
     async def class_ids(self, named: Iterable[str]) -> tuple[dict[str, int], list[str]]:
         """({class: number}, names that are no class, in order)."""
         wanted = list(dict.fromkeys(named))
+        await self._names.refresh_if_old()
         await self._know_classes(wanted)
         known = self._names.class_ids
         return {name: known[name] for name in wanted if name in known}, [name for name in wanted if name not in known]

@@ -21,7 +21,15 @@ class NameRow(Struct, frozen=True):
 
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"
-RENAME = "UPDATE resource_classes SET name = $2, updated_at = now() WHERE name = $1"
+# Under a new number: other processes know names by their numbers, and a number must mean the same for ever. What they
+# have of the old one they cannot write any more; the new one they have not heard of, and look up.
+RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
+MOVE_INVENTORIES = """
+UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
+MOVE_ALLOCATIONS = """
+UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
 # Held by a provider or not: a foreign key says so when the row goes.
 DELETE = "DELETE FROM {table} WHERE name = $1"
 HOLDERS = """
@@ -70,7 +78,12 @@ async def rename_class(connection: asyncpg.Connection, old: str, new: str) -> bo
     """Give a class another name (below 1.7), and say it of every provider that has it; False when there is none."""
     await connection.execute(ONE_WRITER_OF_TREES)
     holders = [row[0] for row in await connection.fetch(HOLDERS, old)]
-    tag: str = await connection.execute(RENAME, old, new)
+    number = await connection.fetchval(RENAME, old, new)
+    if number is None:
+        return False
+    await connection.execute(MOVE_INVENTORIES, old, number)
+    await connection.execute(MOVE_ALLOCATIONS, old, number)
+    await delete(connection, "resource_classes", old)
     _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, holders)
     await feed.append(connection, changes_of({}, after))
-    return tag != "UPDATE 0"
+    return True
