@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,6 +46,7 @@ WARM_S = 20.0
 LIKE = (1000, 10_000)
 MOST_PROVIDERS = 50_000
 SEED = 1
+PROFILE_BEGINS_S = 1.0  # py-spy takes a while to attach
 RUN_TIMEOUT_S = 1140.0  # on a machine that is too slow for all of it the rest is left out
 
 
@@ -75,8 +78,8 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     if phase.warm:
         await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
     if run.profiles is not None and system.name == "berth":
-        probe.profile({f"{phase.key}-{len(ground.hosts)}": system.pids["server"]}, run.profiles)
-        await asyncio.sleep(1.0)  # py-spy takes a while to attach
+        profile(system.pids["server"], run.profiles / f"{phase.key}-{len(ground.hosts)}.raw", run.seconds)
+        await asyncio.sleep(PROFILE_BEGINS_S)
     counted = await statements(system.database) if run.statements else None
     before, own = system.cpu_s(), time.process_time()
     outcome = await load(connections, work, phase.bound(run.seconds), phase.fine)
@@ -89,6 +92,26 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
         rest_report.statements(counted, await statements(system.database), count)
     parts = {**used, "client": own}
     return Figures(outcome=outcome, cpu_ms={part: 1000 * seconds / count for part, seconds in parts.items()})
+
+
+def profile(pid: int, output: Path, seconds: float) -> None:
+    """Let py-spy note what holds the interpreter (not what waits), as folded stacks. py-spy must be installed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else "py-spy"
+    how = [
+        "record",
+        "--gil",
+        "--nonblocking",
+        "--rate",
+        "200",
+        "--format",
+        "raw",
+        "--duration",
+        str(math.ceil(seconds)),
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen([program, *how, "--pid", str(pid), "--output", str(output)], **quiet)  # type: ignore[call-overload]
 
 
 async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], hosts: Sequence[Host]) -> None:

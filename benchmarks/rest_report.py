@@ -19,9 +19,17 @@ class Figures(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     cpu_ms: dict[str, float]
 
+    @property
+    def servers_ms(self) -> float:
+        """All but the client's."""
+        return sum(ms for part, ms in self.cpu_ms.items() if part != "client")
+
 
 class Row(Struct, frozen=True, kw_only=True):
-    """One phase on all systems. ratio: how many times better berth is, by what is compared; frozen: than that one."""
+    """One phase on all systems. ratio: how many times better berth is than the real one, by what is compared.
+
+    ratio_frozen: than the frozen one. ratio_cpu: how many times less CPU it takes, the client's aside.
+    """
 
     phase: str
     title: str
@@ -30,6 +38,7 @@ class Row(Struct, frozen=True, kw_only=True):
     systems: dict[str, Figures]
     ratio: float | None = None
     ratio_frozen: float | None = None
+    ratio_cpu: float | None = None
     goal: float | None = None
     goal_ms: float | None = None
     met: bool | None = None
@@ -51,6 +60,7 @@ def add(rows: list[Row], phase: Phase, size: int, found: Mapping[str, Figures]) 
         systems=dict(found),
         ratio=ratio,
         ratio_frozen=_ratio(phase, found, "frozen"),
+        ratio_cpu=_ratio_cpu(found),
         goal=goal,
         goal_ms=phase.goal_ms,
         met=met,
@@ -65,6 +75,13 @@ def _ratio(phase: Phase, found: Mapping[str, Figures], other: str) -> float | No
     ours, theirs = value(phase, found["berth"].outcome), value(phase, found[other].outcome)
     better, worse = (ours, theirs) if phase.better == "rate" else (theirs, ours)
     return better / worse if worse else math.inf
+
+
+def _ratio_cpu(found: Mapping[str, Figures]) -> float | None:
+    if "real" not in found or "berth" not in found:
+        return None
+    ours = found["berth"].servers_ms
+    return found["real"].servers_ms / ours if ours else None
 
 
 def lines(row: Row) -> list[str]:
@@ -87,7 +104,7 @@ def _trouble(outcome: Outcome) -> str:
     return "   answers: " + ", ".join(f"{name}: {count}" for name, count in named)
 
 
-COLUMNS = ("phase", "providers", "compared", "real", "frozen", "berth", "ratio", "to frozen", "goal", "met")
+COLUMNS = ("phase", "providers", "compared", "real", "frozen", "berth", "ratio", "to frozen", "by CPU", "goal", "met")
 
 
 def table(rows: Sequence[Row]) -> None:
@@ -105,15 +122,20 @@ def _cells(row: Row) -> list[str]:
         outcome = figures.outcome
         if not outcome.done:
             return "none in time"
-        cpu = sum(ms for part, ms in figures.cpu_ms.items() if part != "client")
-        main = f"{outcome.per_s:,.0f} /s" if row.better == "rate" else f"{outcome.p50_ms:.4g} ms"
-        return f"{main} (p95 {outcome.p95_ms:.3g} ms, CPU {cpu:.3g} ms{_trouble(outcome).replace('   answers:', ';')})"
+        main = f"{_short(outcome.per_s)} /s" if row.better == "rate" else f"{_short(outcome.p50_ms)} ms"
+        trouble = _trouble(outcome).replace("   answers:", ";")
+        return f"{main} (p95 {_short(outcome.p95_ms)} ms, CPU {_short(figures.servers_ms)} ms{trouble})"
 
     goal = f"{row.goal_ms:g} ms" if row.goal_ms is not None else f"{row.goal:g} x" if row.goal is not None else ""
     met = "" if row.met is None else "yes" if row.met else "NO"
     compared = "a second" if row.better == "rate" else "median"
-    ratios = [f"{ratio:.3g} x" if ratio is not None else "" for ratio in (row.ratio, row.ratio_frozen)]
+    found = (row.ratio, row.ratio_frozen, row.ratio_cpu)
+    ratios = [f"{_short(ratio)} x" if ratio is not None else "" for ratio in found]
     return [row.title, f"{row.providers:,}", compared, *map(shown, ("real", "frozen", "berth")), *ratios, goal, met]
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def statements(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], count: int) -> None:
