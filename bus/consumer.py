@@ -3,12 +3,14 @@
 What happens to one message: Done, and it is acknowledged; Retry, and it waits in the queue's retry queue, after the
 last delay it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
 the consumer wait and call again with the same batch: an outage uses up no retries. A handler that crashes is called
-again item by item, so that only the item that crashes it is given up.
+again item by item, so that only the item that crashes it is given up. So it is when an invariant breaks, but then the
+consumer settles what it has in hand, takes nothing more and ends (docs/decisions/broken-invariants.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
@@ -21,9 +23,11 @@ from msgspec import structs
 from prometheus_client import Counter
 
 from bus import metrics
+from bus.burial import bury
 from bus.clock import new_uuid
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
 from bus.contracts.catalogue import BY_QUEUE, DEAD, QueueKind, taken_by
+from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.link import Mode, Waiter
 from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
@@ -46,13 +50,6 @@ LONGEST_WAIT_S = 5.0
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
-
-# Why a message was given up, on the dead letter.
-CODE = "berth-code"
-REASON = "berth-reason"
-QUEUE = "berth-queue"
-EXCHANGE = "berth-exchange"
-DIED_AT = "berth-died-at-ms"
 
 
 class _Parcel:
@@ -111,6 +108,8 @@ class Consumer:
         self._in_hand: set[_Parcel] = set()
         self._arrived = asyncio.Event()
         self._draining = False
+        self._broken: BrokenInvariant | None = None
+        self._settling = 0
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -173,7 +172,7 @@ class Consumer:
             self._failed.set_result(None)
 
     def _on_delivery(self, delivery: Delivery) -> None:
-        if self._draining:
+        if self._draining or self._broken is not None:
             delivery.nack(requeue=True)
             return
         self._deliveries.append(delivery)
@@ -191,7 +190,15 @@ class Consumer:
         while True:
             items = self._take()
             if items:
-                await self._settle_all(items, number)
+                self._settling += 1
+                try:
+                    await self._settle_all(items, number)
+                finally:
+                    self._settling -= 1
+            elif self._broken is not None:
+                if self._settling:
+                    return  # the last one says why
+                raise self._broken
             elif self._draining:
                 return
             else:
@@ -269,14 +276,32 @@ class Consumer:
         last = max((math.inf if item.until is None else item.until) for item in items)
         try:
             return await self._insist(number, lambda: self._call(received, last))
-        except (BrokenInvariant, BusForbidden, Forbidden):
+        except (BusForbidden, Forbidden):
             raise  # not the message's fault: it goes back with the connection, and the process says why it ends
+        except BrokenInvariant as broken:
+            await self._end_with(broken)
+            log.error("consumer.broken", queue=self.queue, code=broken.code, reason=broken.reason, items=len(items))
+            if len(items) == 1:
+                metrics.BROKEN.labels(self._bus.name, self._row.name).inc()
+                return [Refuse(broken.code, broken.reason[:MAX_REASON])]
         except Exception as error:  # whatever a handler raises must not stop its neighbours
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
                 return [Refuse(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
         return [(await self._ask([item], number))[0] for item in items]
+
+    async def _end_with(self, broken: BrokenInvariant) -> None:
+        """Take nothing more; the workers end with it once nothing is left in hand.
+
+        What is in hand is settled first: given back, it would have used up deliveries for another message's fault.
+        """
+        if self._broken is None:
+            self._broken = broken
+            self._arrived.set()
+            if self._subscription is not None:
+                with contextlib.suppress(BusError):  # away: then nothing more comes, either
+                    await self._subscription.cancel()
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
@@ -345,7 +370,7 @@ class Consumer:
 
     async def _sent(self, moves: Waiter, replies: Waiter, buried: Sequence[Outgoing]) -> None:
         for letter in buried:
-            await self._bus.transport.publish(letter)
+            await bury(self._bus, self.queue, letter)
         try:
             await replies.wait()
         except BusError as error:

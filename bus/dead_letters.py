@@ -7,9 +7,15 @@ from datetime import datetime
 
 from msgspec import Struct
 
-from bus.consumer import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
 from bus.port import Delivery, Outgoing, Transport, dead_queue
 from bus.wire import ATTEMPT, CAUSE, DEADLINE, JSON, ORIGINAL_KEY, TRACEPARENT
+
+# Why a message was given up, on the dead letter.
+CODE = "berth-code"
+REASON = "berth-reason"
+QUEUE = "berth-queue"
+EXCHANGE = "berth-exchange"
+DIED_AT = "berth-died-at-ms"
 
 # Letters looked at in one go; the others wait for the next.
 MAX_LOOKED_AT = 10_000
@@ -43,7 +49,7 @@ async def list_dead(transport: Transport, queue: str, limit: int = 100) -> list[
     finally:
         for delivery in held:
             delivery.nack(requeue=True)
-    return [_letter(position, delivery) for position, delivery in enumerate(held)]
+    return [read_letter(position, delivery) for position, delivery in enumerate(held)]
 
 
 async def replay(transport: Transport, queue: str, ids: Collection[str] | None = None) -> list[str]:
@@ -104,7 +110,8 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
     )
 
 
-def _letter(position: int, delivery: Delivery) -> DeadLetter:
+def read_letter(position: int, delivery: Delivery) -> DeadLetter:
+    """A letter as a person wants to see it."""
     broker_says = _text(delivery, "x-first-death-reason")
     return DeadLetter(
         position=position,

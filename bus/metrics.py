@@ -13,3 +13,5 @@ OUTCOMES = Counter("berth_bus_outcomes", "What became of messages taken.", ["bus
 STALLS = Counter("berth_bus_stalls", "Handler calls put off because a dependency was away.", ["bus", "queue", "code"])
 LATE_REPLIES = Counter("berth_bus_late_replies", "Replies that nobody waits for any more.", ["bus"])
 REPLY_TIMEOUTS = Counter("berth_bus_reply_timeouts", "Requests without a reply at their deadline.", ["bus"])
+DEAD_DROPPED = Counter("berth_bus_dead_letters_dropped", "Dead letters dropped: too many are parked.", ["bus", "queue"])
+BROKEN = Counter("berth_bus_invariants_broken", "Messages whose handling broke an invariant.", ["bus", "queue"])

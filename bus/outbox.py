@@ -9,6 +9,7 @@ twice is harmless and never is not possible.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
@@ -41,6 +42,7 @@ SWEEP_EVERY_S = 1.0
 SWEEP_AGE_S = 5.0  # a row this old belongs to a process that died, or to one whose broker is away: publish it again
 SWEEP_BATCH = 200
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+AWAY_TOLD_EVERY_S = 30.0  # a bus that stays away is told this often, whatever the number of tries
 HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
 HANDLED_BATCH = 5_000
 HANDLED_EVERY_S = 30.0
@@ -370,6 +372,7 @@ class _Lane:
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
         self._is_away = False
+        self._told_at = -math.inf
 
     def is_behind(self, most: int) -> bool:
         """Whether its bus is away and so much waits for it that more is better left to the sweep."""
@@ -394,20 +397,32 @@ class _Lane:
             try:
                 await self._bus.publish_all([(message, cause) for _ticket, message, cause in items])
             except BusUnavailable as error:  # nobody knows which of them arrived: all of them again, when it is back
-                self._is_away = True
-                log.warning("outbox.bus_away", bus=self._bus.name, messages=len(items), reason=str(error))
+                self._away(error)
                 await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_MAX_S)
             except BusError as error:
-                self._is_away = False
+                self._back()
                 log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
                 await self._one_by_one(items)
                 return
             else:
-                self._is_away = False
+                self._back()
                 _published.labels(self._bus.name).inc(len(items))
                 self._settle(items)
                 return
+
+    def _away(self, error: BusUnavailable) -> None:
+        """Told when it goes away, and now and then while it stays away."""
+        now = self._clock.monotonic()
+        if not self._is_away or now - self._told_at >= AWAY_TOLD_EVERY_S:
+            self._told_at = now
+            log.warning("outbox.bus_away", bus=self._bus.name, waiting=len(self._waiting), reason=str(error))
+        self._is_away = True
+
+    def _back(self) -> None:
+        if self._is_away:
+            log.info("outbox.bus_back", bus=self._bus.name)
+        self._is_away = False
 
     async def _one_by_one(self, items: list[_Item]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""

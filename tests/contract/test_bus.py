@@ -6,11 +6,12 @@ import asyncio
 import json
 import random
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
-from bus import dead_letters
+from bus import dead_letters, metrics, topology
 from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock
 from bus.consumer import Consumer, Malformed
@@ -579,7 +580,79 @@ async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
         with pytest.raises(BrokenInvariant, match="two owners"):
             await running
     await consumer.drain(0.1)
-    await until(lambda: _depth(bus, REQUESTS, 1))
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason) == ("invariant.broken", "two owners")
+
+
+async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house: House) -> None:
+    """Of one batch, of the batches that had been fetched with it, and in the other worker's hand."""
+    bus = await house.bus()
+    done: Counter[str] = Counter()
+    held = asyncio.Event()
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        uuids = [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
+        if boot(13).instance_uuid in uuids:
+            held.set()
+            raise BrokenInvariant("thirteen")
+        await held.wait()  # everything is fetched before anything is settled
+        done.update(uuids)
+        return [Done()] * len(batch)
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(60)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=2, max_batch=8, prefetch=64)
+    async with asyncio.timeout(20):
+        with pytest.raises(BrokenInvariant, match="thirteen"):
+            await consumer.run()
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert boot(13).instance_uuid in letter.body.decode()
+    assert done == Counter(boot(number).instance_uuid for number in range(60) if number != 13)
+
+
+async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(house: House) -> None:
+    bus = await house.bus()
+    alone: list[str] = []
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        if len(batch) > 1:
+            raise BrokenInvariant("together")
+        alone.append(batch[0].message.instance_uuid)  # type: ignore[attr-defined]
+        return [Done()]
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(5)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=1)
+    async with asyncio.timeout(20):
+        with pytest.raises(BrokenInvariant, match="together"):
+            await consumer.run()
+    assert alone == [boot(number).instance_uuid for number in range(5)]
+    await settled(bus)
+
+
+async def test_a_full_queue_of_dead_letters_stops_nobody_and_keeps_the_newest(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "MAX_PARKED", 3)
+    bus = await house.bus()
+
+    def dropped() -> float:
+        return metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value.get()
+
+    before = dropped()
+    bad = Answering(lambda one: Refuse("bad", one.message.name) if one.message.name else Done())  # type: ignore[attr-defined]
+    await house.consume(bus, REQUESTS, bad, concurrency=1, max_batch=1)
+    for number in range(9):
+        await bus.publish(boot(number, name=f"bad {number}"))
+    await bus.publish(boot(99))
+    await bad.wait(10)
+    await until(lambda: _depth(bus, REQUESTS, 0))
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
+    assert letters[-1].reason == "bad 8"
+    assert dropped() - before == 9 - len(letters)
 
 
 @pytest.mark.parametrize("fault", [BusForbidden("no"), DatabaseForbidden("no")], ids=["bus", "database"])

@@ -1,0 +1,83 @@
+"""A bus that is away is told when it goes, now and then while it stays away, and when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+import structlog
+
+from bus import outbox
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.cell import CellDelete
+from bus.outbox import AWAY_TOLD_EVERY_S, Addressed, Relay
+from bus.port import BusUnavailable
+
+AWAY_S = 200.0
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+
+
+class QuickClock(SystemClock):
+    """Time passes as it is slept."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+class NoRows:
+    async def forget(self, row_ids: Sequence[int]) -> None: ...
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        await asyncio.Event().wait()
+        return []
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None:
+        await asyncio.Event().wait()
+
+
+class AwayBus:
+    name = "c1"
+
+    def __init__(self, clock: QuickClock) -> None:
+        self._clock = clock
+        self.tries = 0
+        self.done = asyncio.Event()
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        self.tries += 1
+        if self._clock.now < AWAY_S:
+            raise BusUnavailable("away")
+        self.done.set()
+
+
+async def test_an_outage_is_told_when_it_begins_now_and_then_and_when_it_ends() -> None:
+    clock = QuickClock()
+    bus = AwayBus(clock)
+    named: dict[str, Bus] = {"c1": bus}  # type: ignore[dict-item]
+    relay = Relay(NoRows(), named, clock=clock)
+    with structlog.testing.capture_logs() as lines:
+        running = asyncio.create_task(relay.run())
+        for row in range(outbox.LANE_PUBLISHES):
+            relay.send(row + 1, [Addressed("c1", CellDelete(instance_uuid=UUID, project_id="p"))])
+            await asyncio.sleep(0)  # each of the lane's publishers has something in hand
+        async with asyncio.timeout(10):
+            await bus.done.wait()
+            await relay.drain(5.0)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    told = Counter(line["event"] for line in lines)
+    assert bus.tries > 50
+    assert 2 <= told["outbox.bus_away"] <= AWAY_S / AWAY_TOLD_EVERY_S + 1
+    assert told["outbox.bus_back"] == 1
