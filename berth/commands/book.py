@@ -29,10 +29,11 @@ from bus.contracts.placement import Release
 from bus.service.database import Database
 from placement_worker.rest.copying import Source
 from placement_worker.store import audit as questions
-from placement_worker.store import cells, image
+from placement_worker.store import cells, image, surplus
 from placement_worker.store.image import ImageError
 from placement_worker.store.postgres import PostgresStore
 from placement_worker.store.repair import repair
+from placement_worker.store.surplus import Doubled
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -55,6 +56,9 @@ def audit(
     consumers: Annotated[
         Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
     ] = None,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="With --repair: also release the newest of what is over capacity.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with the book: orphaned, doubled and miscounted allocations, and capacity exceeded.
@@ -62,28 +66,27 @@ def audit(
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
     --consumers, held by whoever is not named there. Doubled: of an instance, on another host than its own; with
     --consumers, one class of two trees that do not share it (a move under way looks so too). Repairing releases the
-    orphaned, removes what nobody can give back and counts usage anew; doubled and exceeded ones are told, because
-    somebody has to move a machine. Exit status 1 while anything is wrong.
+    orphaned, gives back what an instance holds twice on hosts that are not its own, removes what nobody can give back
+    and counts usage anew. With --consumers nothing says which host is whose own: doubled ones are told only. Capacity
+    exceeded is told, with the newest consumers without whom it would fit: they run, and somebody has to move them;
+    --evict releases them all the same: for machines that are known to be gone. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
             orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
+            done = await _mend(store, database, orphans, doubled, evict) if mend else []
+            if mend:
+                orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
                 wrong = await questions.findings(connection)
-                over = await questions.over_capacity(connection)
-            done: list[str] = []
-            if mend:
-                done = await _mend(store, database, orphans)
-                async with database.raw() as connection:
-                    wrong = await questions.findings(connection)
-                orphans = []
+                over = await surplus.beyond_capacity(connection)
         found = {
             "orphaned": orphans,
-            "doubled": doubled,
+            "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
             "unsound": wrong,
-            "over_capacity": [f"{row.provider} {row.resource_class}: {row.used} of {row.capacity}" for row in over],
+            "over_capacity": [each.line() for each in over],
             "repaired": done,
         }
         _tell(found, as_json)
@@ -232,8 +235,8 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
     raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
-async def _lost(here: Site, database: Database) -> tuple[list[str], list[str]]:
-    """(consumers that nobody knows as alive, allocations on another host than the instance's)."""
+async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | Doubled]]:
+    """(consumers that nobody knows as alive, those that hold something of another host than their own too)."""
     async with database.raw() as connection:
         holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
         held = await questions.allocations(connection)
@@ -242,25 +245,25 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str]]:
                 "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
             )
         )
+        sharing = await surplus.sharers(connection)
     if not holders:
         return [], []
     alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
-    doubled: list[str] = []
+    doubled: list[str | Doubled] = []
     for cell in here.cells:
         for uuid, state, host in await _rows(here, f"cell_{cell}", INSTANCES, holders):
             if state not in OVER:
                 alive.add(uuid)
-            places = {roots.get(provider, provider) for provider in held.get(uuid, {})}
-            if state == "active" and host is not None and places - {host}:
-                doubled.append(f"{uuid}: runs on {host}, holds {', '.join(sorted(places - {host}))}")
+            if state == "active" and host is not None:
+                doubled += surplus.doubled(uuid, host, held.get(uuid, {}), roots, sharing)
     return [uuid for uuid in holders if uuid not in alive], doubled
 
 
-async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str]]:
+async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str | Doubled]]:
     """The same, by a list of all that may hold something."""
     async with database.raw() as connection:  # before the list is read: whoever holds something was known by then
         held = await questions.allocations(connection)
-        doubled = await questions.doubled(connection)
+        doubled: list[str | Doubled] = [*await questions.doubled(connection)]
     alive = uuids_of(path)
     return [uuid for uuid in held if uuid not in alive], doubled
 
@@ -303,12 +306,20 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
     return [row[0] for row in await _rows(here, schema, statement, *arguments)]
 
 
-async def _mend(store: PostgresStore, database: Database, orphans: Sequence[str]) -> list[str]:
+async def _mend(
+    store: PostgresStore, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
+) -> list[str]:
     for start in range(0, len(orphans), RELEASES_AT_ONCE):
         await store.apply([Release(consumer=uuid) for uuid in orphans[start : start + RELEASES_AT_ONCE]])
     async with database.raw() as connection:
         mended = await repair(connection)
-    return [f"{uuid}: released" for uuid in orphans] + mended
+    async with database.raw() as connection:
+        mended += await surplus.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        over = [each for each in await surplus.beyond_capacity(connection) if not each.set_aside] if evict else []
+    evicted = sorted({uuid for each in over for uuid, _ in each.newest})
+    for start in range(0, len(evicted), RELEASES_AT_ONCE):
+        await store.apply([Release(consumer=uuid) for uuid in evicted[start : start + RELEASES_AT_ONCE]])
+    return [f"{uuid}: released" for uuid in [*orphans, *evicted]] + mended
 
 
 def _tell(found: dict[str, list[str]], as_json: bool) -> None:

@@ -14,6 +14,9 @@ import pytest
 from berth.commands.book import uuids_of
 from berth.commands.common import Stop
 from bus.clock import new_uuid
+from bus.contracts.placement import Claim, ClaimOption
+from placement_worker.store import audit as questions
+from placement_worker.store.surplus import Doubled, doubled, give_back
 from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres
@@ -82,3 +85,46 @@ def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
         with pytest.raises(Stop) as stop:
             uuids_of(names)
         assert stop.value.status == 2
+
+
+async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_told_so(
+    placement: Placement, tmp_path: Path
+) -> None:
+    host = await placement.host(VCPU=8)
+    consumers = [new_uuid(placement.rng) for _ in range(4)]
+    for consumer in consumers:
+        assert (await placement.claim(consumer, host, VCPU=2)).status_code == 204
+    body = {"resource_provider_generation": 5, "inventories": {"VCPU": {"total": 5}}}
+    await placement.call("PUT", f"/resource_providers/{host}/inventories", body, status=200)
+    names = tmp_path / "ids"
+    names.write_text("\n".join(consumers))
+    newest = consumers[:1:-1]
+
+    for words in ((), ("--repair",)):  # they run: repairing alone takes nothing from them
+        status, found = await audit(placement, "--consumers", str(names), *words)
+        line = f"{host} VCPU: 8 of 5; fits without {newest[0]} (2), {newest[1]} (2)"
+        assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
+
+    status, found = await audit(placement, "--consumers", str(names), "--repair", "--evict")
+    assert (status, found["over_capacity"]) == (0, [])
+    assert found["repaired"] == [f"{uuid}: released" for uuid in sorted(newest)]
+    shown = await placement.call("GET", f"/resource_providers/{host}/usages")
+    assert shown.json()["usages"] == {"VCPU": 4}
+
+
+async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:
+    one, other = await placement.host(VCPU=8, DISK_GB=9), await placement.host(VCPU=8, DISK_GB=9)
+    consumer = new_uuid(placement.rng)
+    both = {one: {"VCPU": 2, "DISK_GB": 1}, other: {"VCPU": 2, "DISK_GB": 1}}
+    option = ClaimOption(allocations=both)
+    [claimed] = await placement.store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
+    assert getattr(claimed, "outcome", None) == "claimed"
+    twice = [
+        each
+        for each in doubled(consumer, one, both, {one: one, other: other}, frozenset())
+        if isinstance(each, Doubled)
+    ]
+    async with placement.store.database.raw() as connection:
+        assert await give_back(placement.store, connection, twice) == [f"{consumer}: given back on {other}"]
+        assert await questions.allocations(connection) == {consumer: {one: {"VCPU": 2, "DISK_GB": 1}}}
+    assert await placement.findings() == []

@@ -1,0 +1,125 @@
+"""Which allocations are too many: what a consumer holds twice, and what is held beyond an inventory's capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import asyncpg
+from msgspec import Struct
+
+from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
+from placement_worker.store.audit import SHARING
+from placement_worker.store.port import PlacementStore
+
+Holding = Mapping[str, Mapping[str, int]]
+
+SHARERS = """
+SELECT p.uuid::text FROM providers p JOIN provider_traits pt ON pt.provider_id = p.id
+JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
+"""
+# The newest first: who came last found the host full already, or made it so.
+BEYOND = """
+SELECT p.uuid::text, c.name, i.used, i.capacity, i.set_aside,
+    array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
+    a.consumer)
+FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
+JOIN allocations a ON a.provider_id = i.provider_id AND a.class_id = i.class_id
+JOIN consumers k ON k.uuid = a.consumer AND k.released_at IS NULL
+WHERE i.used > i.capacity GROUP BY p.uuid, c.name, i.used, i.capacity, i.set_aside ORDER BY p.uuid, c.name
+"""
+CONSUMER = """
+SELECT generation, project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL
+"""
+
+
+class Beyond(Struct, frozen=True):
+    """An inventory with more used than there is, and the newest consumers without whom it would fit."""
+
+    provider: str
+    resource_class: str
+    used: int
+    capacity: int
+    set_aside: bool
+    newest: tuple[tuple[str, int], ...]
+
+    def line(self) -> str:
+        """For people."""
+        place = f"{self.provider} {self.resource_class}: {self.used} of {self.capacity}"
+        if self.set_aside:
+            return f"{place}, no longer reported; it goes when it is no longer used"
+        return f"{place}; fits without {', '.join(f'{uuid} ({amount})' for uuid, amount in self.newest)}"
+
+
+class Doubled(Struct, frozen=True):
+    """A consumer that lives on one host and holds the same classes of others too. keeps: what it is to hold alone."""
+
+    consumer: str
+    host: str
+    others: tuple[str, ...]
+    keeps: Holding
+
+    def line(self) -> str:
+        """For people."""
+        return f"{self.consumer}: runs on {self.host}, holds {', '.join(self.others)}"
+
+
+async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
+    """Every inventory that is over its capacity, by provider and class."""
+    found = []
+    for provider, name, used, capacity, set_aside, consumers, amounts in await connection.fetch(BEYOND):
+        newest: list[tuple[str, int]] = []
+        left = used
+        for consumer, amount in zip(consumers, amounts, strict=True):
+            if left <= capacity:
+                break
+            newest.append((consumer, amount))
+            left -= amount
+        found.append(Beyond(provider, name, used, capacity, set_aside, tuple(newest)))
+    return found
+
+
+async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
+    """The providers that share: what is held of them is on no host."""
+    return frozenset(row[0] for row in await connection.fetch(SHARERS, SHARING))
+
+
+def doubled(
+    consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str]
+) -> list[str | Doubled]:
+    """What a consumer that lives on `host` holds elsewhere of classes that it holds there too.
+
+    What it holds elsewhere only is told in words: nothing says that it is too much.
+    """
+    places = {provider: roots.get(provider, provider) for provider in holding if provider not in sharing}
+    elsewhere = sorted({place for place in places.values() if place != host})
+    own = {name for provider, place in places.items() if place == host for name in holding[provider]}
+    keeps = {
+        provider: {n: amount for n, amount in resources.items() if places.get(provider, host) == host or n not in own}
+        for provider, resources in holding.items()
+    }
+    keeps = {provider: resources for provider, resources in keeps.items() if resources}
+    if keeps != holding:
+        return [Doubled(consumer, host, tuple(elsewhere), keeps)]
+    return [f"{consumer}: runs on {host}, holds {', '.join(elsewhere)} alone"] if elsewhere else []
+
+
+async def give_back(store: PlacementStore, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
+    """Leave each consumer what it keeps; who has moved meanwhile is left alone. Says how each ended, a line each."""
+    lines = []
+    for each in found:
+        row = await connection.fetchrow(CONSUMER, each.consumer)
+        if row is None:
+            continue
+        entry = ConsumerAllocations(
+            consumer=each.consumer,
+            consumer_generation=row[0],
+            allocations={provider: dict(resources) for provider, resources in each.keeps.items()},
+            project_id=row[1],
+            user_id=row[2],
+            consumer_type=row[3],
+        )
+        [reply] = await store.apply([Swap(consumers=(entry,))])
+        outcome = reply.outcome if isinstance(reply, SwapResult) else "refused"
+        given = f"given back on {', '.join(each.others)}"
+        lines.append(f"{each.consumer}: {given if outcome == 'claimed' else f'left alone, {outcome}'}")
+    return lines
