@@ -46,6 +46,7 @@ WARM_S = 20.0
 LIKE = (1000, 10_000)
 MOST_PROVIDERS = 50_000
 SEED = 1
+IDLE_LOOKS, IDLE_CPU = 60, 0.1
 PROFILE_BEGINS_S = 1.0  # py-spy takes a while to attach
 RUN_TIMEOUT_S = 1140.0  # on a machine that is too slow for all of it the rest is left out
 
@@ -76,7 +77,8 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     work = phase.make(ground)
     connections = system.connections(phase.clients)
     if phase.warm:
-        await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
+        warmed = await load(connections, work, Bound(WARM_S, phase.warm, least=0), phase.fine)
+        ground.unsure |= warmed.unsure
     if run.profiles is not None and system.name == "berth":
         profile(system.pids["server"], run.profiles / f"{phase.key}-{len(ground.hosts)}.raw", run.seconds)
         await asyncio.sleep(PROFILE_BEGINS_S)
@@ -87,11 +89,25 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
     used = {part: after - before[part] for part, after in system.cpu_s().items()}
     for connection in connections:
         connection.close()
+    ground.unsure |= outcome.unsure
     count = max(1, outcome.done)
     if counted is not None:
         rest_report.statements(counted, await statements(system.database), count)
+    if outcome.unsure:
+        await idle(system)
     parts = {**used, "client": own}
     return Figures(outcome=outcome, cpu_ms={part: 1000 * seconds / count for part, seconds in parts.items()})
+
+
+async def idle(system: System) -> None:
+    """Wait until a system no longer works at what nobody waits for, so that the next one has the machine."""
+    before = sum(system.cpu_s().values())
+    for _ in range(IDLE_LOOKS):
+        await asyncio.sleep(1.0)
+        now = sum(system.cpu_s().values())
+        if now - before < IDLE_CPU:
+            return
+        before = now
 
 
 def profile(pid: int, output: Path, seconds: float) -> None:

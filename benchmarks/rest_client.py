@@ -17,7 +17,7 @@ from msgspec import Struct
 
 HEAD = b"Host: bench\r\nX-Auth-Token: admin\r\nAccept: application/json\r\nOpenStack-API-Version: placement 1.39\r\n"
 ANSWER_TIMEOUT_S = 60.0
-LATE = 0  # instead of a status: no answer in time
+LATE, HUNG_UP = 0, -1  # instead of a status: no answer in time, none at all
 
 Work = Callable[["Connection", int], Awaitable[int]]
 
@@ -40,6 +40,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
     p50_ms: float
     p95_ms: float
     statuses: dict[int, int]
+
+    @property
+    def unsure(self) -> bool:
+        """Whether something may have been done that was not heard of."""
+        return LATE in self.statuses or HUNG_UP in self.statuses
 
     @property
     def failed(self) -> int:
@@ -162,7 +167,10 @@ async def load(connections: Sequence[Connection], work: Work, bound: Bound, fine
             number = begun
             begun += 1
             started = clock()
-            status = await work(connection, number)
+            try:
+                status = await work(connection, number)
+            except OSError:
+                status = HUNG_UP
             statuses[status] += 1
             if status in fine:
                 times.append(clock() - started)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from benchmarks.rest_client import LATE, Outcome
+from benchmarks.rest_client import HUNG_UP, LATE, Outcome
 from benchmarks.rest_phases import Phase, value
 
+UNHEARD = {LATE: "no answer in time", HUNG_UP: "hung up"}
 SHOWN, SHOWN_CHARACTERS = 25, 110
 
 
@@ -100,8 +101,8 @@ def lines(row: Row) -> list[str]:
 def _trouble(outcome: Outcome) -> str:
     if not outcome.failed:
         return ""
-    named = ((("no answer in time" if status == LATE else str(status)), n) for status, n in outcome.statuses.items())
-    return "   answers: " + ", ".join(f"{name}: {count}" for name, count in named)
+    named = ", ".join(f"{UNHEARD.get(status, status)}: {count}" for status, count in outcome.statuses.items())
+    return f"   answers: {named}"
 
 
 COLUMNS = ("phase", "providers", "compared", "real", "frozen", "berth", "ratio", "to frozen", "by CPU", "goal", "met")
