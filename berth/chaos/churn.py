@@ -42,7 +42,7 @@ class Churn:
         self.accepted: list[str] = []
         self.deletes = 0
         self.ended: list[Ended] = []
-        self.stuck = False
+        self.stopped = ""
         self._client = client
         self._plan = plan
         self._clock = clock
@@ -63,7 +63,7 @@ class Churn:
         requests = draw_requests(load, self._rng)
         self._flavors = {request.instance_uuid: request.flavor for request in requests}
         sent = 0
-        while (sent < len(requests) or self._early) and not self.stuck:
+        while (sent < len(requests) or self._early) and not self._must_stop():
             await self._delete(self._early)
             await self._delete(self._surplus())
             room = self._room_now()
@@ -88,7 +88,15 @@ class Churn:
     async def _wait_for_room(self) -> None:
         before = len(self.ended)
         await self._client.until(lambda: len(self.ended) > before or bool(self._early), LOOK_AGAIN_S)
-        self.stuck = self._clock.monotonic() - max(self._began, self._last_end()) > STUCK_S
+
+    def _must_stop(self) -> bool:
+        """Whether the load ends early: it takes too long, or nothing has ended for too long."""
+        now = self._clock.monotonic()
+        if now - self._began > self._plan.longest_s:
+            self.stopped = f"after {self._plan.longest_s:g} s"
+        elif now - max(self._began, self._last_end()) > STUCK_S:
+            self.stopped = f"nothing has ended for {STUCK_S:g} s"
+        return bool(self.stopped)
 
     def _asked(self, uuids: Sequence[str]) -> None:
         now = self._clock.monotonic()

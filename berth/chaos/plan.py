@@ -124,6 +124,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     in_flight: builds and deletes at once, a closed loop. What has not ended for `stuck_after_s` (a paused process has
     it in hand) no longer counts, up to `in_flight_most`: or everything would soon wait for one stopped process.
 
+    longest_s: the load ends then, whatever is left of it, and what was accepted is judged.
     early_deletes: share of builds that are deleted while they are being built. patience_s: how long one publish is
     repeated while the broker is away. rest_s: how long the system may take to come to rest once faults have stopped.
     """
@@ -139,6 +140,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     early_deletes: float = 0.03
     patience_s: float = 120.0
     rest_s: float = 180.0
+    longest_s: float = 3_600.0
     mix: Mapping[str, float] = msgspec.field(
         default_factory=lambda: {"m1.tiny": 4.0, "m1.small": 4.0, "m1.medium": 2.0}
     )

@@ -21,7 +21,8 @@ MUST_BE_NONE = ("lost", "doubled", "leaked", "overcommitted")
 class ChaosReport(Struct, frozen=True, kw_only=True):
     """Figures of one run. Times in seconds.
 
-    requests: builds that the broker confirmed. active ... deleted: how they stood at the end, by the schedulers'
+    requests: builds that the broker confirmed. asked_for: as many as there should be; stopped: why there are fewer,
+    after which the run cannot be sound: it has not shown what it was to show. active ... deleted: how they stood at the end, by the schedulers'
     record. recovery_s: from the end of the last fault until everything was at rest. recovery_by_kind: from the end
     of each fault until a build or delete asked for after it had ended (median, longest). longest_stall_s: the
     longest time in which no build and no delete ended. died: workers that ended by themselves and were started again.
@@ -30,6 +31,8 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     seed: int
     seconds: float
     requests: int
+    asked_for: int
+    stopped: str
     deletes: int
     active: int
     failed: int
@@ -63,7 +66,8 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     def sound(self) -> bool:
         """Nothing lost, doubled, leaked or overcommitted; at rest; every invariant holds; no worker found a bug."""
         nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
-        return nothing and self.at_rest and all(self.invariants.values()) and not self.bugs
+        whole = self.requests == self.asked_for
+        return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
 
     @property
     def bugs(self) -> tuple[Death, ...]:
@@ -106,7 +110,10 @@ def render(report: ChaosReport, console: Console) -> None:
             report.requests, report.active, report.deleted, report.failed, report.refused, report.deletes
         )]],
     )  # fmt: skip
-    console.print(f"failures: {_words(report.failures_by_code)}; dead letters: {_words(report.dead_letters)}")
+    if report.requests != report.asked_for:
+        why = report.stopped or "unknown why"
+        console.print(f"[red]only {report.requests} of {report.asked_for} builds were asked for: {why}[/red]")
+    console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
     for code, reason in report.failure_reasons.items():
         console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
     console.print(

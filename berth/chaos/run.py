@@ -1,7 +1,7 @@
 """`scripts/chaos`: load on real processes, faults at random, rest, and a judgement from the outside.
 
 A private RabbitMQ (one virtual host a bus), a private PostgreSQL, every worker its own process behind TCP proxies.
-Exit status 1 when anything was lost, doubled, leaked or overcommitted, or an invariant is broken.
+Exit status 1 when anything was lost, doubled, leaked or overcommitted, an invariant is broken, or --longest ended the load.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class Run:
     async def _calm(self, seconds: float) -> Ending:
         """No further fault: everything comes back, comes to rest and is judged."""
         plan, client, site = self.plan, self.client, self.stage.site
+        self._console.print(f"the load is over after {seconds:.0f} s: undoing the last faults")
         await self.saboteur.settle()
+        self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
         over = max((fault.over_at or 0.0 for fault in self.saboteur.injected), default=self._clock.monotonic())
         heard = await client.until(lambda: not client.unfinished, plan.rest_s)
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
@@ -172,6 +174,8 @@ class Run:
             seed=self.plan.seed,
             seconds=round(ending.seconds, 1),
             requests=len(self.churn.accepted),
+            asked_for=self.plan.boots,
+            stopped=self.churn.stopped,
             deletes=self.churn.deletes,
             active=states[BuildState.ACTIVE],
             failed=states[BuildState.FAILED],
@@ -230,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--boots", type=int, default=bare.boots, help="builds to be accepted")
     parser.add_argument("--fault-every", type=float, default=bare.fault_every_s, metavar="S", help="seconds")
     parser.add_argument("--seed", type=int, default=None, help="faults and load are drawn from it (default: at random)")
+    parser.add_argument("--longest", type=float, default=bare.longest_s, metavar="S", help="the load ends then")
     parser.add_argument("--in-flight", type=int, default=bare.in_flight, help="builds and deletes at once")
     parser.add_argument("--population", type=int, default=bare.population, help="machines kept before some are deleted")
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help="only these, as kill_broker or pause")
@@ -241,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         boots=options.boots,
         fault_every_s=options.fault_every,
         seed=random.SystemRandom().randrange(10**6) if options.seed is None else options.seed,
+        longest_s=options.longest,
         in_flight=options.in_flight,
         population=options.population,
         deck=tuple(card for card in bare.deck if chosen(card.kind, card.role, options.only)),

@@ -13,7 +13,7 @@ from berth.chaos.report import ChaosReport, render
 from berth.chaos.tally import Stall
 
 SOUND = ChaosReport(
-    seed=1, seconds=10.0, requests=100, deletes=10, active=90, failed=0, refused=0, deleted=10, failures_by_code={},
+    seed=1, seconds=10.0, requests=100, asked_for=100, stopped="", deletes=10, active=90, failed=0, refused=0, deleted=10, failures_by_code={},
     failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0, overcommitted=0,
     faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0, longest_stall_s=3.2,
     longest_stall=Stall(3.2, ("kill_broker",)), recovery_s=1.5, recovery_by_kind={"kill_broker": (2.5, 2.5)},
@@ -33,6 +33,7 @@ def test_a_run_is_sound_when_nothing_is_wrong() -> None:
         {"leaked": 1},
         {"overcommitted": 1},
         {"at_rest": False},
+        {"asked_for": 101},
         {"invariants": {"x": False}},
     ],
 )
@@ -56,8 +57,11 @@ def test_a_death_is_a_bug_unless_an_outage_explains_it(status: int, words: str, 
 
 def test_a_person_reads_every_figure() -> None:
     said = io.StringIO()
-    report = msgspec.structs.replace(SOUND, lost=7, examples={"lost": ("some-uuid",)})
+    report = msgspec.structs.replace(
+        SOUND, lost=7, examples={"lost": ("some-uuid",)}, asked_for=200, stopped="after 3600 s"
+    )
     render(report, Console(file=said, width=100))
     text = said.getvalue()
+    assert "only 100 of 200 builds were asked for: after 3600 s" in text
     for words in ("kill broker", "2.50 s", "longest stall: 3.2 s (kill_broker)", "1.5 s after", "lost: some-uuid"):
         assert words in text

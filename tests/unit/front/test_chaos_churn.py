@@ -1,0 +1,86 @@
+"""The load of a chaos run bounds itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from berth.chaos.churn import STUCK_S, Churn
+from berth.chaos.plan import ChaosPlan
+from berth.client import BuildClient, Track
+from bus.clock import SystemClock
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+
+
+class HandClock(SystemClock):
+    """Moved by whoever waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class StubClient:
+    """Takes every build; `answers` says whether builds ever end. Each wait lasts as long as it may."""
+
+    def __init__(self, clock: HandClock, *, answers: bool) -> None:
+        self.tracks: dict[str, Track] = {}
+        self._clock = clock
+        self._answers = answers
+        self._tell: Callable[[BuildEvent], None]
+
+    @property
+    def unfinished(self) -> int:
+        return sum(track.ended_at is None for track in self.tracks.values())
+
+    def on_event(self, tell: Callable[[BuildEvent], None]) -> None:
+        self._tell = tell
+
+    async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float) -> None:
+        for request in requests:
+            self.tracks[request.instance_uuid] = Track(
+                instance_uuid=request.instance_uuid,
+                flavor=request.flavor,
+                intended_at=0.0,
+                published_at=self._clock.now,
+            )
+
+    async def until(self, there: Callable[[], bool], timeout_s: float) -> bool:
+        self._clock.now += timeout_s
+        waiting = [uuid for uuid, track in self.tracks.items() if track.ended_at is None]
+        if self._answers and waiting:
+            track = self.tracks[waiting[0]]
+            track.ended_at = self._clock.now
+            self._tell(BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=9))
+        return True
+
+
+async def stormed(plan: ChaosPlan, *, answers: bool) -> tuple[Churn, HandClock]:
+    clock = HandClock()
+    client: BuildClient = StubClient(clock, answers=answers)  # type: ignore[assignment]
+    churn = Churn(client, plan, clock=clock, rng=random.Random(1))
+    await churn.run()
+    return churn, clock
+
+
+PLAN = ChaosPlan(boots=500, in_flight=10, in_flight_most=10, early_deletes=0.0, longest_s=100.0)
+
+
+async def test_a_load_that_takes_too_long_ends_and_says_so() -> None:
+    churn, clock = await stormed(PLAN, answers=True)
+    assert churn.stopped == "after 100 s"
+    assert 100.0 < clock.now < 110.0
+    assert 50 < len(churn.accepted) < 500
+
+
+async def test_a_load_that_gets_nothing_through_ends_and_says_so() -> None:
+    churn, clock = await stormed(ChaosPlan(boots=500, in_flight=10, in_flight_most=10), answers=False)
+    assert churn.stopped.startswith("nothing has ended")
+    assert STUCK_S < clock.now < STUCK_S + 10.0
+
+
+async def test_a_load_that_gets_through_is_whole() -> None:
+    churn, _ = await stormed(ChaosPlan(boots=50, in_flight=10, in_flight_most=10, early_deletes=0.0), answers=True)
+    assert (churn.stopped, len(churn.accepted)) == ("", 50)
