@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import structlog
 import typer
 
+from berth.sim.compare import compare, digests
 from berth.sim.draw import plan_of
 from berth.sim.plan import Plan
 from berth.sim.run import Result, run, simulate
@@ -35,9 +36,20 @@ def main(
     trace: Annotated[bool, typer.Option("--trace", help="Tell what happened, from the first fault on.")] = False,
     shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make failing seeds smaller.")] = True,
     report: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    only_digests: Annotated[bool, typer.Option("--digests", help="Print each seed's digest and nothing else.")] = False,
+    others: Annotated[
+        list[str] | None, typer.Option("--compare-with", help="Another Python: it has to run the seeds just so.")
+    ] = None,
 ) -> None:
     """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
     hush()
+    if only_digests:
+        for one, digest in digests(first_seed, seeds).items():
+            typer.echo(f"{one} {digest}")
+        return
+    if others:
+        _compare(others, first_seed, seeds)
+        return
     if seed is not None:
         results = [replay(seed, trace=trace, smaller=shrink)]
     else:
@@ -56,6 +68,14 @@ def main(
         f"{len(figures['failed'])} failed {figures['failed'] or ''}"
     )
     if figures["failed"]:
+        raise typer.Exit(1)
+
+
+def _compare(others: list[str], first: int, count: int) -> None:
+    found = compare(others, first, count)
+    for python, seeds in found.items():
+        typer.echo(f"{python}: {count - len(seeds)} of {count} seeds run just so{f'; not {seeds}' if seeds else ''}")
+    if any(found.values()):
         raise typer.Exit(1)
 
 

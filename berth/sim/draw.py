@@ -21,7 +21,16 @@ FLAVOR_WEIGHTS = (4, 6, 4, 2, 2, 0.2)
 METAL_SHARE, METAL_BUILDS = 0.4, 0.3
 METAL_FLAVORS = ("bm.gold", "bm.silver")
 FLAT_SHARE = 0.12
-IRONIC_VERBS = (*("maintain", "return", "return", "clean") * 2, "power", "traits", "class", "remove", "add")
+IRONIC_VERBS = (
+    *("maintain", "return", "return", "clean") * 2,
+    "blink",
+    "blink",
+    "power",
+    "traits",
+    "class",
+    "remove",
+    "add",
+)
 
 
 def plan_of(seed: int) -> Plan:

@@ -25,6 +25,7 @@ DOUBLE_S = 5.0
 # An operator who meets a node that is on its way, or an Ironic that is away, tries again after this; and gives up then.
 RETRY_S = 0.7
 TRIES = 40
+BLINKS, BLINK_S = 8, 0.003
 
 
 class Notices:
@@ -129,6 +130,10 @@ class SimIronic:
         match verb:
             case "maintain" | "return":
                 await farm.set_maintenance(node, verb == "maintain", "by its operator", request_id)
+            case "blink":  # faster than anybody can read it
+                for turn in range(BLINKS):
+                    await farm.set_maintenance(node, turn % 2 == 0, "by its operator", request_id)
+                    await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
             case "power":
                 await farm.set_power(node, ("power off", "power on")[number % 2], request_id)
             case "traits":

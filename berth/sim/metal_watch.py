@@ -135,13 +135,13 @@ def disagreements(
         elif words := _differs(node, provider):
             yield f"ironic_agrees: {uuid} in {node['provision_state']}: {words}"
     for uuid in positions:
-        if uuid not in ironic.farm.nodes and uuid in providers and has_capacity(providers[uuid]):
-            yield f"ironic_agrees: the book offers {uuid}, which Ironic has not"
+        if uuid not in ironic.farm.nodes and uuid in providers and is_reported(providers[uuid]):
+            yield f"ironic_agrees: the book has {uuid}, Ironic has not"
 
 
-def has_capacity(provider: Provider) -> bool:
-    """Whether anything could be claimed of it, were it free."""
-    return any(stock.capacity > 0 for stock in provider.stocks.values())
+def is_reported(provider: Provider) -> bool:
+    """Whether it is more than a shell: what is removed while it is in use is set aside until the next report."""
+    return any(not stock.set_aside for stock in provider.stocks.values())
 
 
 def _differs(node: Mapping[str, Any], provider: Provider) -> str:

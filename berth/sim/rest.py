@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
 from berth.sim.load import Client
-from berth.sim.metal_watch import disagreements, has_capacity
+from berth.sim.metal_watch import disagreements, is_reported
 from berth.sim.world import World
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.placement import ProviderReport
@@ -100,9 +100,9 @@ def _asked(name: str) -> dict[str, int]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # What was in use when it was taken out is set aside: a shell without capacity, until somebody reports again.
-        if how == "drained" and (shell := world.book.providers.get(uuid)) and has_capacity(shell):
-            yield f"left_for_good: the book still offers {uuid}"
+        # What was in use when it was taken out is set aside: a shell, until somebody reports again.
+        if how == "drained" and (shell := world.book.providers.get(uuid)) and is_reported(shell):
+            yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():
             reports = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)

@@ -22,7 +22,7 @@ from compute_sim.reporter import Reporter
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
 from placement_worker.domain.handover import _Moving
-from scheduler_worker.domain.hosts import Hosts
+from scheduler_worker.domain.hosts import HostTable
 
 
 def flip_ignored() -> AbstractContextManager[Any]:
@@ -87,10 +87,10 @@ def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
 def dead_service_still_chosen() -> AbstractContextManager[Any]:
     """Hosts whose service has not been heard of for long are chosen like any other."""
 
-    def down(self: Hosts, now_s: float, service_down_time_s: float) -> Any:
+    def down(self: HostTable, now_s: float, service_down_time_s: float) -> Any:
         return np.zeros(len(self.services) + 1, dtype=np.bool_)
 
-    return patch.object(Hosts, "down", down)
+    return patch.object(HostTable, "down", down)
 
 
 def change_not_reported() -> AbstractContextManager[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from berth.sim.draw import plan_of
 from berth.sim.plan import Plan
-from berth.sim.run import plan_of, run
+from berth.sim.run import run
 from berth.sim.watch import Listener
 from berth.sim.world import EPOCH
 from bus.contracts.build import BuildEvent, BuildState
