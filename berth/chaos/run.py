@@ -1,7 +1,7 @@
 """`scripts/chaos`: load on real processes, faults at random, rest, and a judgement from the outside.
 
 A private RabbitMQ (one virtual host a bus), a private PostgreSQL, every worker its own process behind TCP proxies.
-Exit status 1 when anything was lost, doubled, leaked or overcommitted, an invariant is broken, or --longest ended the load.
+Exit status 1 when anything was lost, doubled, leaked or overcommitted, an invariant is broken, or the load cut short.
 """
 
 from __future__ import annotations

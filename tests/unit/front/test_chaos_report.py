@@ -13,8 +13,9 @@ from berth.chaos.report import ChaosReport, render
 from berth.chaos.tally import Stall
 
 SOUND = ChaosReport(
-    seed=1, seconds=10.0, requests=100, asked_for=100, stopped="", deletes=10, active=90, failed=0, refused=0, deleted=10, failures_by_code={},
-    failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0, overcommitted=0,
+    seed=1, seconds=10.0, requests=100, asked_for=100, stopped="", deletes=10, active=90, failed=0, refused=0,
+    deleted=10, failures_by_code={}, failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0,
+    overcommitted=0,
     faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0, longest_stall_s=3.2,
     longest_stall=Stall(3.2, ("kill_broker",)), recovery_s=1.5, recovery_by_kind={"kill_broker": (2.5, 2.5)},
     at_rest=True, dead_letters={}, invariants={"capacity": True}, verdicts=(), examples={}, ends_every_ten_s=(110,),
