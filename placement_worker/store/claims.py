@@ -15,7 +15,7 @@ from msgspec import Struct
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import Decision, Verdict, changes_of, decide
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Room, is_foreign
+from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Room, is_closed
 from placement_worker.store import feed
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
@@ -58,7 +58,7 @@ class Locked(Struct, frozen=True):
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
     locked = await lock(connection, _expected(items), providers_of(items, {}), names)
-    foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_foreign(cell, bus))
+    foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign)
     sequence = await write(
         connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes_of(decision)

@@ -119,6 +119,8 @@ async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) 
     await say(store, API, host(MINE, 1, source="ironic"))
     assert await say(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
     assert await ask(store, "c1", claim(MINE)) == "claimed"
+    # A bare-metal node: deleted in its cell, or its allocation stays for ever.
+    assert await ask(store, "c1", Release(consumer=SOMEBODY)) == "released"
 
 
 async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
