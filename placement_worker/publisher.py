@@ -97,7 +97,10 @@ class FeedPublisher:
                 return
 
     async def _send(self, changes: Sequence[Change]) -> None:
-        await self._bus.publish(FeedChanges(changes=tuple(changes)))
+        causes = {cause for change in changes for cause in change.causes or ("",)}
+        # A message has one cause or none to name; each change in it names its own.
+        cause = causes.pop() if len(causes) == 1 else ""
+        await self._bus.publish(FeedChanges(changes=tuple(changes)), cause=cause)
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):

@@ -204,11 +204,17 @@ class ProviderState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     aggregates: tuple[str, ...] = ()
 
 
+# Causes that one change names; of a larger group of writes the first ones.
+MAX_CAUSES = 16
+
+
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One committed change of one provider, numbered without holes in commit order.
 
     Exactly one of these is set: `state` (created, or its shape changed: the whole provider);
     `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
+    causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
+    id) or else ours. Several that were written together; none for what came by the bus.
     """
 
     sequence: int
@@ -217,6 +223,7 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: ProviderState | None = None
     used: dict[str, int] | None = None
     removed: bool = False
+    causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 
 class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.changes.v1"):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Refusal, Why, no_such_class
 from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
@@ -39,13 +40,13 @@ class ConsumerWrite(Struct, frozen=True):
     expects: Expected = ANY
 
 
-class Replace(Struct, frozen=True):
+class Replace(Caused, frozen=True):
     """Several consumers at once, all or none (P-1.13)."""
 
     writes: tuple[ConsumerWrite, ...]
 
 
-class Remove(Struct, frozen=True):
+class Remove(Caused, frozen=True):
     """DELETE: whatever the consumer holds, unguarded (P-1.28)."""
 
     consumer: str

@@ -8,13 +8,14 @@ from msgspec import Struct
 from msgspec.structs import replace as changed
 
 from placement_worker.domain.allocations import ConsumerWrite, Ledger, replace
+from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Refusal, Why, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
 
 
-class Reshape(Struct, frozen=True):
+class Reshape(Caused, frozen=True):
     """{provider: (the generation it must have, its inventories)}, and what consumers hold afterwards."""
 
     inventories: Mapping[str, tuple[int, Mapping[str, Stock]]]

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import os_resource_classes
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from placement_worker.domain.causes import Caused
 from placement_worker.domain.refusal import Refusal, Why, generation_conflict, no_provider, no_such_class
 from placement_worker.domain.values import Provider, Stock
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
 
 
-class CreateProvider(Struct, frozen=True):
+class CreateProvider(Caused, frozen=True):
     """A new provider, a root or below a parent."""
 
     uuid: str
@@ -27,7 +28,7 @@ class CreateProvider(Struct, frozen=True):
     parent: str | None = None
 
 
-class UpdateProvider(Struct, frozen=True):
+class UpdateProvider(Caused, frozen=True):
     """Another name, and another parent unless UNSET. may_move: from 1.37, also away from a parent it has."""
 
     uuid: str
@@ -36,13 +37,13 @@ class UpdateProvider(Struct, frozen=True):
     may_move: bool = False
 
 
-class DeleteProvider(Struct, frozen=True):
+class DeleteProvider(Caused, frozen=True):
     """The provider goes, with its inventory; not while it has allocations or children."""
 
     uuid: str
 
 
-class SetStocks(Struct, frozen=True):
+class SetStocks(Caused, frozen=True):
     """These inventories and no others. generation None: whatever it is. flaw: what is wrong with one, or nothing."""
 
     uuid: str
@@ -51,7 +52,7 @@ class SetStocks(Struct, frozen=True):
     flaw: str = ""
 
 
-class PutStock(Struct, frozen=True):
+class PutStock(Caused, frozen=True):
     """One inventory, there already, as it is to be now."""
 
     uuid: str
@@ -61,7 +62,7 @@ class PutStock(Struct, frozen=True):
     flaw: str = ""
 
 
-class AddStock(Struct, frozen=True):
+class AddStock(Caused, frozen=True):
     """One inventory that is not there yet."""
 
     uuid: str
@@ -70,14 +71,14 @@ class AddStock(Struct, frozen=True):
     flaw: str = ""
 
 
-class DropStock(Struct, frozen=True):
+class DropStock(Caused, frozen=True):
     """One inventory goes."""
 
     uuid: str
     resource_class: str
 
 
-class SetTraits(Struct, frozen=True):
+class SetTraits(Caused, frozen=True):
     """These traits and no others."""
 
     uuid: str
@@ -85,7 +86,7 @@ class SetTraits(Struct, frozen=True):
     generation: int | None = None
 
 
-class SetAggregates(Struct, frozen=True):
+class SetAggregates(Caused, frozen=True):
     """These aggregates and no others. generation None: before 1.19, where it neither counts nor moves."""
 
     uuid: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 
 import asyncpg
+from msgspec.structs import replace
 
 from bus.clock import Clock
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
@@ -27,6 +29,9 @@ from placement_worker.store.rest_reads import Listing, ProviderRow, providers
 # second one beside it would gain (measured: 30 % less CPU). More processes serve more.
 ALLOCATION_GROUPS = 1
 TREE_GROUPS = 1
+
+# Of the request that is being answered: its caller's own id (a global request id), or else ours.
+CAUSE: ContextVar[str] = ContextVar("cause", default="")
 
 
 class Api:
@@ -77,15 +82,15 @@ class Api:
         """Write one provider, together with what others write at the same time."""
         if not is_canonical(write.uuid):
             raise no_provider(write.uuid)
-        return await self._trees.submit(write)
+        return await self._trees.submit(replace(write, cause=CAUSE.get()))
 
     async def write_allocations(self, write: AllocationWrite) -> Refusal | None:
         """Write allocations, together with what others write at the same time."""
-        return await self._allocations.submit(write)
+        return await self._allocations.submit(replace(write, cause=CAUSE.get()))
 
     async def reshape(self, item: Reshape) -> Refusal | None:
         """Reshape, alone."""
-        outcome = await self.store.reshape(item)
+        outcome = await self.store.reshape(replace(item, cause=CAUSE.get()))
         self.committed()
         return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import structlog
 from bus.clock import new_uuid
 from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
-from placement_worker.rest.api import Api
+from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
 from placement_worker.rest.cors import Cors
 from placement_worker.rest.faults import STATUS, About, Fault, best, render
@@ -27,7 +28,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-MAX_GLOBAL_ID = 100
+# As oslo.middleware has it; what looks otherwise is nobody's id, and goes no further.
+_GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 RETRY_AFTER_S = "1"
 
 
@@ -54,18 +56,18 @@ class Application:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = _Exchange(scope, headers, f"req-{new_uuid(self._api.rng)}")
         began = self._api.clock.monotonic()
-        with structlog.contextvars.bound_contextvars(**exchange.about_ids()):
-            try:
-                response = await self._answer(exchange, headers, receive)
-            except Gone:
-                return
-            except Fault as fault:
-                response = exchange.error(fault)
-            except BrokenInvariant as error:
-                self._broken(error)
-                response = exchange.error(_unexpected(error))
-            except Exception as error:  # nobody's request may take the process down
-                response = exchange.error(_unexpected(error))
+        exchange.bind_ids()
+        try:
+            response = await self._answer(exchange, headers, receive)
+        except Gone:
+            return
+        except Fault as fault:
+            response = exchange.error(fault)
+        except BrokenInvariant as error:
+            self._broken(error)
+            response = exchange.error(_unexpected(error))
+        except Exception as error:  # nobody's request may take the process down
+            response = exchange.error(_unexpected(error))
         if self._cors.on:
             response = self._crossed(exchange, headers, response)
         metrics.answered(exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began)
@@ -158,14 +160,21 @@ class _Exchange:
         self.version_known = False
         self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
         self.route = "none"
-        self._global_id = headers.get(b"x-openstack-request-id", b"")[:MAX_GLOBAL_ID].decode("latin-1")
+        said = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
+        self._global_id = said if _GLOBAL_ID.fullmatch(said) else ""
 
-    def about_ids(self) -> dict[str, str]:
-        """What every log line of this request says."""
-        ids = {"request_id": self.request.id}
+    def bind_ids(self) -> None:
+        """What every log line of this request says.
+
+        Nothing is taken back: each request is a task with a context of its own. It is a copy of the context that the
+        task was made in, which for a pipelined request is its forerunner's.
+        """
+        CAUSE.set(self._global_id or self.request.id)
+        structlog.contextvars.bind_contextvars(request_id=self.request.id)
         if self._global_id:
-            ids["global_request_id"] = self._global_id
-        return ids
+            structlog.contextvars.bind_contextvars(global_request_id=self._global_id)
+        else:
+            structlog.contextvars.unbind_contextvars("global_request_id")
 
     def error(self, fault: Fault) -> Response:
         """The answer that a fault is."""

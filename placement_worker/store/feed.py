@@ -113,6 +113,7 @@ def _numbered(first: int, body: bytes, after: int) -> list[Change]:
             state=change.state,
             used=change.used,
             removed=change.removed,
+            causes=change.causes,
         )
         for number, change in enumerate(_decode(body), first)
         if number > after

@@ -5,12 +5,14 @@ Same order of locks as claims: consumers by uuid, providers by id, the feed's co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import asyncpg
 
+from bus.contracts.placement import Change
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, ConsumerWrite, Replace, decide
+from placement_worker.domain.causes import caused
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import Refusal
 from placement_worker.domain.reports import changes_of
@@ -41,7 +43,7 @@ async def apply(
             expected.setdefault(item.consumer, _NOBODY())
     locked = await lock(connection, expected, wanted, names)
     outcomes, decision = decide(items, locked.found, locked.providers, names.class_ids)
-    changes = changes_of_usage(decision)
+    changes = caused(changes_of_usage(decision), _touched(items, outcomes, locked.found))
     await write(connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes)
     return outcomes
 
@@ -59,7 +61,8 @@ async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Na
     if isinstance(outcome, Refusal):
         await write(connection, decide((), {}, {}, {})[1], consumers, inserted, ids=ids, names=names)
         return outcome
-    await _write_reshaped(connection, outcome, (consumers, inserted), ids, names)
+    changes = await _write_reshaped(connection, outcome, (consumers, inserted), ids, names)
+    await feed.append(connection, caused(changes, ((item.cause, ()),)))
     return None
 
 
@@ -69,7 +72,7 @@ async def _write_reshaped(
     consumers: tuple[Mapping[str, Consumer], Mapping[str, Consumer]],
     ids: dict[str, int],
     names: Names,
-) -> None:
+) -> list[Change]:
     old = {row.uuid: row for row in outcome.interim.values()}
     _, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [ids[uuid] for uuid in old])
     await complete_ids(connection, ids, before, outcome.interim)
@@ -79,7 +82,21 @@ async def _write_reshaped(
     await write_providers(connection, ids, outcome.interim, outcome.final, names)
     await unsettle(connection, before, outcome.final)
     usage = [change for change in changes_of_usage(outcome.decision) if change.provider not in outcome.final]
-    await feed.append(connection, changes_of(before, outcome.final) + usage)
+    return changes_of(before, outcome.final) + usage
+
+
+def _touched(
+    items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, Consumer]
+) -> Iterator[tuple[str, set[str]]]:
+    """Of each write that was done: its cause, and the providers that it could move."""
+    for item, outcome in zip(items, outcomes, strict=True):
+        if isinstance(outcome, Refusal):
+            continue
+        named = [each.consumer for each in item.writes] if isinstance(item, Replace) else [item.consumer]
+        providers = _held({uuid: consumers[uuid] for uuid in named if uuid in consumers})
+        if isinstance(item, Replace):
+            providers.update(*(each.holding for each in item.writes))
+        yield item.cause, providers
 
 
 def _expect(writes: Iterable[ConsumerWrite], expected: dict[str, Consumer], wanted: set[str]) -> None:

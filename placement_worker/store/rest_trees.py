@@ -11,6 +11,7 @@ import asyncpg
 import msgspec
 from msgspec.structs import asdict
 
+from placement_worker.domain.causes import caused
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
     CreateProvider,
@@ -60,6 +61,8 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
     outcomes = [grove.apply(write) for write in writes]
     changes = changes_of(before, grove.providers)
     if changes:
+        done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
+        changes = caused(changes, ((write.cause, (write.uuid,)) for write in done))
         ids.update(zip((uuid for uuid in grove.providers if uuid not in before), fresh_ids, strict=False))
         written = msgspec.json.encode(rows_of(ids, before, grove.providers, names)).decode()
         await connection.fetchval(WRITE, written, *feed.rows(changes))
