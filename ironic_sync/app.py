@@ -6,10 +6,12 @@ import httpx
 import structlog
 
 from bus.bus import API
+from bus.clock import Clock
 from bus.service.environment import Environment
 from bus.service.service import Service
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
+from ironic_sync.source.keystone import KeystoneAuth
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.port import Positions
@@ -34,7 +36,7 @@ def build(
     bus = env.bus(API)
     service = Service("ironic-sync", clock=env.clock, log=log)
     positions = store if store is not None else _postgres(env, service)
-    reading = source if source is not None else rest_source(config)
+    reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
         positions,
@@ -67,8 +69,8 @@ def _postgres(env: Environment, service: Service) -> Positions:
     return PostgresPositions(database)
 
 
-def rest_source(config: IronicSyncConfig) -> RestSource:
-    """Ironic's REST API as the configuration says."""
+def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:
+    """Ironic's REST API as the configuration says. Raises SettingsError."""
     return RestSource(
         config.url,
         microversion=config.microversion,
@@ -76,7 +78,14 @@ def rest_source(config: IronicSyncConfig) -> RestSource:
         list_timeout_s=config.list_timeout_s,
         page_size=config.page_size,
         connections=config.reads_in_flight + 2,  # beside the single reads, one of all and one of an allocation
-        auth=httpx.BasicAuth(config.username, config.password) if config.username else None,
+        auth=_auth(config, clock),
         token=config.token,
         verify_tls=config.verify_tls,
     )
+
+
+def _auth(config: IronicSyncConfig, clock: Clock) -> httpx.Auth | None:
+    if config.keystone.auth_url:
+        timeout_s, verify_tls = config.request_timeout_s, config.verify_tls
+        return KeystoneAuth(config.keystone, clock=clock, timeout_s=timeout_s, verify_tls=verify_tls)
+    return httpx.BasicAuth(config.username, config.password) if config.username else None

@@ -8,6 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.service.settings import Secret
+from ironic_sync.source.keystone import KeystoneLogin
 
 Seconds = Annotated[float, Bound(gt=0, le=86_400)]
 
@@ -16,11 +17,13 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of one ironic_sync process; BERTH_IRONIC_SYNC__... or [ironic_sync] in the settings file.
 
     url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
-    token: X-Auth-Token; username and password: HTTP basic (Ironic's auth_strategy http_basic); neither: noauth.
+    keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that somebody else renews;
+    username and password: HTTP basic (Ironic's auth_strategy http_basic); none of them: noauth.
     """
 
     url: str = "http://127.0.0.1:6385"
     microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.52"
+    keystone: KeystoneLogin = KeystoneLogin()
     token: Secret = ""
     username: str = ""
     password: Secret = ""

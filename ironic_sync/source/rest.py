@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
+from ironic_sync.source.keystone import KeystoneAuth
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 
 VERSION_HEADER = "X-OpenStack-Ironic-API-Version"
@@ -44,6 +45,7 @@ class RestSource:
         headers = {"Accept": "application/json", VERSION_HEADER: microversion}
         if token:
             headers["X-Auth-Token"] = token
+        self._auth = auth
         self._timeout_s = timeout_s
         self._list_timeout_s = list_timeout_s
         self._page_size = page_size
@@ -97,6 +99,8 @@ class RestSource:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+        if isinstance(self._auth, KeystoneAuth):
+            await self._auth.aclose()
 
     async def _get(self, path: str, params: dict[str, str], timeout_s: float, max_bytes: int) -> Any:
         """Decoded JSON of a 200; None for a 404 that Ironic itself gave."""

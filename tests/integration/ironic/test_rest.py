@@ -30,7 +30,7 @@ async def ironic() -> AsyncIterator[IronicStandIn]:
 
 
 def source(url: str, **settings: Any) -> RestSource:
-    return rest_source(IronicSyncConfig(url=url, **settings))
+    return rest_source(IronicSyncConfig(url=url, **settings), SystemClock())
 
 
 async def test_nodes_are_read(ironic: IronicStandIn) -> None:

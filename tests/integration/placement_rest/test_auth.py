@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Generator
-from datetime import UTC, datetime, timedelta
+from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from bus.clock import SystemClock
 from bus.service.settings import SettingsError
@@ -26,6 +20,7 @@ from placement_worker.rest.keystone import Keystone, KeystoneForbidden, Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import RESHAPE, USAGES, Policy
 from tests.integration.placement_rest.conftest import free_port
+from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 
 ADMIN = Caller(user_id="a", project_id="p", roles=("admin",))
 READER = Caller(user_id="r", project_id="p", roles=("reader",))
@@ -139,61 +134,10 @@ def test_a_placement_conf_is_read(tmp_path: Path) -> None:
         with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
 
 
-class KeystoneStandIn:
-    """As much of Keystone as a service that validates tokens sees."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, dict[str, Any]] = {}
-        self.services: set[str] = set()
-        self.asked = 0
-        self.password = "right"
-        self.answer: Response | None = None
-        routes = [Route("/v3/auth/tokens", self.show), Route("/v3/auth/tokens", self.sign_in, methods=["POST"])]
-        self.app = Starlette(routes=routes)
-
-    def add(self, token: str, lasts: timedelta, **more: Any) -> None:
-        expires = (datetime.now(UTC) + lasts).strftime("%Y-%m-%dT%H:%M:%S.000000Z")
-        self.tokens[token] = {
-            "user": {"id": "u1", "name": "nova"},
-            "expires_at": expires,
-            "methods": ["password"],
-            **more,
-        }
-
-    async def show(self, request: Request) -> Response:
-        self.asked += 1
-        if self.answer is not None:
-            return self.answer
-        if request.headers["x-auth-token"] not in self.services:
-            return Response(status_code=401)
-        token = self.tokens.get(request.headers["x-subject-token"])
-        return Response(status_code=404) if token is None else JSONResponse({"token": token})
-
-    async def sign_in(self, request: Request) -> Response:
-        user = (await request.json())["auth"]["identity"]["password"]["user"]
-        if user["password"] != self.password:
-            return Response(status_code=401)
-        token = f"service-{len(self.services)}"
-        self.services = {token}
-        return JSONResponse({"token": {}}, status_code=201, headers={"X-Subject-Token": token})
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 @pytest.fixture
 async def stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
-    keystone, port = KeystoneStandIn(), free_port()
-    server = _Server(uvicorn.Config(keystone.app, port=port, log_config=None, lifespan="off", loop="none"))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
-        await asyncio.sleep(0.01)  # until it listens
-    yield keystone, f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await serving
+    async with keystone_stand_in() as serving:
+        yield serving
 
 
 async def test_keystone_is_asked_once_and_its_answer_believed_until_it_expires(

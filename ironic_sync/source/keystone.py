@@ -1,0 +1,120 @@
+"""Signing in to Keystone: a token for every request, asked for once, and again when it is turned down or runs out.
+
+By httpx alone, as placement's Keystone part: the two requests that this takes need no library of their own, and nothing
+here blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from datetime import datetime
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.service.settings import Secret, SettingsError
+from ironic_sync.source.port import SourceRefused, SourceUnavailable
+
+TOKEN = "X-Auth-Token"
+SUBJECT = "X-Subject-Token"
+# A token is not used in its last moments: the request it goes with has a way before it.
+RENEW_EARLY_S = 60.0
+MAX_TOKEN_BYTES = 8192
+
+
+class KeystoneLogin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who we are to Keystone: a user of a project by password, or an application credential.
+
+    auth_url: empty = no Keystone. An application credential is known by its id, or by its name and its user.
+    """
+
+    auth_url: str = ""
+    username: str = ""
+    password: Secret = ""
+    project_name: str = "service"
+    user_domain_name: str = "Default"
+    project_domain_name: str = "Default"
+    application_credential_id: str = ""
+    application_credential_name: str = ""
+    application_credential_secret: Secret = ""
+
+
+class _Token(Struct, frozen=True):
+    expires_at: str = ""
+
+
+class _Answer(Struct, frozen=True):
+    token: _Token = _Token()
+
+
+class KeystoneAuth(httpx.Auth):
+    """Gives each request of a client our token."""
+
+    def __init__(self, login: KeystoneLogin, *, clock: Clock, timeout_s: float, verify_tls: bool = True) -> None:
+        self._body = _identity(login)
+        self._url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
+        self._clock = clock
+        self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify_tls, trust_env=False)
+        self._token = ""
+        self._renew_at = 0.0
+        self._signing_in = asyncio.Lock()
+
+    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
+        """The request with our token; once more with a new one when that is turned down."""
+        token = self._token
+        if not token or self._clock.time() >= self._renew_at:
+            token = await self._sign_in(token)
+        request.headers[TOKEN] = token
+        answer = yield request
+        if answer.status_code == httpx.codes.UNAUTHORIZED:  # revoked, or signed with keys that were rotated away
+            request.headers[TOKEN] = await self._sign_in(token)
+            yield request
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def _sign_in(self, stale: str) -> str:
+        """A token, unless another request has just fetched a newer one than `stale`."""
+        async with self._signing_in:
+            if self._token == stale:
+                answer = await self._client.post(self._url, json=self._body)
+                self._token, self._renew_at = self._learnt(answer)
+            return self._token
+
+    def _learnt(self, answer: httpx.Response) -> tuple[str, float]:
+        """(the token, when to ask for the next). Raises SourceRefused, SourceUnavailable."""
+        status = answer.status_code
+        if status in {400, 401, 403, 404}:
+            raise SourceRefused(f"Keystone answered {status} to our credentials", code=f"keystone.http_{status}")
+        token = answer.headers.get(SUBJECT, "")
+        if status != 201 or not token or len(token) > MAX_TOKEN_BYTES:
+            raise SourceUnavailable(f"Keystone answered {status} to our sign-in", code="keystone.unavailable")
+        try:
+            expires = datetime.fromisoformat(msgspec.json.decode(answer.content, type=_Answer).token.expires_at)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+            return token, math.inf  # until it is turned down
+        return token, expires.timestamp() - RENEW_EARLY_S
+
+
+def _identity(login: KeystoneLogin) -> dict[str, Any]:
+    """The body that Keystone wants (Identity API v3). Raises SettingsError."""
+    user = {"name": login.username, "domain": {"name": login.user_domain_name}}
+    if login.application_credential_id or login.application_credential_name:
+        named: dict[str, Any] = {"id": login.application_credential_id}
+        if not login.application_credential_id:
+            if not login.username:
+                raise SettingsError("ironic_sync.keystone", "an application credential's name needs its username, too")
+            named = {"name": login.application_credential_name, "user": user}
+        secret = {**named, "secret": login.application_credential_secret}
+        return {"auth": {"identity": {"methods": ["application_credential"], "application_credential": secret}}}
+    if not login.username:
+        raise SettingsError("ironic_sync.keystone", "a username or an application credential is needed")
+    scope = {"project": {"name": login.project_name, "domain": {"name": login.project_domain_name}}}
+    password = {"user": {**user, "password": login.password}}
+    return {"auth": {"identity": {"methods": ["password"], "password": password}, "scope": scope}}
