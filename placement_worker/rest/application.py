@@ -18,8 +18,9 @@ from placement_worker.rest.auth import Auth
 from placement_worker.rest.cors import Cors
 from placement_worker.rest.faults import STATUS, About, Fault, best, render
 from placement_worker.rest.http import JSON, Request, Response
+from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import USAGES, Policy
-from placement_worker.rest.routes import Route, Router, parts_of
+from placement_worker.rest.routes import ROUTES, Route, Router, parts_of
 from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
 
 log = structlog.get_logger("placement.rest")
@@ -48,7 +49,7 @@ class Application:
         self._auth = auth
         self._policy = policy
         self._cors = cors
-        self._router = Router()
+        self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""

@@ -52,7 +52,8 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it.
     incomplete_*: who holds what was allocated below 1.8. randomize: a sample of the candidates instead of the first.
     budget, search_s: what a candidate search may look at, and how long. group_max, waiting_max: writes in one
-    transaction, and waiting for one. write_timeout_s: how long a client may read nothing of its answer.
+    transaction, and waiting for one. write_timeout_s: how long a client may read nothing of its answer. openapi: serve
+    the OpenAPI document at /openapi.json, where Placement has nothing.
     """
 
     listen: str = ""
@@ -65,6 +66,7 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cors: CorsConfig = CorsConfig()
     incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
+    openapi: bool = False
     randomize: bool = False
     budget: Annotated[int, Bound(ge=1000)] = 100_000
     search_s: Annotated[float, Bound(gt=0, le=60)] = 5.0

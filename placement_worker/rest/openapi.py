@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+import msgspec
+
 from placement_worker.rest import schemas
+from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
+from placement_worker.rest.http import Request, Response
 from placement_worker.rest.routes import ROUTES, Route
 from placement_worker.rest.schemas import Schema
 from placement_worker.rest.versions import NEWEST, RANGE, SERVICE
@@ -66,6 +71,21 @@ _ERROR: Schema = {
         }
     },
 }
+
+
+async def show(api: Api, request: Request) -> Response:
+    """GET: this document."""
+    del api, request
+    return Response(200, _written())
+
+
+# Served only where the settings say so: Placement has no such path, and answers 404.
+OPENAPI = Route("GET", "/openapi.json", show, gives=True)
+
+
+@cache
+def _written() -> bytes:
+    return msgspec.json.encode(document())
 
 
 def document() -> dict[str, Any]:

@@ -9,7 +9,9 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
-from tests.integration.placement_rest.conftest import Placement, holding
+from placement_worker.rest.config import RestConfig
+from placement_worker.rest.openapi import document
+from tests.integration.placement_rest.conftest import Placement, free_port, holding
 
 pytestmark = pytest.mark.postgres
 
@@ -222,3 +224,18 @@ async def test_errors_carry_the_request_id_and_the_version(placement: Placement)
     assert answer.status_code == 401
     answer = await placement.call("GET", "/resource_providers", x_auth_token="somebody")
     assert answer.status_code == 403
+
+
+async def test_the_openapi_document_is_served_where_the_settings_say_so(
+    placement: Placement, postgres_url: str
+) -> None:
+    await placement.call("GET", "/openapi.json", status=404)
+    other = Placement(postgres_url, RestConfig(listen=f"127.0.0.1:{free_port()}", openapi=True))
+    await other.start()
+    try:
+        answer = await other.call("GET", "/openapi.json", status=200)
+        assert answer.json() == document()
+        assert "/openapi.json" not in answer.json()["paths"]
+        await other.call("PUT", "/openapi.json", status=405)
+    finally:
+        await other.stop()
