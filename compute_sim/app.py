@@ -70,6 +70,8 @@ def build(
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
     result.task("fate", parts.doom.wait)
+    if isinstance(parts.driver, BareMetal):
+        result.task("nodes", parts.driver.watch)
     # Both queues before the first announcement: whoever hears it may send builds at once, and whoever begins to listen
     # just after it asks for another one.
     asked_by = f"{env.process}-{service}"  # several services may share a process, and each has to be asked

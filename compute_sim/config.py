@@ -50,12 +50,16 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the bare-metal nodes are. share of shares: which of them are this service's, by a hash of the uuid."""
+    """Where the bare-metal nodes are. share of shares: which of them are this service's, by a hash of the uuid.
+
+    watch_s: between two looks for nodes that came, or went into maintenance; longer when a look takes long.
+    """
 
     url: str = "http://127.0.0.1:6385"
     token: Secret = ""
     microversion: str = "1.81"
     poll_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
+    watch_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
     clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0

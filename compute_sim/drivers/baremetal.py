@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ T = TypeVar("T")
 MAX_NODES = 100_000
 PAGE = 1000
 MAX_BODY = 32 * 2**20
+# Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
+LOOK_SHARE = 20
 FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,resource_class"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
@@ -60,6 +63,8 @@ class BareMetal:
         self._clock = clock
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
+        self._told: dict[str, bool] = {}  # what was last said of each node: whether it is in maintenance
+        self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
         """Make the client; Ironic itself is asked when something is to be known."""
@@ -82,6 +87,8 @@ class BareMetal:
 
     async def hosts(self) -> Sequence[DriverHost]:
         """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
+        nodes = await self._nodes()
+        self._told = {node.uuid: node.maintenance for node in nodes}
         return [
             DriverHost(
                 uuid=node.uuid,
@@ -90,7 +97,7 @@ class BareMetal:
                 disabled_reason="maintenance" if node.maintenance else "",
                 attributes=ATTRIBUTES,
             )
-            for node in await self._nodes()
+            for node in nodes
         ]
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
@@ -138,7 +145,22 @@ class BareMetal:
         }
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
-        """Nothing is told from here: the periodic announcement sees maintenance, ironic_sync acts on it at once."""
+        """Nodes that came, or whose maintenance changed, as `watch` finds them."""
+        self._changed = callback
+
+    async def watch(self) -> None:
+        """Look for nodes that nobody has been told of, until cancelled.
+
+        ironic_sync tells the book of a node at once; no build goes there before its compute service has announced it.
+        What went is told with the next whole announcement: the book has dropped it already.
+        """
+        while True:
+            began = self._clock.monotonic()
+            with contextlib.suppress(DriverUnavailable):  # whoever needs Ironic says so
+                news = [node.uuid for node in await self._nodes() if self._told.get(node.uuid) != node.maintenance]
+                if news and self._changed is not None:
+                    self._changed(news)
+            await self._clock.sleep(max(self._config.watch_s, LOOK_SHARE * (self._clock.monotonic() - began)))
 
     # --- what spawn is careful about
 

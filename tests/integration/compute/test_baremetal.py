@@ -40,7 +40,9 @@ async def driver(ironic: IronicStandIn) -> AsyncIterator[BareMetal]:
 
 
 def settings(ironic: IronicStandIn, **more: int) -> ComputeConfig:
-    return ComputeConfig(driver="ironic", hosts=0, ironic=IronicConfig(url=ironic.url, poll_s=0.005, **more))
+    return ComputeConfig(
+        driver="ironic", hosts=0, ironic=IronicConfig(url=ironic.url, poll_s=0.005, watch_s=0.01, **more)
+    )
 
 
 def build(node: str, instance: str, attempt: int = 1) -> Build:
@@ -183,3 +185,17 @@ async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell
         await cell.spawn(host, instance)
         assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE, host
     await life.stop()
+
+
+async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, ironic: IronicStandIn) -> None:
+    config = settings(ironic)
+    await cell.compute(config, Fleet.planned(config, CELL, "c1-a"))
+    await cell.until(cell.announced)
+    new = ironic.farm.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
+
+    def said() -> list[bool]:
+        return [host.enabled for page in cell.announced() for host in page.hosts if host.uuid == new]
+
+    assert await cell.until(said) == [True]
+    ironic.farm.nodes[new]["maintenance"] = True
+    await cell.until(lambda: said() == [True, False])
