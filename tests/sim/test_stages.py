@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
 
 from berth.sim.draw import plan_of
 from berth.sim.plan import Plan
@@ -50,6 +51,23 @@ def test_every_build_carries_all_six_stages_and_they_add_up(skew_s: float, monke
     for event in nowhere:
         assert event.stamps is not None
         assert tuple(durations(event.stamps, until=event.stamps.decided + 1)) == ("queued", "decided", "announced")
+
+
+def observed() -> dict[str, float]:
+    """How many builds the workers of this process have counted in each stage."""
+    return {stage: REGISTRY.get_sample_value("berth_stage_seconds_count", {"stage": stage}) or 0.0 for stage in STAGES}
+
+
+def test_workers_count_each_stage_of_each_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = observed()
+    found = ends(plan_of(1).without_faults(), monkeypatch)
+    counted = {stage: count - before[stage] for stage, count in observed().items()}
+    in_cells = sum(event.stamps is not None and event.stamps.built > 0 for event in found)
+    nowhere = sum(event.code == "no_valid_host" for event in found)
+    assert in_cells > 10
+    assert counted["dispatched"] == counted["built"] == counted["announced"] == in_cells
+    assert counted["queued"] == counted["decided"] == counted["claimed"] + nowhere
+    assert counted["claimed"] >= in_cells, "some are deleted while they are being built"
 
 
 def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
