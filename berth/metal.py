@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicStandIn, MemoryAnnouncer
+from berth.ironic_stand_in.keeping import keep, load, save
 from berth.settings import MEMORY
 from berth.site import Site
 from bus.bus import API
@@ -21,15 +24,31 @@ def announcer(site: Site) -> Announcer:
 
 
 @contextlib.asynccontextmanager
-async def simulated_ironic(site: Site, behaviour: Behaviour | None = None) -> AsyncIterator[IronicStandIn | None]:
-    """An Ironic with `up.nodes` available nodes for as long as this context; None when there are to be none."""
+async def simulated_ironic(
+    site: Site, behaviour: Behaviour | None = None, *, kept: Path | None = None
+) -> AsyncIterator[IronicStandIn | None]:
+    """An Ironic with `up.nodes` available nodes for as long as this context; None when there are to be none.
+
+    kept: a file that the nodes come from and are kept in; then they are as they were left, and as many as ever.
+    """
     if site.settings.up.nodes == 0:
         yield None
         return
     ironic = IronicStandIn(announcer(site), clock=site.clock, rng=site.rng, behaviour=behaviour)
-    ironic.farm.plan(site.settings.up.nodes)
+    if kept is None or not load(ironic.farm, kept):
+        ironic.farm.plan(site.settings.up.nodes)
     await ironic.start()
+    keeping = asyncio.create_task(keep(ironic.farm, kept, site.clock)) if kept is not None else None
     try:
         yield ironic
     finally:
         await ironic.stop()
+        if kept is not None and keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            save(ironic.farm, kept)
+
+
+def kept_in(site: Site) -> Path:
+    """Where `berth up` keeps its nodes: beside the embedded database, which knows the instances on them."""
+    return site.settings.state / "ironic.json"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from berth.crew import Crew
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.metal import simulated_ironic
+from berth.metal import kept_in, simulated_ironic
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
 from berth.site import Runtime, Site, write_runtime
@@ -84,7 +84,7 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
     ):
         real = _real(settings, buses, database_url)
         here = Site(real)
-        async with simulated_ironic(here) as ironic:
+        async with simulated_ironic(here, kept=kept_in(here)) as ironic:
             ironic_url = ironic.url if ironic is not None else ""
             crew = Crew(logs, variables(real))
             try:

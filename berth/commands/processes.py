@@ -35,7 +35,7 @@ from berth.commands.common import (
     tell,
 )
 from berth.commands.placement import with_api
-from berth.metal import simulated_ironic
+from berth.metal import kept_in, simulated_ironic
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
 from berth.supervisor import Supervisor, supervised
@@ -92,7 +92,10 @@ def up(
         if any(number is not None for number in asked.values()):
             raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
         settings, stop = _prepare(context)
-        async with site(settings, directory=settings.state / "postgres") as here, simulated_ironic(here) as ironic:
+        async with (
+            site(settings, directory=settings.state / "postgres") as here,
+            simulated_ironic(here, kept=kept_in(here)) as ironic,
+        ):
             ironic_url = ironic.url if ironic is not None else None
             street = Street(here)
             await street.start(ironic_url=ironic_url)

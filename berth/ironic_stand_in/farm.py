@@ -53,6 +53,7 @@ class Farm:
         self, announcer: Announcer, *, clock: Clock, rng: random.Random, behaviour: Behaviour | None = None
     ) -> None:
         self.nodes: dict[str, dict[str, Any]] = {}
+        self.version = 0  # rises with every change
         self.behaviour = behaviour or Behaviour()
         self._announcer = announcer
         self._clock = clock
@@ -72,6 +73,7 @@ class Farm:
             **{"uuid": new_uuid(self._rng), "name": name, "created_at": now, "provision_updated_at": now, **fields}
         )
         self.nodes[node["uuid"]] = node
+        self.version += 1
         return node
 
     def plan(self, count: int, classes: tuple[str, ...] = ("baremetal-gold", "baremetal-silver")) -> None:
@@ -255,6 +257,7 @@ class Farm:
             raise RequestError(409, f"Instance {wanted} is already associated with a node.")
 
     async def _say(self, node: Mapping[str, Any], action: str, status: str, request_id: str, **extra: Any) -> None:
+        self.version += 1  # whatever changes is said
         if self._rng.random() < self.behaviour.lose:
             return
         now = self._clock.time()

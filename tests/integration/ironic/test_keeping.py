@@ -1,0 +1,94 @@
+"""The nodes of the simulated Ironic outlive its process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import httpx
+import pytest
+
+from berth.ironic_stand_in import Behaviour, Farm, RequestError, Silent
+from berth.ironic_stand_in.keeping import load, save, settled
+from berth.metal import simulated_ironic
+from berth.settings import Settings, UpSettings
+from berth.site import Brokers, Site
+from bus.clock import SystemClock
+
+INSTANCE = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+SLOW = Behaviour(deploy_s=3600.0, clean_s=3600.0, verify_s=3600.0)
+
+
+def site() -> Site:
+    clock = SystemClock()
+    return Site(Settings(up=UpSettings(nodes=4)), brokers=Brokers(clock), clock=clock, seed=1)
+
+
+async def test_nodes_are_as_they_were_left(tmp_path: Path) -> None:
+    kept = tmp_path / "deep" / "ironic.json"
+    async with simulated_ironic(site(), SLOW, kept=kept) as ironic:
+        assert ironic is not None
+        first, second, *_ = ironic.farm.nodes
+        async with httpx.AsyncClient(base_url=ironic.url) as client:
+            taken = [{"op": "add", "path": "/instance_uuid", "value": INSTANCE}]
+            (await client.patch(f"/v1/nodes/{first}", json=taken)).raise_for_status()
+            (await client.put(f"/v1/nodes/{second}/maintenance", json={"reason": "r"})).raise_for_status()
+            (await client.delete(f"/v1/nodes/{list(ironic.farm.nodes)[3]}")).raise_for_status()
+        left = {uuid: dict(node) for uuid, node in ironic.farm.nodes.items()}
+    async with simulated_ironic(site(), kept=kept) as ironic:
+        assert ironic is not None
+        assert ironic.farm.nodes == left
+        assert (left[first]["instance_uuid"], left[second]["maintenance"], len(left)) == (INSTANCE, True, 3)
+
+
+async def test_a_killed_process_leaves_its_nodes_behind(tmp_path: Path) -> None:
+    kept = tmp_path / "ironic.json"
+    async with simulated_ironic(site(), kept=kept) as ironic:
+        assert ironic is not None
+        node = next(iter(ironic.farm.nodes.values()))
+        await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+
+        def found() -> bool:
+            other = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+            return load(other, kept) and other.nodes[node["uuid"]]["instance_uuid"] == INSTANCE
+
+        async with asyncio.timeout(20):
+            while not found():  # noqa: ASYNC110  (a file has no event)
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("state", "then", "instance"),
+    [
+        ("available", "available", INSTANCE),
+        ("active", "active", INSTANCE),
+        ("deploying", "deploy failed", INSTANCE),
+        ("deleting", "available", None),
+        ("cleaning", "available", None),
+        ("verifying", "enroll", INSTANCE),
+    ],
+)
+def test_what_was_under_way_is_settled(state: str, then: str, instance: str | None) -> None:
+    farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+    node = farm.add(provision_state=state, instance_uuid=INSTANCE)
+    node["reservation"] = "somebody"
+    rested = settled(node)
+    assert (rested["provision_state"], rested["instance_uuid"], rested["reservation"]) == (then, instance, None)
+
+
+def test_a_file_that_is_none_is_not_believed(tmp_path: Path) -> None:
+    farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+    path = tmp_path / "ironic.json"
+    assert not load(farm, path)
+    for body in (b"", b"{}", b'[{"uuid": "x"}]'):
+        path.write_bytes(body)
+        assert not load(farm, path)
+        assert farm.nodes == {}
+    farm.plan(2)
+    save(farm, path)
+    other = Farm(Silent(), clock=SystemClock(), rng=random.Random(2))
+    assert load(other, path)
+    assert other.nodes == farm.nodes
+    with pytest.raises(RequestError):
+        other.get("nobody")
