@@ -55,6 +55,7 @@ class Book(Trees):
     _filled = (
         *Trees._filled,
         ("generation", 0),
+        ("stamp", 0),
         ("shape", 0),
         ("traits", 0),
         ("aggregates", 0),
@@ -69,13 +70,16 @@ class Book(Trees):
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()  # what searches keep beside the columns
         self.compiled: OrderedDict[bytes, Search] = OrderedDict()  # the same for granular searches
         self.sharing: Sharing | None = None  # see `sharing.sharing_of`
+        self.texts: dict[Hashable, object] = {}  # what answers keep beside the columns
         self.assumptions = Assumptions()
+        self._stamps = 0
         self._clear()
 
     def _clear(self) -> None:
         self._clear_trees()
         size = self.size
         self.generation = np.zeros(size, dtype=np.int64)
+        self.stamp = np.zeros(size, dtype=np.int64)  # another whenever what a row says of its provider is another
         self.shape = np.zeros(size, dtype=np.int64)
         self.traits = np.zeros(size, dtype=np.int32)
         self.aggregates = np.zeros(size, dtype=np.int32)
@@ -252,6 +256,7 @@ class Book(Trees):
             self._set_free(self._by_number[number], row, 0)
         self._link(row, state)
         self._names[row] = state.name
+        self._mark(row)
         self.generation[row] = state.generation
         self.shape[row] = state.shape
         self.traits[row] = self.trait_sets.id_of(tuple(sorted(state.traits)))
@@ -291,8 +296,13 @@ class Book(Trees):
             column.used[row] = amount
             self._recount(column, row, uuid)
         self.generation[row] = generation
+        self._mark(row)
         self._moved(int(self.root[row]))
         self._reached(uuid, generation)
+
+    def _mark(self, row: int) -> None:
+        self._stamps += 1
+        self.stamp[row] = self._stamps
 
     def _remove(self, uuid: str) -> None:
         row = self.row_of(uuid)

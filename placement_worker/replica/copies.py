@@ -19,6 +19,7 @@ def copy_of(book: Book) -> Book:
     """The book as it is now. Call it where nobody writes meanwhile; then any one thread may read the copy."""
     copy = Book.__new__(Book)
     vars(copy).update(vars(book))
+    copy.texts = {}
     copy.compiled, copy.plans = type(book.compiled)(), type(book.plans)()
     for name, _ in book._filled:
         setattr(copy, name, getattr(book, name).copy())

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from time import monotonic, thread_time
 
 import msgspec
-import numpy as np
 
-from placement_worker.domain.names import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
-from placement_worker.replica.columns import ClassColumns, Rows
 from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.patience import Patience, TooLong
-from placement_worker.replica.rows import NOBODY
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import Asked, asked_of
 from placement_worker.rest.faults import Fault
 from placement_worker.rest.http import Request, Response
+from placement_worker.rest.summaries import summaries
 
 # How long a search may hold the event loop before it is begun anew aside.
 AT_ONCE_S = 0.03
@@ -28,9 +24,6 @@ AT_ONCE_S = 0.03
 CELLS_AT_ONCE = 20_000
 
 SINCE_DICTS = 12
-SINCE_TRAITS = 17
-SINCE_ALL_CLASSES = 27
-SINCE_NESTED = 29
 SINCE_MAPPINGS = 34
 
 
@@ -69,13 +62,8 @@ def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, patie
         )
     if found.rows.size > CELLS_AT_ONCE and not patience.settles:
         raise TooLong
-    return (
-        b'{"allocation_requests":['
-        + _requests(found, version)
-        + b'],"provider_summaries":{'
-        + _summaries(book, found, asked, version)
-        + b"}}"
-    )
+    parts = (b'{"allocation_requests":[', _requests(found, version), b'],"provider_summaries":{')
+    return b"".join((*parts, summaries(book, found, asked.classes(), version), b"}}"))
 
 
 async def _check_names(api: Api, asked: Asked, book: Book) -> None:
@@ -140,63 +128,3 @@ def _template(found: CandidateSet, pattern: tuple[int, ...], version: int) -> tu
         mapped.append(f'"{suffix}":[{",".join(["%s"] * len(members))}]'.replace("%s", '"%s"'))
         places += members
     return f'{{"allocations":{{{listed}}},"mappings":{{{",".join(mapped)}}}}}', tuple(places)
-
-
-# --- provider summaries
-
-
-def _summaries(book: Book, found: CandidateSet, asked: Asked, version: int) -> bytes:
-    """Every provider that is touched, as text; providers with the same classes and traits share a template."""
-    if not len(found):
-        return b""
-    rows = found.touched() if version >= SINCE_NESTED else np.unique(_giving(found))
-    only = None if version >= SINCE_ALL_CLASSES else asked.classes()
-    kinds = np.stack([book.classes[rows], book.traits[rows]], axis=1)
-    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
-    by_number = {column.number: column for name in book.resource_classes() if (column := book.column(name))}
-    parts: list[str] = []
-    for number, (classes, traits) in enumerate(distinct.tolist()):
-        columns = [by_number[each] for each in book.class_sets.values[classes]]
-        shown = [column for column in columns if only is None or column.name in only]
-        parts += _alike(book, rows[which == number], shown, book.trait_sets.values[traits], version)
-    return ",".join(parts).encode()
-
-
-def _giving(found: CandidateSet) -> Rows:
-    slots = [number for number, slot in enumerate(found.slots) if slot.resources]
-    rows: Rows = found.rows[:, slots]
-    return rows
-
-
-def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequence[str], version: int) -> list[str]:
-    """Summaries of providers that have the same set of classes and the same traits."""
-    names, figures = _figures(rows, classes)
-    resources = ",".join(f'"{name}":{{"capacity":%s,"used":%s}}' for name in names)
-    template = f'"%s":{{"resources":{{{resources}}}'
-    columns: list[list[object]] = [[book.uuid_of(row) for row in rows.tolist()], *figures]
-    if version >= SINCE_TRAITS:
-        listed = sorted(traits, key=lambda trait: (is_custom(trait), trait))  # Placement lists standard ones first
-        template += f',"traits":{msgspec.json.encode(listed).decode()}'
-    if version >= SINCE_NESTED:
-        template += ',"parent_provider_uuid":%s,"root_provider_uuid":"%s"'
-        columns.append(
-            ["null" if up == NOBODY else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
-        )
-        columns.append([book.uuid_of(row) for row in book.root[rows].tolist()])
-    template += "}"
-    return [template % values for values in zip(*columns, strict=True)]
-
-
-def _figures(rows: Rows, classes: Sequence[ClassColumns]) -> tuple[list[str], list[list[object]]]:
-    """(classes with an inventory, for each a column of capacities and one of amounts used)."""
-    names: list[str] = []
-    figures: list[list[object]] = []
-    for column in classes:
-        kinds = column.kind[rows]
-        if not kinds.any():
-            continue
-        capacities = [numbers.capacity for numbers in column.kinds.values]
-        names.append(column.name)
-        figures.append([capacities[number] for number in kinds.tolist()])
-        figures.append(column.used[rows].tolist())
-    return names, figures
