@@ -63,8 +63,9 @@ AFTER_S = 45.0
 TIMEOUT_S = 300.0
 REST_TIMEOUT_S = 120.0
 MEMORY_EVERY_S = 1.0
-# What each process may hold at most, whatever is offered, MiB of PSS.
-MEMORY_BOUND_MB = {"broker": 768.0, "postgresql": 768.0, "client": 1024.0}
+# What each process may hold at most, whatever is offered, MiB of PSS. The broker's quorum queues keep their log in
+# memory until it is rolled over, by default at 512 MiB; the client keeps a row for every request, refused or not.
+MEMORY_BOUND_MB = {"broker": 1024.0, "postgresql": 768.0, "client": 1024.0}
 WORKER_BOUND_MB = 512.0
 # Latency has recovered where the median of a window is back at the calm one, within this factor and this much.
 WINDOW_S = 1.0

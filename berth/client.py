@@ -213,7 +213,8 @@ class BuildClient:
                 if isinstance(page, Fault):
                     raise page
                 for record in page.builds:
-                    self._learn(self.tracks[record.instance_uuid], record)
+                    if record.instance_uuid in self.tracks:  # else it was forgotten while we asked
+                        self._learn(self.tracks[record.instance_uuid], record)
         self._changed.set()
 
     async def query(self, query: BuildQuery, *, timeout_s: float) -> BuildPage:

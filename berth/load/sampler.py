@@ -60,6 +60,7 @@ class Sampler:
     ) -> None:
         self._on_sample = on_sample
         self.rows: list[Sample] = []
+        self.stopping = False  # Python 3.11's wait_for can swallow a cancellation; this it cannot
         self._run = run
         self._client = client
         self._clock = clock
@@ -71,8 +72,8 @@ class Sampler:
         self._heat_period_s = HEAT_S
 
     async def watch(self) -> None:
-        """Look, again and again, until cancelled."""
-        while True:
+        """Look, again and again, until cancelled or told to stop."""
+        while not self.stopping:
             await self._clock.sleep(self._period_s)
             self._on_sample(await self.look())
             if self._now() >= self._next_heat:

@@ -41,6 +41,7 @@ async def recorded(
     try:
         await run.go()
     finally:
+        sampler.stopping = True
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     await sampler.look()

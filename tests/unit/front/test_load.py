@@ -10,7 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from berth.client import Track
-from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sum_up
+from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sampler, sum_up
+from berth.load.record import decode, encode
+from berth.load.session import recorded
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, Stamps
 from tests.unit.front.world import ClientWorld
@@ -117,3 +119,89 @@ async def test_what_clients_spent_in_each_stage_adds_up_to_their_latency(client_
     assert max(latency for row in range(20) if (latency := boots.latency_s(row))) > 0.3
     report = await run_load(world.client, plan, clock=world.clock, rng=random.Random(4))
     assert list(report.spent_ms) == list(STAGES)
+
+
+def outcomes(run: LoadRun) -> dict[str, int]:
+    return {name: count for name, count in run.boots.counts.items() if count}
+
+
+async def test_in_an_open_loop_a_full_queue_refuses_and_is_counted(client_world: ClientWorld) -> None:
+    """Told and counted, offered once, followed no more; what was accepted ends as ever."""
+    world = client_world
+    world.full = {3, 4}
+    plan = LoadPlan(boots=30, mix={"f": 1.0}, rate_per_s=10.0, timeout_s=60.0)
+    run = LoadRun(world.client, plan, clock=world.clock, rng=random.Random(3))
+    await run.go()
+    assert outcomes(run) == {"active": 28, "backpressure": 2} and run.refusals == 2
+    assert world.client.unfinished == 0
+    record = run.boots.operations()
+    assert [record.outcome_of(row) for row in (1, 2, 3, 4)] == ["active", "backpressure", "backpressure", "active"]
+    assert record.sent_s[2] is None and record.again[2] == 0 and record.latency_s(2) is None
+
+
+async def test_with_patience_what_was_refused_is_offered_again(client_world: ClientWorld) -> None:
+    client_world.full = {1, 2, 3}
+    plan = LoadPlan(boots=900, mix={"f": 1.0}, timeout_s=60.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    await run.go()
+    assert outcomes(run) == {"active": 900}
+    assert run.refusals > 900 and max(run.boots.again) >= 1, "and how often it knocked is on record"
+
+
+async def test_churn_deletes_what_became_active_and_times_it(client_world: ClientWorld) -> None:
+    plan = LoadPlan(boots=60, mix={"f": 1.0}, rate_per_s=20.0, churn=0.5, timeout_s=60.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3), keep_tracks=False)
+    await run.go()
+    deletes = run.deletes.operations()
+    assert 15 < len(deletes) < 45 and {deletes.outcome_of(row) for row in range(len(deletes))} == {"deleted"}
+    assert set(deletes.instance_uuid) <= set(run.boots.uuids) and outcomes(run) == {"active": 60}
+    assert all(deletes.latency_s(row) is not None for row in range(len(deletes)))
+
+
+async def test_what_never_ends_is_lost_and_said_so(client_world: ClientWorld) -> None:
+    client_world.answer_at_once = False
+    plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    going = asyncio.create_task(run.go())
+    await client_world.asked_more()
+    await client_world.finish(2)
+    await going
+    assert outcomes(run) == {"active": 2, "lost": 3}
+
+
+async def test_interrupted_nothing_more_is_offered_and_nothing_counts_as_lost(client_world: ClientWorld) -> None:
+    client_world.answer_at_once = False
+    plan = LoadPlan(boots=500, mix={"f": 1.0}, concurrency=10, timeout_s=60.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    going = asyncio.create_task(run.go())
+    await client_world.asked_more()
+    await client_world.finish(4)
+    run.interrupt()
+    await going
+    assert "lost" not in outcomes(run) and run.boots.counts["open"] >= 6 and len(run.boots) < 30
+
+
+async def test_each_sample_says_what_came_since_the_one_before(client_world: ClientWorld) -> None:
+    plan = LoadPlan(boots=40, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
+    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    samples = record.samples
+    assert decode(encode(record)) == record
+    assert samples.at_s == sorted(samples.at_s) and len(samples) >= 4
+    offered = sum(
+        rate * (at - before)
+        for rate, at, before in zip(samples.offered_per_s, samples.at_s, [0.0, *samples.at_s], strict=False)
+    )
+    assert offered == pytest.approx(40, abs=0.5) and record.totals.outcomes == {"active": 40}
+
+
+async def test_a_long_run_is_sampled_less_often_and_says_the_same(client_world: ClientWorld, few_samples: int) -> None:
+    plan = LoadPlan(boots=200, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
+    record = await recorded(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    assert len(record.samples) <= few_samples + 1
+    assert max(record.samples.offered_per_s) == pytest.approx(20.0, rel=0.2)
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sampler, "MAX_SAMPLES", 6)
+    return 6

@@ -10,9 +10,20 @@ from collections.abc import Sequence
 from berth.client import BuildClient
 from bus.bus import API, Bus
 from bus.contracts.base import Message
-from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import (
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    DeleteRequest,
+    HostsPage,
+    HostsQuery,
+)
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
+from bus.port import PublishRefused
 
 # Turns of the loop after which everybody who could run without waiting for the time has run.
 TURNS = 200
@@ -54,10 +65,12 @@ class ClientWorld:
     def __init__(self) -> None:
         self.clock = HandClock()
         self.stall_s: dict[int, float] = {}  # {number of a publish: how long it takes}
+        self.full: set[int] = set()  # numbers of publishes that the broker refuses
         self.answer_at_once = True
         self.mute = False  # events get lost; the record still knows
         self.records: dict[str, BuildRecord] = {}
         self.waiting: list[BuildRequest] = []
+        self._requested: dict[str, BuildRequest] = {}
         self.queries = 0
         self._published = 0
         self._asked = asyncio.Event()
@@ -79,6 +92,8 @@ class ClientWorld:
         async def stalled(messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
             self._published += 1
             self.clock.now += self.stall_s.get(self._published, 0.0)
+            if self._published in self.full:
+                return [PublishRefused("full")] * len(messages)
             return await publish(messages)
 
         self.client.bus.publish_each = stalled  # type: ignore[method-assign]
@@ -122,8 +137,11 @@ class ClientWorld:
 
     async def _requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
+            if isinstance(received.message, DeleteRequest) and self.answer_at_once:
+                await self.say(self._requested[received.message.instance_uuid], BuildState.DELETED, 20)
             if not isinstance(received.message, BuildRequest):
-                continue  # a delete: the test says what comes of it
+                continue  # else the test says what comes of it
+            self._requested[received.message.instance_uuid] = received.message
             if self.answer_at_once:
                 await self.say(received.message, BuildState.ACTIVE, 12)
             else:
@@ -132,8 +150,11 @@ class ClientWorld:
 
     async def _queries(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.queries += len(batch)
-        pages = []
+        pages: list[BuildPage | HostsPage] = []
         for received in batch:
+            if isinstance(received.message, HostsQuery):
+                pages.append(HostsPage())
+                continue
             assert isinstance(received.message, BuildQuery)
             record = self.records.get(received.message.instance_uuid or "")
             pages.append(BuildPage(builds=(record,) if record else ()))

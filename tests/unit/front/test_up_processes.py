@@ -1,0 +1,115 @@
+"""How many processes suit a machine, and how often one that dies is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from berth import supervisor as supervisor_module
+from berth.crew import Crew, Worker
+from berth.embedded.process import Account, GuardedProcess, ServerFailed
+from berth.settings import UpSettings
+from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
+from berth.up_processes import Numbers, numbers
+from tests.unit.front.world import HandClock
+
+NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "conductors": None, "computes": None}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cells", "expected"),
+    [
+        (1, 2, Numbers(schedulers=1, placements=1, conductors=1, computes=1)),
+        (2, 4, Numbers(schedulers=1, placements=1, conductors=1, computes=1)),
+        (16, 2, Numbers(schedulers=4, placements=4, conductors=2, computes=2)),
+        (128, 1, Numbers(schedulers=16, placements=16, conductors=8, computes=8)),
+    ],
+)
+def test_numbers_suit_the_machine(cpus: int, cells: int, expected: Numbers) -> None:
+    assert numbers(cpus, cells, UpSettings(), NOTHING) == expected
+
+
+def test_settings_come_before_what_suits_and_options_before_both() -> None:
+    up = UpSettings(schedulers=3, placements=5)
+    found = numbers(2, 2, up, {**NOTHING, "placements": 7})
+    assert found == Numbers(schedulers=3, placements=7, conductors=1, computes=1)
+    assert found.total(2) == 14
+
+
+class ShortLived(Crew):
+    """A crew whose workers end at once, in the same kind of process as real ones."""
+
+    def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
+        log = self.directory / f"{name}.log"
+        process = GuardedProcess(
+            ["/bin/sh", "-c", "echo I fell; exit 7"],
+            env=dict(os.environ),
+            cwd=self.directory,
+            log=log,
+            account=Account(),
+        )
+        self.workers[name] = Worker(
+            name=name, arguments=arguments, port=1, log=log, process=process, settings=settings or {}
+        )
+        return self.workers[name]
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[ShortLived]:
+    crew = ShortLived(tmp_path, {})
+    crew.start("scheduler1", "scheduler", settings={"BERTH_X": "1"})
+    try:
+        yield crew
+    finally:
+        crew.stop()
+
+
+async def died(crew: Crew, name: str = "scheduler1") -> Worker:
+    async with asyncio.timeout(20):
+        while crew.workers[name].process.running:  # noqa: ASYNC110  (a process does not announce its end)
+            await asyncio.sleep(0.01)
+    return crew.workers[name]
+
+
+async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(crew: ShortLived) -> None:
+    clock, said = HandClock(), list[str]()
+    supervisor = Supervisor(crew, clock=clock, say=said.append)
+    before = await died(crew)
+    supervisor.look()
+    again = crew.workers["scheduler1"]
+    assert again.process is not before.process
+    assert (again.arguments, again.settings) == (("scheduler",), {"BERTH_X": "1"})
+    for _ in range(MAX_DEATHS - 1):
+        fallen = await died(crew)
+        supervisor.look()
+        assert crew.workers["scheduler1"] is fallen, "a pause first"
+        clock.now += supervisor_module.LONGEST_PAUSE_S
+        supervisor.look()
+        assert crew.workers["scheduler1"] is not fallen
+    await died(crew)
+    with pytest.raises(ServerFailed, match=r"(?s)status 7, 5 times within 60 s.*I fell"):
+        supervisor.look()
+    assert len(said) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in said)
+
+
+async def test_deaths_long_ago_are_forgiven(crew: ShortLived) -> None:
+    clock = HandClock()
+    supervisor = Supervisor(crew, clock=clock, say=lambda said: None)
+    for _ in range(MAX_DEATHS + 2):
+        fallen = await died(crew)
+        supervisor.look()
+        assert crew.workers["scheduler1"] is not fallen, "at once: it had lived long enough"
+        clock.now += WITHIN_S + 1
+
+
+async def test_supervision_ends_when_asked_or_when_it_fails(crew: ShortLived) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    await supervised(Supervisor(crew, clock=HandClock(), say=lambda said: None), stop)
+    clock = HandClock()
+    with pytest.raises(ServerFailed):
+        await supervised(Supervisor(crew, clock=clock, say=lambda said: None), asyncio.Event())
