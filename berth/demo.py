@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import time
@@ -21,7 +22,7 @@ from prometheus_client import REGISTRY
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from berth.client import BuildClient
+from berth.client import BuildClient, Track
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
 from berth.invariants import Verdict, judge
@@ -46,6 +47,7 @@ LOAD_TIMEOUT_S = 120.0
 OUTCOMES = ("claimed", "raced", "full", "consumer_changed", "gone")
 DEAD_FOR_S = 1.0  # how long the compute service that dies stays dead
 FAILING_HOST = "cell2-c1-00007"
+BARE_METAL = "bm."
 # More bare metal is asked for than there is, so that some requests fail and are explained.
 MIX = {
     "m1.tiny": 34.0, "m1.small": 34.0, "m1.medium": 18.0, "m1.large": 6.0, "gpu.small": 4.0,
@@ -54,13 +56,29 @@ MIX = {
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
 
+class Accident(Struct):
+    """The compute service that dies, and when it did (the client's monotonic clock)."""
+
+    service: str
+    at: float = math.inf
+
+
+class Undisturbed(Struct, frozen=True):
+    """Virtual machines that became active before the first accident, and how fast."""
+
+    active: int
+    seconds: float
+    boots_per_s: float
+
+
 class Demo(Struct, frozen=True, kw_only=True):
-    """What `--json` writes."""
+    """What `--json` writes. boots_per_s: of everything, the dead service's time and bare-metal deploys included."""
 
     requests: int
     active: int
     failed: int
     boots_per_s: float
+    undisturbed: Undisturbed
     latency_ms: dict[str, float]
     alternates_used: int
     load: LoadReport
@@ -103,13 +121,14 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         try:
             console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(street, ironic)}")
             replayed = await _replay(here, ironic, recordings, console)
-            report, dead = await _load(client, street, plan, seed, console)
+            report, accident = await _load(client, street, plan, seed, console)
+            calm = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
             verdicts = await _judge(here, client, watch)
         finally:
             await asyncio.gather(client.close(), watch.close())
             await street.ensemble.stop()
-    return _sum_up(report, verdicts, dead=dead, replayed=replayed)
+    return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, calm=calm)
 
 
 async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: Console) -> dict[str, object]:
@@ -142,9 +161,10 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
 
 async def _load(
     client: BuildClient, street: Street, plan: LoadPlan, seed: int, console: Console
-) -> tuple[LoadReport, str]:
+) -> tuple[LoadReport, Accident]:
     """Fire everything at once; halfway one compute service dies, and comes back a little later."""
     victim = street.computes[0]
+    happened = Accident(victim)
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console,
@@ -154,6 +174,7 @@ async def _load(
 
         async def accident() -> None:
             await client.until(lambda: 0 < client.unfinished <= plan.boots // 2, plan.timeout_s)
+            happened.at = client.bus.clock.monotonic()
             await street.kill_compute(victim)
             bar.update(task, description=f"compute service {victim} has died")
             await client.bus.clock.sleep(DEAD_FOR_S)
@@ -166,7 +187,18 @@ async def _load(
             progress=lambda done, asked: bar.update(task, completed=done, total=asked),
         )  # fmt: skip
         await trouble
-    return report, victim
+    return report, happened
+
+
+def undisturbed(tracks: Sequence[Track], until: float) -> Undisturbed:
+    """The part of a load that neither the accident nor bare metal slowed down. until: when it happened."""
+    virtual = [track for track in tracks if not track.flavor.startswith(BARE_METAL)]
+    published = [track.published_at for track in virtual if track.published_at is not None]
+    ended = [t.ended_at for t in virtual if t.state == "active" and t.ended_at is not None and t.ended_at <= until]
+    if not published or not ended:
+        return Undisturbed(0, 0.0, 0.0)
+    seconds = max(ended) - min(published)
+    return Undisturbed(len(ended), seconds, len(ended) / max(seconds, 1e-9))
 
 
 async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Verdict, ...]:
@@ -176,12 +208,15 @@ async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Ver
     return judge(facts)
 
 
-def _sum_up(report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, replayed: dict[str, object]) -> Demo:
+def _sum_up(
+    report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, replayed: dict[str, object], calm: Undisturbed
+) -> Demo:
     return Demo(
         requests=report.requests,
         active=report.active,
         failed=report.failed + report.refused,
         boots_per_s=round(report.boots_per_s, 1),
+        undisturbed=calm,
         latency_ms=report.latency_ms,
         alternates_used=report.alternates_used,
         load=report,
@@ -223,10 +258,22 @@ def show(demo: Demo, console: Console) -> None:
     """The summary a person likes to read."""
     console.rule("what came of it")
     render_load(demo.load, console)
+    console.print(describe(demo), soft_wrap=True)
     console.print(f"claims: {_words(demo.claims)}; asked again: {_words(demo.claim_retries)}")
     console.print(f"planned faults: {_words(demo.faults)}", soft_wrap=True)
     console.rule("the invariants")
     render_verdicts(demo.verdicts, console)
+
+
+def describe(demo: Demo) -> str:
+    """What the rate above is a rate of, and the one that nothing disturbed."""
+    calm = demo.undisturbed
+    died = demo.faults["compute_service_that_died"]
+    return (
+        f"that includes {DEAD_FOR_S:g} s without {died}, failed attempts and bare-metal deploys. Undisturbed, until it "
+        f"died: {calm.active} virtual machines in {calm.seconds:.2f} s, "
+        f"[bold]{calm.boots_per_s:.0f} boots a second[/bold]"
+    )
 
 
 def _words(counts: dict[str, int] | dict[str, object]) -> str:

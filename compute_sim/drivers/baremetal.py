@@ -26,6 +26,8 @@ T = TypeVar("T")
 MAX_NODES = 100_000
 PAGE = 1000
 MAX_BODY = 32 * 2**20
+# Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
+KEEPALIVE_S = 2.0
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
 FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,resource_class"
@@ -76,6 +78,7 @@ class BareMetal:
                 base_url=self._config.url,
                 headers=headers,
                 timeout=self._config.request_timeout_s,
+                limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
                 transport=self._transport,
             )
 

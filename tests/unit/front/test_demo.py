@@ -1,0 +1,28 @@
+"""What the demonstration calls its undisturbed part."""
+
+from __future__ import annotations
+
+import math
+
+from berth.client import Track
+from berth.demo import Undisturbed, undisturbed
+
+
+def track(flavor: str, published: float, ended: float | None, state: str = "active") -> Track:
+    return Track(
+        instance_uuid=flavor, flavor=flavor, intended_at=0.0, published_at=published, ended_at=ended, state=state
+    )
+
+
+def test_the_undisturbed_part_is_virtual_machines_up_to_the_accident() -> None:
+    tracks = [
+        track("m1.small", 10.0, 11.0),
+        track("m1.small", 10.5, 12.0),
+        track("m1.small", 10.5, 11.5, "failed"),
+        track("bm.gold", 9.0, 11.0),
+        track("m1.tiny", 10.5, 13.0),  # after the accident
+        track("m1.tiny", 10.5, None, "building"),
+    ]
+    assert undisturbed(tracks, 12.5) == Undisturbed(2, 2.0, 1.0)
+    assert undisturbed(tracks, math.inf) == Undisturbed(3, 3.0, 1.0)
+    assert undisturbed(tracks, 10.0) == Undisturbed(0, 0.0, 0.0)
