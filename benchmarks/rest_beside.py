@@ -42,7 +42,7 @@ from bus.service.telemetry import configure_logging
 
 SECONDS, SHORT_SECONDS = 8.0, 2.0
 NESTED_ROOTS = 1000
-WARM_S = 20.0
+WARM_S = 5.0
 LIKE = (1000, 10_000)
 MOST_PROVIDERS = 50_000
 SEED = 1
@@ -141,10 +141,17 @@ async def in_turn(run: Run, phases: Sequence[Phase], systems: Sequence[System], 
             if system.name != "frozen" or phase.frozen:
                 found[system.name] = await measure(run, phase, system, grounds[system.name])
         rest_report.add(run.rows, phase, len(hosts), found)
+        for name, figures in found.items():
+            if not figures.outcome.done:
+                _wrong(run, f"{name} did nothing of {phase.key}")
     for system in systems:
         if system.name != "frozen" and (wrong := await holds(system.connections(1)[0], grounds[system.name])):
-            run.wrong.append(f"{system.name}: {wrong}")
-            print(f"WRONG: {run.wrong[-1]}", flush=True)
+            _wrong(run, f"{system.name}: {wrong}")
+
+
+def _wrong(run: Run, what: str) -> None:
+    run.wrong.append(what)
+    print(f"WRONG: {what}", flush=True)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -50,7 +49,7 @@ def add(rows: list[Row], phase: Phase, size: int, found: Mapping[str, Figures]) 
     ratio, goal = _ratio(phase, found, "real"), phase.goal(size)
     met = None
     if phase.goal_ms is not None and "berth" in found:
-        met = found["berth"].outcome.p50_ms <= phase.goal_ms
+        met = found["berth"].outcome.done > 0 and found["berth"].outcome.p50_ms <= phase.goal_ms
     elif goal is not None and ratio is not None:
         met = ratio >= goal
     row = Row(
@@ -73,13 +72,15 @@ def add(rows: list[Row], phase: Phase, size: int, found: Mapping[str, Figures]) 
 def _ratio(phase: Phase, found: Mapping[str, Figures], other: str) -> float | None:
     if other not in found or "berth" not in found:
         return None
+    if not (found[other].outcome.done and found["berth"].outcome.done):
+        return None  # nothing to compare with
     ours, theirs = value(phase, found["berth"].outcome), value(phase, found[other].outcome)
     better, worse = (ours, theirs) if phase.better == "rate" else (theirs, ours)
-    return better / worse if worse else math.inf
+    return better / worse
 
 
 def _ratio_cpu(found: Mapping[str, Figures]) -> float | None:
-    if "real" not in found or "berth" not in found:
+    if not all(name in found and found[name].outcome.done for name in ("real", "berth")):
         return None
     ours = found["berth"].servers_ms
     return found["real"].servers_ms / ours if ours else None

@@ -40,6 +40,7 @@ KEPT = ROOT / ".berth" / "placement-uwsgi"  # where the real one is installed, o
 WANTED = Path(__file__).with_name("rest_real.requirements")
 FROZEN = "benchmarks/rest_frozen.py"
 PROCESSES, THREADS = 2, 4
+LOADED, LOG_LINES = "WSGI app 0", 1000  # uwsgi says so once a process
 READY_TIMEOUT_S = 90.0
 INSTALL_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 120.0
@@ -269,7 +270,9 @@ class Real:
         folder = self._directory / f"most{most}"
         folder.mkdir(exist_ok=True)
         url = self._url.replace("postgresql://", "postgresql+psycopg2://", 1)
-        (folder / "placement.conf").write_text(CONFIGURATION.format(url=url, most=most))
+        file = folder / "placement.conf"
+        if not file.exists():  # a process that is still starting may be reading it
+            file.write_text(CONFIGURATION.format(url=url, most=most))
         return {
             "PATH": f"{self._bin}:/usr/bin:/bin",
             "HOME": str(self._directory),
@@ -279,14 +282,16 @@ class Real:
 
 
 async def _answers(port: int, process: GuardedProcess) -> None:
-    async with httpx.AsyncClient() as http, asyncio.timeout(READY_TIMEOUT_S):
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if (await http.get(f"http://127.0.0.1:{port}/", timeout=5.0)).status_code == 200:
-                    return
-            if not process.running:
-                raise ServerFailed(f"uwsgi ended:\n{process.tail()}")
+    """Wait until every process of a uwsgi has loaded the application, and one answers. Raises ServerFailed."""
+    until = asyncio.get_running_loop().time() + READY_TIMEOUT_S
+    async with httpx.AsyncClient() as http:
+        while process.running and asyncio.get_running_loop().time() < until:
+            if process.tail(LOG_LINES).count(LOADED) >= PROCESSES:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await http.get(f"http://127.0.0.1:{port}/", timeout=5.0)).status_code == 200:
+                        return
             await asyncio.sleep(POLL_S)
+    raise ServerFailed(f"uwsgi {'is not ready' if process.running else 'ended'}:\n{process.tail()}")
 
 
 async def _run(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> None:

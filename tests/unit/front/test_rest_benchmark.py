@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 
@@ -27,8 +28,10 @@ def test_answers_are_read_however_they_are_cut(size: int) -> None:
     assert [answer for answer in found if answer is not None] == READ
 
 
-def outcome(*, per_s: float = 1.0, p50_ms: float = 1.0, statuses: dict[int, int] | None = None) -> Figures:
-    found = Outcome(done=4, seconds=1.0, per_s=per_s, p50_ms=p50_ms, p95_ms=p50_ms, statuses=statuses or {200: 4})
+def outcome(
+    *, per_s: float = 1.0, p50_ms: float = 1.0, statuses: dict[int, int] | None = None, done: int = 4
+) -> Figures:
+    found = Outcome(done=done, seconds=1.0, per_s=per_s, p50_ms=p50_ms, p95_ms=p50_ms, statuses=statuses or {200: 4})
     return Figures(outcome=found, cpu_ms={"server": 1.0})
 
 
@@ -59,6 +62,18 @@ def test_a_median_is_better_when_it_is_smaller_and_the_goal_depends_on_the_size(
     assert (small.ratio, small.ratio_frozen, small.met) == (40.0, 20.0, True)
     assert large.met is False
     assert other.met is None
+
+
+def test_a_system_that_did_nothing_is_nobody_s_measure() -> None:
+    none = outcome(per_s=0.0, p50_ms=math.inf, done=0, statuses={LATE: 1})
+    rows = [
+        row_of(phase, 1000, **found)
+        for phase in (BY_KEY["put"], BY_KEY["candidates"])
+        for found in ({"real": none, "berth": outcome()}, {"real": outcome(), "berth": none})
+    ]
+
+    assert [(row.ratio, row.ratio_cpu, row.met) for row in rows] == [(None, None, None)] * 4
+    assert row_of(like(1000), 9, berth=none).met is False
 
 
 def test_a_goal_in_milliseconds_needs_no_other_system() -> None:
