@@ -96,6 +96,12 @@ def _failed(
     )
 
 
+def with_stages(one: Decided, stamps: Stamps) -> Decided:
+    """An end that the scheduler decides by itself: how long the stages took goes with the story's last line."""
+    *before, last = one.story
+    return replace(one, story=(*before, replace(last, stamps=stamps)))
+
+
 def decided_event(one: Decided, request: BuildRequest, at: float, stamps: Stamps | None = None) -> BuildEvent:
     """What clients hear about a decision; how long the stages took, where it is the end."""
     return BuildEvent(

@@ -47,6 +47,7 @@ from scheduler_worker.decisions import (
     decision,
     impossible,
     to_clients,
+    with_stages,
 )
 from scheduler_worker.deleting import delete_all, never_built
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
@@ -281,6 +282,11 @@ class RequestHandler:
             return
         started = self._clock.monotonic()
         stamps: dict[str, Stamps] = {}
+        ended_at = self._clock.time()
+        decided = [
+            with_stages(one, _stamps(items[one.instance_uuid], None, ended_at)) if one.terminal else one
+            for one in decided
+        ]
         async with self._store.unit() as unit:
             now = self._clock.time()
             written = await unit.decide(decided, now)

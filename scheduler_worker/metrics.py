@@ -35,4 +35,6 @@ def decided(builds: Sequence[Stamps]) -> None:
 def announced(builds: Sequence[Stamps]) -> None:
     """The last stage, as far as a scheduler sees it: until it passed the end on."""
     BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])
+
+
 FORGOTTEN = Counter("berth_scheduler_forgotten", "Records of builds that were dropped, long after they had ended.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -146,6 +147,8 @@ def test_a_build_tells_its_whole_story(berth: Berth) -> None:
     assert dict(story)["chosen"].startswith("cell2-c1-00001 of 1 candidates")
     told = berth("show", build["instance_uuid"], "--history").out
     assert all(what in told and detail in told for what, detail in story)
+    stages = re.findall(r"(\w+) [0-9.]+ ms", told)
+    assert stages == ["queued", "decided", "claimed", "dispatched", "built", "announced"]
 
 
 def test_the_story_of_a_build_that_needed_an_alternate(berth: Berth) -> None:

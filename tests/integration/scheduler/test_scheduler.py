@@ -158,6 +158,8 @@ async def test_no_host_is_explained(world: World) -> None:
     assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
     record = await world.show(request.instance_uuid)
     assert record is not None and record.funnel == failed.funnel and record.story[-1].what == "failed"
+    for stamps in (failed.stamps, record.story[-1].stamps):  # said, and on record
+        assert stamps is not None and 0 < stamps.asked <= stamps.queued <= stamps.decided and not stamps.claimed
     zoned = world.request(availability_zone="mars")
     await world.ask(zoned)
     failed = await world.ended(zoned.instance_uuid)
