@@ -29,14 +29,12 @@ class Runtime(Struct, frozen=True, kw_only=True):
     """What a running `berth up` leaves for other commands of this machine: how to reach what it embeds.
 
     buses: {"api" or a cell: URL} of a broker that it started; empty: its memory buses, at its socket.
-    metrics: {worker: URL of its /metrics} of workers that run as processes.
     """
 
     pid: int
     database_url: str
     ironic_url: str = ""
     buses: dict[str, str] = {}
-    metrics: dict[str, str] = {}
 
 
 class Brokers:

@@ -17,9 +17,12 @@ from berth.embedded.rabbitmq import RabbitMQ
 from berth.metal import kept_in, simulated_ironic
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
-from berth.site import Runtime, Site, write_runtime
+from berth.site import Runtime, Site, process_name, write_runtime
 from berth.up import database
 from bus.bus import API
+from bus.contracts.build import HostsPage, HostsQuery
+from bus.faults import Fault
+from bus.port import BusError
 from placement_worker.rest.config import RestConfig
 
 # A worker is one core's worth of Python at most. Broker and database take about half of a busy machine, so the other
@@ -27,6 +30,10 @@ from placement_worker.rest.config import RestConfig
 CORES_PER_WORKER = 4
 MAX_WORKERS = 16
 MAX_PER_CELL = 8
+# Started, hosts are asked about so often, for so long at most.
+HOSTS_ASK_S = 0.2
+HOSTS_WAIT_S = 20.0
+MIN_ASK_S = 0.1
 
 
 class Numbers(Struct, frozen=True, kw_only=True):
@@ -90,13 +97,8 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
             try:
                 start(crew, real, count, ironic_url)
                 await crew.ready()
-                runtime = Runtime(
-                    pid=os.getpid(),
-                    database_url=database_url,
-                    ironic_url=ironic_url,
-                    buses=buses,
-                    metrics=_metrics(crew),
-                )
+                await _hosts_known(here)
+                runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
                     yield Running(crew=crew, site=here, logs=logs, own_broker=bool(buses))
@@ -126,6 +128,25 @@ def start(crew: Crew, settings: Settings, count: Numbers, ironic_url: str) -> No
         crew.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
     for number in range(1, count.schedulers + 1):
         crew.start(f"scheduler{number}", "scheduler")
+
+
+async def _hosts_known(here: Site) -> None:
+    """Wait until a scheduler has heard of a host in every cell, within HOSTS_WAIT_S.
+
+    Who boots at once is not to be told that there are no hosts. Cells without any are nobody's mistake.
+    """
+    bus = here.bus(process_name("up"))
+    deadline = here.clock.monotonic() + HOSTS_WAIT_S
+    await bus.open()
+    try:
+        while (left := deadline - here.clock.monotonic()) > 0:
+            with contextlib.suppress(Fault, BusError):  # not there yet
+                page = await bus.request(HostsQuery(), HostsPage, timeout_s=max(left, MIN_ASK_S))
+                if {host.cell for host in page.hosts if host.up} >= set(here.cells):
+                    return
+            await here.clock.sleep(HOSTS_ASK_S)
+    finally:
+        await bus.close()
 
 
 def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, str]:
@@ -160,7 +181,3 @@ def _real(settings: Settings, buses: Mapping[str, str], database_url: str) -> Se
         return settings
     cells = {cell: CellSettings(url=buses[cell]) for cell in settings.cells}
     return replace(settings, bus=replace(settings.bus, url=buses[API], prefix=""), cells=cells)
-
-
-def _metrics(crew: Crew) -> dict[str, str]:
-    return {name: f"http://127.0.0.1:{worker.port}/metrics" for name, worker in crew.workers.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 
@@ -205,3 +206,29 @@ async def test_a_long_run_is_sampled_less_often_and_says_the_same(client_world: 
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sampler, "MAX_SAMPLES", 6)
     return 6
+
+
+class Deaf:
+    """A connection in whose calls a cancellation can get lost, as in Python 3.11's `asyncio.wait_for`."""
+
+    first = True
+
+    async def depth(self, queue: str) -> int:
+        if self.first:
+            self.first = False
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return 7
+
+
+async def test_a_cancellation_that_gets_lost_does_not_keep_a_run_sampling_for_ever(client_world: ClientWorld) -> None:
+    plan = LoadPlan(boots=30, mix={"f": 1.0}, rate_per_s=20.0, timeout_s=60.0)
+    running = asyncio.create_task(
+        recorded(
+            client_world.client, plan, clock=client_world.clock, rng=random.Random(3),
+            transports={"api": Deaf()},  # type: ignore[dict-item]
+        )
+    )  # fmt: skip
+    done, _ = await asyncio.wait({running}, timeout=10)
+    running.cancel()
+    assert done and running.result().totals.outcomes == {"active": 30}
