@@ -42,6 +42,8 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     takes_from: what is allocated on that provider, of classes that it is no longer reported to have and this one has,
     moves here in the same transaction (an upgrade in place: a host reported flat until now, nested from now on).
     Several may take from one; who fits moves whole, largest first. takes: consumers known to use this very provider.
+    theirs: another source reports this provider (its host, a network agent's parent): it is named only as the place of
+    what is below it, must be in the book, and is left as it is.
     """
 
     uuid: Uuid
@@ -54,6 +56,7 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=256)] | None = None
     takes_from: Uuid | None = None
     takes: Annotated[tuple[Uuid, ...], Bound(max_length=10_000)] = ()
+    theirs: bool = False
 
 
 class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.v1"):

@@ -67,14 +67,14 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | No
             return Refusal("inventory.duplicate", f"provider {report.uuid} is reported twice")
         if number and report.parent_uuid not in seen:
             return Refusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
-        if report.name in names:
+        if report.name in names and not report.theirs:
             return Refusal("provider.name_taken", f"two providers are named {report.name!r}")
         if "\x00" in report.name:
             return Refusal("provider.name", f"the name of {report.uuid} has a NUL character")
         if report.takes_from == report.uuid:
             return Refusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
-        names.add(report.name)
+        names.update(() if report.theirs else (report.name,))
         wrong = _flaw_of_report(report, known_traits)
         if wrong is not None:
             return wrong
@@ -148,20 +148,26 @@ class _Draft:
             self.trees.setdefault(provider.root, set()).add(provider.uuid)
 
     def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | Refusal:
-        reported = tuple(report.uuid for report in update.providers)
-        for uuid in (update.root_uuid, *reported):
+        named = {report.uuid for report in update.providers}
+        for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
             if is_foreign(self._cell(uuid), self._bus):
                 return foreign(uuid)
-        leaving = self._leaving(update, earlier, set(reported))
+        for report in update.providers:
+            known = self.providers.get(report.uuid)
+            if report.theirs and (known is None or known.root != update.root_uuid):
+                return Refusal("inventory.not_there", f"whoever owns {report.uuid} has not reported it in this tree")
+        own = [report for report in update.providers if not report.theirs]
+        reported = tuple(report.uuid for report in own)
+        leaving = self._leaving(update, earlier, named)
         moved, used = self._hand_over(update, {*reported, *leaving})
         gone, aside = self._sort_leaving(leaving, set(reported), used)
-        for report in update.providers:
+        for report in own:
             owner = self.names.get(report.name)
             # An owner that this update removes, or reports under another name, gives the name up.
             if owner is not None and owner not in gone and owner not in reported:
                 return Refusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
-        for report in update.providers:
+        for report in own:
             old = self.providers.get(report.uuid)
             cell = self._bound(update.root_uuid) if report.uuid == update.root_uuid else None
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)

@@ -196,3 +196,31 @@ async def test_names_of_a_transaction_that_was_lost_are_not_believed(
     (result,) = await book.store.report([update])  # as the consumer asks again
     assert isinstance(result, InventoryResult) and result.outcome == "applied"
     await killer.close()
+
+
+async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random) -> None:
+    root, cell, device = (new_uuid(rng) for _ in range(3))
+    stock = {"SRIOV_NET_VF": Inventory(total=8)}
+    places = tuple(
+        ProviderReport(uuid=uuid, name="x", parent_uuid=parent, theirs=True)
+        for uuid, parent in ((root, None), (cell, root))
+    )
+    mine = ProviderReport(uuid=device, name=f"d-{device}", parent_uuid=cell, inventories=stock)
+
+    def agent(version: int, *reports: ProviderReport) -> InventoryUpdate:
+        return InventoryUpdate(source="agent", version=version, root_uuid=root, providers=(*places, *reports))
+
+    assert await said(book, agent(1, mine)) == ["inventory.not_there"]
+    assert await said(book, tree(root, cell, version=1)) == ["applied"]
+    assert await said(book, agent(1, mine)) == ["applied"]
+    assert await said(book, tree(root, cell, version=2, gpus=3)) == ["applied"]
+    assert await said(book, agent(2, mine)) == ["unchanged"]
+    states = {state.uuid: state for state in (await book.store.snapshot(None, 10)).providers}
+    assert {uuid: sorted(states[uuid].inventories) for uuid in (root, cell, device)} == {
+        root: ["VCPU"],
+        cell: ["VGPU"],
+        device: ["SRIOV_NET_VF"],
+    }
+    assert states[cell].name == f"c-{cell}"
+    assert await said(book, agent(3)) == ["applied"]
+    assert sorted(await names_in_book(book)) == sorted([f"r-{root}", f"c-{cell}"])

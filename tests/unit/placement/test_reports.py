@@ -216,3 +216,38 @@ def test_reserving_everything_takes_a_node_out_and_leaves_its_allocation_alone()
     result, planned = after(book, taken)
     assert result.set_aside == ()
     assert (planned.after[ROOT].stocks["VCPU"].capacity, planned.after[ROOT].used) == (0, {"VCPU": 1})
+
+
+def place(uuid: str, parent: str | None = None) -> ProviderReport:
+    """A provider that another source reports."""
+    return ProviderReport(uuid=uuid, name="whatever", parent_uuid=parent, theirs=True)
+
+
+def test_a_second_source_adds_to_a_tree_and_leaves_the_rest_as_it_is() -> None:
+    book = book_of(update(node(ROOT, traits=("HW_CPU_X86_AVX2",), aggregates=(SECOND,)), node(CHILD, ROOT)))
+    result, planned = after(book, update(place(ROOT), place(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    assert result.reported == (GRANDCHILD,)
+    assert planned.after[ROOT] is book[ROOT]
+    assert planned.after[CHILD] is book[CHILD]
+    assert planned.after[GRANDCHILD].root == ROOT
+
+
+def test_a_second_source_takes_away_its_own_and_the_first_one_keeps_off() -> None:
+    both = plan([update(node(ROOT)), update(place(ROOT), node(CHILD, ROOT))], [(), ()], {}).after
+    _, planned = after(both, update(node(ROOT, total=9)), [ROOT])
+    assert planned.after[CHILD] is both[CHILD]
+    result, planned = after(planned.after, update(place(ROOT)), [CHILD])
+    assert (result.changed, list(planned.after)) == (True, [ROOT])
+    # What it once owned and now calls another's it leaves.
+    result, planned = after(both, update(place(ROOT), place(CHILD, ROOT)), [CHILD])
+    assert (result.reported, result.changed) == ((), False)
+
+
+@pytest.mark.parametrize("asked", [update(place(ROOT), node(CHILD, ROOT)), update(place(SECOND), place(ROOT, SECOND))])
+def test_a_place_that_is_not_there_is_refused(asked: InventoryUpdate) -> None:
+    book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD)))
+    if asked.root_uuid == ROOT:
+        book = book_of(update(node(SECOND)))
+    (result,) = plan([asked], [()], book).results
+    assert isinstance(result, Refusal)
+    assert result.code == "inventory.not_there"
