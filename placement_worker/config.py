@@ -32,7 +32,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read_batch: Some = 4
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     pool_size: Annotated[int, Bound(ge=2, le=100)] = 10
-    feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.005
+    feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.01
     feed_page: Some = 1000
     feed_keep: Annotated[int, Bound(ge=1000)] = 500_000
     head_interval_s: Seconds = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from email.utils import formatdate
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -111,9 +112,15 @@ class Response:
         """Say when it last changed (None: nothing is there that could), from 1.15 on; nothing is to be cached."""
         if request.version >= SINCE_CACHE_HEADERS:
             if at is not None:
-                self.headers.append((b"last-modified", formatdate(at, usegmt=True).encode()))
+                self.headers.append((b"last-modified", _http_date(int(at))))
             self.headers.append((b"cache-control", b"no-cache"))
         return self
+
+
+@lru_cache(maxsize=1024)
+def _http_date(second: int) -> bytes:
+    """Most answers say one of the last few seconds, and putting it in words costs as much as the body does."""
+    return formatdate(second, usegmt=True).encode()
 
 
 def json_response(data: Any, status: int = 200) -> Response:
