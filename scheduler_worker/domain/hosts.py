@@ -23,6 +23,8 @@ NOBODY = -1  # no service manages this host any more
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that claims more is wrong
 MAX_SERVICES = 100_000  # compute services remembered; names that a cell makes up beyond that are not heard
 FIRST_ROOM = 1024
+# A host stays its cell's for so long after its service was last heard of: another cell cannot announce builds away.
+HELD_S = 60.0
 
 
 class ServiceState(Struct):
@@ -80,7 +82,7 @@ class HostTable:
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
         self.services[known].leaving = isinstance(message, Heartbeat) and message.leaving
         if isinstance(message, ComputeHosts):
-            self._fold(known, message)
+            self._fold(known, message, now_s)
         return True
 
     def down(self, now_s: float, service_down_time_s: float) -> Mask:
@@ -95,13 +97,22 @@ class HostTable:
             self.cells.append(message.cell)
         return len(self.services) - 1
 
-    def _fold(self, service: int, message: ComputeHosts) -> None:
+    def _fold(self, service: int, message: ComputeHosts, now_s: float) -> None:
         cell = self.cells.index(message.cell)
         if message.complete:
             # What this service no longer lists it no longer manages (a node re-homed, a hypervisor removed).
             self.service[: len(self)][self.service[: len(self)] == service] = NOBODY
         for host in message.hosts:
-            self._put(host, service, cell)
+            if not self._is_held(host.uuid, cell, now_s):
+                self._put(host, service, cell)
+
+    def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
+        """Whether another cell's service manages this host, and lives."""
+        index = self._index.get(uuid)
+        if index is None or self.service[index] == NOBODY or self.cell[index] == cell:
+            return False
+        holder = self.services[self.service[index]]
+        return not holder.leaving and now_s - holder.heard_s <= HELD_S
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.cell import Heartbeat
+from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
 from scheduler_worker.domain import hosts
 
 
@@ -15,3 +15,31 @@ def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPat
     assert heard == [True, True, True, False, False]
     assert table.heard(Heartbeat(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
     assert len(table.services) == 3
+
+
+HOST = "10000000-0000-4000-8000-000000000001"
+
+
+def announce(table: hosts.HostTable, cell: str, sequence: int, now_s: float, service: str = "s") -> str:
+    """Announce the host there; returns the cell it is in then."""
+    said = (HostReport(uuid=HOST, name="h"),)
+    table.heard(ComputeHosts(service=service, cell=cell, epoch=1, sequence=sequence, hosts=said), now_s)
+    index = table.index_of(HOST)
+    assert index is not None
+    return table.cells[table.cell[index]]
+
+
+def test_a_cell_does_not_announce_another_cells_host_away() -> None:
+    table = hosts.HostTable()
+    assert announce(table, "c1", 1, 0.0) == "c1"
+    assert announce(table, "c2", 1, hosts.HELD_S) == "c1"
+    assert announce(table, "c1", 2, hosts.HELD_S, service="heir") == "c1"
+    assert announce(table, "c2", 2, 2 * hosts.HELD_S) == "c1"
+
+
+def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> None:
+    table = hosts.HostTable()
+    announce(table, "c1", 1, 0.0)
+    assert announce(table, "c2", 1, hosts.HELD_S + 1) == "c2"
+    table.heard(Heartbeat(service="s", cell="c2", epoch=1, sequence=2, leaving=True), hosts.HELD_S + 2)
+    assert announce(table, "c1", 2, hosts.HELD_S + 3) == "c1"
