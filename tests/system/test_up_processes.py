@@ -1,0 +1,106 @@
+"""`berth up --processes` as a user has it: real servers, real workers; a load, a murder, a check, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from berth.load.record import LoadRecord, decode
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0
+
+
+def berth(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "berth", *arguments],
+        env=env, capture_output=True, text=True, timeout=PATIENCE_S * 2, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    return done
+
+
+def load(env: dict[str, str], directory: Path, *arguments: str) -> LoadRecord:
+    done = berth(env, "load", *arguments, "--json", str(directory / "load.json"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    return decode((directory / "load.json").read_bytes())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="berth-up-"))
+    directory.chmod(0o755)  # the embedded PostgreSQL of root runs as somebody else
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_everything_as_processes(directory: Path) -> None:
+    """A load of all kinds ends well, a killed worker comes back, the invariants hold, and nothing outlives Ctrl-C."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    env = {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "BERTH_STATE_DIR": str(directory / "state"),
+        "BERTH_UP__NODES": "6",
+        "BERTH_COMPUTE__HOSTS": "10",
+    }
+    command = [sys.executable, "-m", "berth", "up", "--processes", "--schedulers", "1", "--json"]
+    told = directory / "told"
+    with (
+        told.open("w") as errors,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as up,
+    ):
+        try:
+            assert up.stdout is not None
+            said = ""
+            for line in up.stdout:
+                said += line
+                if line.rstrip() == "}":
+                    break
+            state = json.loads(said or "{}")
+            assert state.get("up") is True, told.read_text()
+            assert state["numbers"]["schedulers"] == 1 and len(state["workers"]) == 2 + 2 * 3 + 1
+            # More metal than there is: some fail and say why; nothing is lost.
+            record = load(
+                env, directory, "--boots", "200", "--rate", "100", "--churn", "0.3", "--mix", "small=8,large=2,metal=1"
+            )
+            assert set(record.totals.outcomes) <= {"active", "failed"} and record.totals.outcomes["active"] > 150
+            assert record.totals.delete_outcomes == {"deleted": record.totals.deletes} and record.totals.deletes > 20
+            assert record.totals.by_code.keys() <= {"no_valid_host"}
+            assert {"scheduler.requests", "cell1/conductor.requests"} <= record.samples.depths.keys()
+            killed = state["workers"]["scheduler1"]["pid"]
+            os.kill(killed, signal.SIGKILL)
+            until = time.monotonic() + PATIENCE_S
+            while "scheduler1 died with status 137; started again" not in told.read_text():
+                assert time.monotonic() < until, told.read_text()
+                time.sleep(0.05)
+            assert load(env, directory, "--boots", "20").totals.outcomes == {"active": 20}
+            assert Path(state["workers"]["scheduler1"]["log"]).stat().st_size > 0
+            check = berth(env, "check")
+            assert check.returncode == 0, check.stdout
+        finally:
+            up.send_signal(signal.SIGINT)
+            status = up.wait(PATIENCE_S)
+    assert status == 0, told.read_text()
+    assert not [name for name, worker in state["workers"].items() if alive(worker["pid"])]
+    assert not (directory / "state" / "runtime.json").exists()
