@@ -78,8 +78,9 @@ def nice(value: float) -> float:
 
 def linear(high: float, start: float, end: float) -> Axis:
     """From nought to a round number at or above `high`."""
-    step = nice(max(high, 1e-9) / 5)
-    return Axis(0.0, step * math.ceil(max(high, 1e-9) / step - 1e-9), start, end)
+    high = high if high > 0 else 1.0
+    step = nice(high / 5)
+    return Axis(0.0, step * math.ceil(high / step - 1e-9), start, end)
 
 
 def logarithmic(low: float, high: float, start: float, end: float) -> Axis:

@@ -214,6 +214,8 @@ def _queues(record: LoadRecord) -> str:
     busiest = sorted(peaks, key=lambda name: (-peaks[name], name))
     if not depths or not len(samples):
         return note("Queue depths were not observed.")
+    if not any(peaks.values()):
+        return note(f"Nothing waited in any of {len(depths)} queues whenever they were looked at.")
     shown = {name: depths[name] for name in busiest[:MAX_QUEUES]}
     if others := busiest[MAX_QUEUES:]:
         columns = zip(*(depths[name] for name in others), strict=True)

@@ -180,3 +180,12 @@ def test_axes_have_round_ticks_within_their_bounds() -> None:
     axis = charts.logarithmic(3.0, 70.0, 0, 100)
     assert (axis.at(10.0), axis.at(0.0), axis.at(1e9)) == (50.0, 0.0, 100.0)
     assert charts.linear(0.0, 0, 100).ticks()
+
+
+def test_queues_in_which_nothing_ever_waited_are_told_in_words() -> None:
+    """Such a plot had an axis up to 0.000000001 messages."""
+    assert charts.linear(0.0, 0, 100).high == 1.0
+    record = made_up(1_000)
+    samples = replace(record.samples, depths={name: [0] * len(record.samples) for name in ("a", "b")})
+    page = read(replace(record, samples=samples))
+    assert "Nothing waited in any of 2 queues" in page.text and "Messages waiting in queues" not in page.text
