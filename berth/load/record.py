@@ -17,6 +17,8 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct, field
 
+from bus.contracts import stages
+
 FORMAT = "berth.load.v1"
 
 # How one operation ended, as `Operations.outcome` counts them. The first four are answers of the system.
@@ -29,14 +31,14 @@ FORMAT = "berth.load.v1"
 OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost")
 Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost"]
 
-# The stages of a boot in their order: `Operations.stages[name][i]` says how long boot `i` spent in that stage, so that
-# the sum over a boot's stages is about its latency counted from `sent_s`.
-#   queued: from the client's publish until a scheduler took it. decided: choosing the host.
-#   claimed: the claim at placement, its retries included. dispatched: until the cell's conductor had it.
-#   built: from the conductor's command until the last compute service's result, alternates included.
-#   announced: from there until the client heard of it.
+# The stages of a boot in their order: `Operations.stages[name][i]` says how long boot `i` spent in that stage; a boot's
+# stages add up to its latency, from the intended time.
+#   queued: until a scheduler took it. decided: until it had chosen a host.
+#   claimed: until the book gave it, lost claims included. dispatched: until the host's compute service had the command.
+#   built: until a host said how the last attempt ended, failed attempts and claims of alternates included.
+#   announced: until the client heard of it.
 # A stage that this version of the workers does not report is absent from the dict, never zero.
-STAGES: tuple[str, ...] = ("queued", "decided", "claimed", "dispatched", "built", "announced")
+STAGES: tuple[str, ...] = stages.STAGES
 
 # Past these a record says less, not wrongly: hosts are thinned evenly, snapshots are taken less often.
 MAX_HEAT_HOSTS = 2_000
