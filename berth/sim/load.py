@@ -68,6 +68,8 @@ class Client:
 
     async def _carry_out(self, order: Order) -> None:
         if order.act is Act.DELETE:
+            if order.uuid not in self._projects:
+                return  # its build was cut out of the plan
             await self._heard(order.uuid)
             await self._insist(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid)
             self.deleted[order.uuid] = None
