@@ -23,7 +23,7 @@ TRIES = 5
 # Callers who were answered together ask again together, a moment later. A group that started with the first of them
 # would leave the others to the next one, and so on for ever: twice the groups, and all of what one costs. It waits for
 # as many as there were, at most this long; and after it has waited in vain it does not wait 1, 2, 4 ... times.
-GATHER_S = 0.001
+GATHER_S = 0.003
 MAX_SKIPPED = 64
 
 
@@ -45,6 +45,7 @@ class Groups(Generic[Item, Result]):
         waiting_max: int,
         under_way: int,
         committed: Callable[[], None],
+        gather_s: float = GATHER_S,
     ) -> None:
         self._name = name
         self._apply = apply
@@ -52,6 +53,7 @@ class Groups(Generic[Item, Result]):
         self._waiting_max = waiting_max
         self._under_way = under_way
         self._committed = committed
+        self._gather_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         # Not the size of the set: a task leaves that a turn after it has looked for more, and what comes in that turn
@@ -101,7 +103,7 @@ class Groups(Generic[Item, Result]):
             return
         loop = asyncio.get_running_loop()
         here: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(GATHER_S, _done, here)
+        timer = loop.call_later(self._gather_s, _done, here)
         self._gathering = (wanted, here)
         try:
             await here

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bus.faults import DatabaseUnavailable, Transient
-from placement_worker.rest.groups import TRIES, Groups, TooMany
+from placement_worker.rest.groups import GATHER_S, TRIES, Groups, TooMany
 
 
 class Book:
@@ -36,9 +36,9 @@ class Book:
         self.commits += 1
 
 
-def make(book: Book, **limits: int) -> Groups[int, int]:
+def make(book: Book, *, gather_s: float = GATHER_S, **limits: int) -> Groups[int, int]:
     limits = {"group_max": 4, "waiting_max": 8, "under_way": 1, **limits}
-    return Groups("test", book.apply, committed=book.committed, **limits)
+    return Groups("test", book.apply, committed=book.committed, gather_s=gather_s, **limits)
 
 
 async def test_what_gathers_is_the_next_group() -> None:
@@ -121,7 +121,7 @@ async def test_who_stops_waiting_takes_nobody_along() -> None:
 async def test_those_answered_together_are_waited_for_together() -> None:
     """The first to ask again took a group for itself, and so on for ever: 1, 7, 1, 7 ... of eight callers."""
     book = Book()
-    groups = make(book, group_max=16, waiting_max=16)
+    groups = make(book, group_max=16, waiting_max=16, gather_s=60)  # as long as it takes: all of them come back
 
     async def caller(number: int) -> None:
         for _ in range(20):
@@ -129,8 +129,9 @@ async def test_those_answered_together_are_waited_for_together() -> None:
             for _ in range(number):  # the way to the caller and back, in turns of the loop: no two are alike
                 await asyncio.sleep(0)
 
-    await asyncio.gather(*(caller(number) for number in range(8)))
-    assert {len(group) for group in book.groups[2:-2]} == {8}
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(caller(number) for number in range(8)))
+    assert [len(group) for group in book.groups] == [8] * 20
 
 
 async def test_nobody_waits_long_for_callers_who_do_not_come_back() -> None:
