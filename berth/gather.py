@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from berth.invariants import AT_REST, Facts, InstanceFact, InventoryFact, RunningFact
 from berth.site import Site
-from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
@@ -17,9 +16,12 @@ from bus.contracts.placement import Change
 from bus.outcome import Done, Outcome, Received
 from bus.service.database import Database
 
-REPORT_TIMEOUT_S = 10.0
-# After the last page of a report: this long without a further one, and every service that lives has spoken.
+# Hosts are waited for until each that should run something has reported, and each service that began a report of all
+# its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine.
+REPORT_TIMEOUT_S = 60.0
+# Nothing has to be heard from hosts that should run nothing: this long without a page, and who lives has spoken.
 REPORT_QUIET_S = 0.5
+FIRST_REPORT_S = 2.5
 REST_POLL_S = 0.2
 
 _INVENTORIES = """
@@ -61,14 +63,16 @@ async def gather(
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
+        instances = await _instances(cells)
+        wanted = {one.host_uuid for one in instances if one.state == "active" and one.host_uuid is not None}
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
             roots=dict(await _rows(book, _ROOTS)),
             requests=dict(await _rows(scheduler, _REQUESTS)),
             cells=dict(await _rows(scheduler, _CELLS)),
-            instances=await _instances(cells),
-            running=await hosts_reports(site),
+            instances=instances,
+            running=await hosts_reports(site, wanted),
             feed=await _feed(book),
             audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
             accepted=accepted,
@@ -133,52 +137,59 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
     return found
 
 
-async def hosts_reports(site: Site) -> list[RunningFact]:
-    """What every host that answers says it runs, asked on each cell's own bus."""
-    per_cell = await asyncio.gather(*(_cell_report(site, cell) for cell in site.cells))
+async def hosts_reports(site: Site, wanted: Collection[str] = ()) -> list[RunningFact]:
+    """What every host that answers says it runs, asked on each cell's own bus. wanted: hosts that must answer."""
+    missing = set(wanted)
+    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing) for cell in site.cells))
     return [fact for facts in per_cell for fact in facts]
 
 
-async def _cell_report(site: Site, cell: str) -> list[RunningFact]:
+async def _cell_report(site: Site, cell: str, missing: set[str]) -> list[RunningFact]:
     bus = site.bus("check", cell)
-    reports = _Reports(bus, site.clock)
+    reports = Reports(site.clock, missing)
+    consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
     await bus.open()
     try:
-        await reports.consumer.start()
+        await consumer.start()
         await bus.publish(ReportHosts(why="check"))
-        await reports.quiet()
-        await reports.consumer.drain(1.0)
+        await reports.whole()
+        await consumer.drain(1.0)
         return reports.facts()
     finally:
         await bus.close()
 
 
-class _Reports:
-    """Collects ComputeHosts until nothing new has come for a while."""
+class Reports:
+    """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
 
-    def __init__(self, bus: Bus, clock: Clock) -> None:
+    def __init__(self, clock: Clock, missing: set[str]) -> None:
         self._clock = clock
+        self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
+        self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages heard, pages)}
         self._heard = clock.monotonic()
-        self.consumer = bus.consumer("client.hosts.{process}", self._take, concurrency=1, prefetch=1000)
 
-    async def quiet(self) -> None:
-        """Wait until the reports have stopped coming (there is no telling how many services live)."""
+    async def whole(self) -> None:
+        """Wait for every host that must report and every report begun; in the end for quiet: who else lives?"""
         started = self._clock.monotonic()
-        while True:
-            now = self._clock.monotonic()
-            quiet_for = now - (self._heard if self._by_host else started)
-            if quiet_for >= (REPORT_QUIET_S if self._by_host else REPORT_TIMEOUT_S / 4):
-                return
-            if now - started > REPORT_TIMEOUT_S:
+        while (now := self._clock.monotonic()) - started < REPORT_TIMEOUT_S:
+            quiet_s = now - (self._heard if self._by_host else started)
+            enough_s = REPORT_QUIET_S if self._by_host else FIRST_REPORT_S
+            if quiet_s >= enough_s and self.is_whole:
                 return
             await self._clock.sleep(0.05)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is known to be missing."""
+        return not self._missing and all(len(heard) >= pages for _, heard, pages in self._pages.values())
 
     def facts(self) -> list[RunningFact]:
         """Every machine reported, the newest report of each host."""
         return [fact for _, facts in self._by_host.values() for fact in facts]
 
-    async def _take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Pages as they come, in any order."""
         for received in batch:
             if isinstance(received.message, ComputeHosts):
                 self._fold(received.message)
@@ -187,9 +198,16 @@ class _Reports:
 
     def _fold(self, page: ComputeHosts) -> None:
         order = (page.epoch, page.sequence)
+        if page.began:
+            report = (page.epoch, page.began)
+            last, heard, _ = self._pages.get(page.service, (report, set(), 0))
+            if report >= last:
+                heard = heard if report == last else set()
+                self._pages[page.service] = report, heard | {page.sequence}, page.pages
         for host in page.hosts:
             if host.running is None:
                 continue
+            self._missing.discard(host.uuid)
             known = self._by_host.get(host.uuid)
             if known is None or known[0] <= order:
                 machines = [RunningFact(r.instance_uuid, r.attempt, host.uuid) for r in host.running]

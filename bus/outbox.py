@@ -26,6 +26,7 @@ from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.faults import Transient
 from bus.port import BusError, BusUnavailable
+from bus.service.once import Once
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -132,6 +133,15 @@ async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | 
         return None
     row_id: int = await conn.fetchval("INSERT INTO outbox (body) VALUES ($1) RETURNING id", encode_row(outgoing))
     return row_id
+
+
+def add_once(once: Once, outgoing: Sequence[Addressed]) -> None:
+    """The same as a part of one statement; the row's id is its column `said`."""
+    if not outgoing:
+        once.column("NULL::bigint AS said")
+        return
+    once.part("outgoing", "INSERT INTO outbox (body) VALUES ({}) RETURNING id", encode_row(outgoing))
+    once.column("(SELECT id FROM outgoing) AS said")
 
 
 async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequence[str]) -> set[str]:

@@ -15,6 +15,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import Fault, RequestRefused, Transient
@@ -22,7 +23,7 @@ from bus.outbox import Addressed
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.events import Claimed, ClaimRefused, Event, Released, TimedOut
+from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, TimedOut
 from .domain.instance import Instance, State
 from .domain.rules import Patience
 from .domain.table import step, wanted
@@ -55,6 +56,15 @@ class Question(Struct, frozen=True):
     instance: Instance
     message: Claim | Release
     repeated: bool = False
+
+
+class Recorded(Struct, frozen=True):
+    """What one transaction has made of its instances, what it sends, and what is told of it once it is committed."""
+
+    instances: Mapping[str, Instance]
+    outgoing: list[Addressed]
+    steps: Counter[tuple[State, str]]
+    ended: list[Instance]
 
 
 class Sender(Protocol):
@@ -101,31 +111,37 @@ class Engine:
             if not due:
                 return 0
             arrivals = [Arrival(uuid, TimedOut(at=now)) for uuid in due]
-            stepped, row, outgoing = await self._record(transaction, due, arrivals)
-        self._relay.send(row, outgoing)
+            recorded = await self._record(transaction, due, arrivals)
+        self._committed(transaction, recorded)
         for instance in due.values():
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            await self._settle(_questions(due, stepped, again=due.keys()))
+            await self._settle(_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
     async def _apply(self, arrivals: Sequence[Arrival]) -> list[Question]:
         """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
         await self._relay.room()
         uuids = sorted({arrival.uuid for arrival in arrivals})
-        for _ in range(MAX_STALE):
+        new = {arrival.uuid for arrival in arrivals if isinstance(arrival.event, BuildAsked)}
+        for number in range(MAX_STALE):
+            # First on what this process believes, in one round trip; with locks where it believed wrong.
+            begun = self._store.transaction() if number else self._store.believing(new)
             try:
-                async with self._store.transaction() as transaction:
+                async with begun as transaction:
                     fresh = await self._fresh(transaction, arrivals)
                     known = await transaction.lock(uuids)
-                    stepped, row, outgoing = await self._record(transaction, known, fresh)
+                    recorded = await self._record(transaction, known, fresh)
+                    transaction.durable = not _may_be_redone(recorded)
             except StaleWrite:
                 continue
-            self._relay.send(row, outgoing)
+            self._committed(transaction, recorded)
+            if not transaction.durable:
+                await self._store.flush()
             # A message seen before: whoever took it then may have died before it could ask.
             again = set() if len(fresh) == len(arrivals) else {a.uuid for a in arrivals} - {a.uuid for a in fresh}
-            return _questions(known, stepped, again=again)
+            return _questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
@@ -138,7 +154,7 @@ class Engine:
 
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], arrivals: Sequence[Arrival]
-    ) -> tuple[dict[str, Instance], int | None, list[Addressed]]:
+    ) -> Recorded:
         """Step every event and write down what changed, with what is to be sent."""
         now: dict[str, Instance] = dict(known)
         outgoing: list[Addressed] = []
@@ -157,9 +173,13 @@ class Engine:
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
         await transaction.insert(created)
         await transaction.update(changed)
-        row = await transaction.send_later(outgoing)
-        _tell(steps, ended, outgoing)
-        return now, row, outgoing
+        await transaction.send_later(outgoing)
+        return Recorded(now, outgoing, steps, ended)
+
+    def _committed(self, transaction: Transaction, recorded: Recorded) -> None:
+        """It is on record: now it may be sent, and told."""
+        self._relay.send(transaction.row, recorded.outgoing)
+        _tell(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _settle(self, questions: Sequence[Question]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
@@ -242,6 +262,17 @@ class Engine:
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:
         metrics.ASKED.labels(kind, fault.code).inc()
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
+
+
+def _may_be_redone(recorded: Recorded) -> bool:
+    """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
+
+    A database that forgets it in a crash is given the message again, and announces the same again; see
+    docs/decisions/what-waits-for-the-disk.md. What commands a host or asks placement is on disk first.
+    """
+    if any(wanted(instance) is not None for instance in recorded.instances.values()):
+        return False
+    return all(isinstance(addressed.message, BuildEvent) for addressed in recorded.outgoing)
 
 
 def _questions(

@@ -216,9 +216,12 @@ class Reporter:
             wanted = frozenset(hosts)
             known = [host for host in known if host.uuid in wanted]
         pages = self._pages(known, running)
-        for page in pages:
+        began = 0
+        for number, page in enumerate(pages, 1):
             async with self._voice:
                 self._sequence += 1
+                if hosts is None:
+                    began = began or self._sequence
                 await self._bus.publish(
                     ComputeHosts(
                         service=self._service,
@@ -226,8 +229,10 @@ class Reporter:
                         epoch=self._records.epoch,
                         sequence=self._sequence,
                         hosts=tuple(page),
-                        complete=hosts is None and len(pages) == 1,
+                        complete=hosts is None and number == len(pages),
                         seen_at=seen_at,
+                        began=began,
+                        pages=len(pages),
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, stop_any
 from tenacity.stop import stop_base
@@ -23,7 +22,6 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import MAX_AMOUNT
 from bus.contracts.build import BuildRequest
-from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
@@ -31,17 +29,17 @@ from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
+from scheduler_worker.adoption import Adoption
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.ranking import Candidate, Choice, Ranking
-from scheduler_worker.domain.select import NoHost, Selector, adopted
+from scheduler_worker.domain.select import Selector
 from scheduler_worker.domain.spread import Spread
 from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stopped, Work
 
 log = structlog.get_logger(__name__)
 
 FIRST_JITTER_S = 0.001  # the most that is waited before the second round, halved
-CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is somebody else's: never ours to release
-ATTEMPT = 1  # the scheduler's claim is the first attempt; the conductor's are the next
 
 
 class Refreshes(Protocol):
@@ -51,81 +49,11 @@ class Refreshes(Protocol):
         """Fold the newest changes in now; False: they did not come in time."""
 
 
-class Away(Transient):
-    """The resource book does not answer."""
-
-    code = "placement.away"
-
-
 # How often a request that fits nowhere else looks again at hosts some children of which were full.
 SECOND_CHANCES = 3
 
 # Outcomes after which another claim is made.
 LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE})
-
-
-class Placed(Struct, frozen=True, kw_only=True):
-    """Claimed: the selected host (which is where the claim is), and the alternates."""
-
-    cell: str
-    selections: tuple[Selection, ...]
-    consumer_generation: int
-    passed: int
-    score: float
-    claims: int
-    decided_at: float = 0.0  # the first choice
-    claimed_at: float = 0.0
-    lost: tuple[str, ...] = ()  # claims that came to nothing before, in order: "host: outcome"
-
-
-class Stopped(Struct, frozen=True):
-    """It must not be tried any further."""
-
-    code: str
-    reason: str
-
-
-class Contended(Struct, frozen=True):
-    """The bounds of this delivery are used up, though not every host was asked."""
-
-    claims: int
-
-
-class Stranded(Struct, frozen=True):
-    """It is claimed, by an earlier run of ours, on a host for which no compute service speaks (any more)."""
-
-    reason: str
-
-
-Ending = Placed | NoHost | Stopped | Contended | Stranded | Away
-
-
-class Asking(Struct, frozen=True, kw_only=True):
-    """A request to place. `fresh`: this delivery put it on record, so no earlier run can have claimed for it."""
-
-    request: BuildRequest
-    wanted: Wanted
-    fresh: bool = True
-
-
-class Work(Struct, kw_only=True):
-    """One request on its way through the rounds. `tried`: rows it may not use any more, and why."""
-
-    request: BuildRequest
-    wanted: Wanted
-    fresh: bool
-    tried: dict[int, str]
-    choice: Choice | None = None
-    again: Candidate | None = None  # ask for this host again: its shape had changed
-    raced: int = 0
-    claims: int = 0
-    decided_at: float = 0.0
-    lost: list[str] = []
-    looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
-    partly: list[int] = []  # hosts of which only some children are known to be full
-    chances: int = 0  # how often those were looked at again
-    probe: ClaimOption | None = None  # asks whether an earlier run of ours holds a claim
-    ending: Ending | None = None
 
 
 class Claiming:
@@ -144,6 +72,7 @@ class Claiming:
         self._bus = bus
         self._selector = selector
         self._book = selector.book
+        self._adoption = Adoption(selector, clock)
         self._follower = follower
         self._clock = clock
         self._rng = rng
@@ -157,6 +86,7 @@ class Claiming:
             Work(
                 request=asking.request,
                 wanted=asking.wanted,
+                most_alternates=self._alternates(asking.request),
                 fresh=asking.fresh,
                 tried=dict.fromkeys(sorted(self._selector.rows_of(asking.request.ignore_hosts)), "host.ignored"),
             )
@@ -224,7 +154,7 @@ class Claiming:
             if ranking is None:
                 ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
                 metrics.CANDIDATES.observe(len(ranking))
-            work.choice = ranking.pick(work.tried, subset=subset, alternates=self._alternates(work.request))
+            work.choice = ranking.pick(work.tried, subset=subset, alternates=work.most_alternates)
             if work.choice is not None:
                 self._assume(work, work.choice)
                 ranking.consumed(work.choice.selected)
@@ -335,7 +265,7 @@ class Claiming:
             work.lost.append(f"{self._book.name_of(choice.selected.row)}: {answer.outcome.value}")
         match answer.outcome:
             case ClaimOutcome.CLAIMED:
-                work.ending = self._claimed(work, choice, answer)
+                work.ending = self._adoption.claimed(work, choice, answer)
             case ClaimOutcome.RACED:
                 work.raced += 1
                 metrics.RETRIES.labels("raced").inc()
@@ -361,89 +291,9 @@ class Claiming:
 
     def _probed(self, work: Work, answer: ClaimResult) -> None:
         if answer.outcome is ClaimOutcome.CLAIMED:
-            work.ending = self._adopt(work, (), answer)
+            work.ending = self._adoption.adopt(work, (), answer)
         else:
             self._no_host(work, self._clock.monotonic())
-
-    def _claimed(self, work: Work, choice: Choice, answer: ClaimResult) -> Ending:
-        """Build where the claim is, which is where we asked unless an earlier run of ours had claimed already."""
-        selected = choice.selected
-        option = self._option(selected.options, answer)
-        if option is None:
-            return self._adopt(work, (selected, *choice.alternates), answer)
-        if option:
-            self._book.assume(work.request.instance_uuid, selected.options[option].allocations)
-        self._book.settle(work.request.instance_uuid, answer.generations)
-        return self._placed(
-            work,
-            self._selector.selection(selected, option),
-            choice.alternates,
-            answer,
-            passed=choice.passed,
-            score=selected.score,
-        )
-
-    def _adopt(self, work: Work, alternates: tuple[Candidate, ...], answer: ClaimResult) -> Ending:
-        """A claim that a run before us made, and did not live to write down: the claim is what counts."""
-        self._book.settle(work.request.instance_uuid, None)
-        main = self._earlier(work, answer)
-        if main is None:
-            return Stranded("an earlier claim of this request holds a host that no compute service speaks for")
-        cell = self._selector.cell_of(main.host_uuid)
-        others = [
-            alternate
-            for alternate in alternates
-            if (uuid := self._book.uuid_of(alternate.row)) != main.host_uuid and self._selector.cell_of(uuid) == cell
-        ][: self._alternates(work.request)]
-        log.info("claim.adopted", instance=work.request.instance_uuid, host=main.host)
-        return self._placed(work, main, others, answer, passed=len(others) + 1, score=0.0)
-
-    def _placed(
-        self,
-        work: Work,
-        main: Selection,
-        alternates: Sequence[Candidate],
-        answer: ClaimResult,
-        *,
-        passed: int,
-        score: float,
-    ) -> Ending:
-        cell = self._selector.cell_of(main.host_uuid)
-        if cell is None:
-            return Stranded("the claimed host's compute service is not known here any more")
-        return Placed(
-            cell=cell,
-            selections=(main, *(self._selector.selection(alternate) for alternate in alternates)),
-            consumer_generation=answer.consumer_generation or 0,
-            passed=passed,
-            score=score,
-            claims=work.claims,
-            decided_at=work.decided_at,
-            claimed_at=self._clock.time(),
-            lost=tuple(work.lost),
-        )
-
-    def _option(self, offered: list[ClaimOption], answer: ClaimResult) -> int | None:
-        """Which of the offered options is held; None: something that was not offered now."""
-        held = set(answer.generations)
-        if answer.option is not None and answer.option < len(offered):
-            fits = not held or held == set(offered[answer.option].allocations)
-            return answer.option if fits else None
-        matching = [at for at, option in enumerate(offered) if set(option.allocations) == held]
-        return matching[0] if len(matching) == 1 else None
-
-    def _earlier(self, work: Work, answer: ClaimResult) -> Selection | None:
-        providers = sorted(answer.generations)
-        held = answer.holding or adopted(self._book, asked_in_all(work.wanted.query), providers)
-        rows = {provider: row for provider in providers if (row := self._book.row_of(provider)) is not None}
-        # What shares with the host is no host: of the trees that give something, only the host's is in the table.
-        roots = dict.fromkeys(self._book.uuid_of(self._book.root_of(row)) for row in rows.values())
-        hosts = [root for root in roots if self._selector.table.index_of(root) is not None]
-        if held is None or len(hosts) != 1:
-            return None
-        host_uuid = hosts[0]
-        shapes = {provider: self._book.shape_of(row) for provider, row in rows.items()}
-        return self._selector.placed(host_uuid, held, shapes)
 
 
 def _options(work: Work) -> tuple[ClaimOption, ...]:

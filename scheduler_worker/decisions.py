@@ -15,11 +15,11 @@ from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.wire import Malformed
-from scheduler_worker.claiming import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
 from scheduler_worker.domain.explain import sentence, step
 from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
 from scheduler_worker.domain.select import NoHost
 from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.endings import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
 from scheduler_worker.store.port import Decided
 
 NO_HOST = "no_valid_host"

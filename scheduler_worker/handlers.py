@@ -26,17 +26,7 @@ from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.port import BusError
 from scheduler_worker import metrics
-from scheduler_worker.claiming import (
-    ATTEMPT,
-    CONSUMER_CHANGED,
-    Asking,
-    Away,
-    Claiming,
-    Contended,
-    Ending,
-    Placed,
-    Stranded,
-)
+from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.decisions import (
     CONTENDED,
@@ -54,8 +44,9 @@ from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.records import ACCEPTED, DECIDED
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stranded
 from scheduler_worker.forgetting import longest_way_s
-from scheduler_worker.store.port import Decided, NewBuild, OnRecord, SchedulerStore, Unit
+from scheduler_worker.store.port import Decided, NewBuild, OnRecord, SchedulerStore, Unit, quickly
 
 log = structlog.get_logger(__name__)
 
@@ -151,22 +142,26 @@ class RequestHandler:
         for item in items:
             firsts.setdefault(item.request.instance_uuid, item)
         # Not durable: until the decision is written, the unacknowledged message itself is what survives a crash.
-        async with self._store.unit(durable=False) as unit:
-            fresh = await unit.insert([self._new(item, now) for item in firsts.values()], now)
-            known = await unit.read([uuid for uuid in firsts if uuid not in fresh])
-            for uuid, item in firsts.items():
-                if uuid in fresh:
-                    item.fresh = True
-                    unit.say(to_clients(self._first_event(item, now)))
+        fresh, known = await quickly(self._store, lambda unit: self._insert(unit, firsts, now), durable=False)
         for item in items:
+            item.fresh = item.request.instance_uuid in fresh and firsts[item.request.instance_uuid] is item
             first = firsts[item.request.instance_uuid]
-            if item.fresh and first is item:
+            if item.fresh:
                 self._recorded(item)
-            elif item.fresh or first is not item:
+            elif first is not item:
                 self._repeated(item, first)
             else:
                 self._found(item, known.get(item.request.instance_uuid))
         await self._release([item for item in items if item.doubtful])
+
+    async def _insert(self, unit: Unit, firsts: Mapping[str, Item], now: float) -> tuple[set[str], dict[str, OnRecord]]:
+        """(which were new, what is on record of the others)."""
+        fresh = await unit.insert([self._new(item, now) for item in firsts.values()], now)
+        known = await unit.read([uuid for uuid in firsts if uuid not in fresh])
+        for uuid, item in firsts.items():
+            if uuid in fresh:
+                unit.say(to_clients(self._first_event(item, now)))
+        return fresh, known
 
     def _new(self, item: Item, now: float) -> NewBuild:
         author = Author(self._who, now)
@@ -287,14 +282,19 @@ class RequestHandler:
             with_stages(one, _stamps(items[one.instance_uuid], None, ended_at)) if one.terminal else one
             for one in decided
         ]
-        async with self._store.unit() as unit:
+
+        async def write(unit: Unit) -> set[str]:
             now = self._clock.time()
+            stamps.clear()
             written = await unit.decide(decided, now)
             for one in decided:
                 if one.instance_uuid in written:
                     item, where = items[one.instance_uuid], placed.get(one.instance_uuid)
                     stamps[one.instance_uuid] = said = _stamps(item, where, now)
                     self._dispatch(unit, one, item.request, where, said, now)
+            return written
+
+        written = await quickly(self._store, write)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started)
         metrics.decided(list(stamps.values()))
         for one in decided:

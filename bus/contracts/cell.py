@@ -139,9 +139,10 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, when asked, when one changes. Pages of at most 1000.
 
-    epoch: rises with every start of the service; sequence rises within it: older ones lose. `complete`: this
-    page is all its hosts; otherwise only those listed have changed. seen_at: seconds since the epoch before which the
-    service had not begun to look; what came to be later may be missing here (0: when it was sent).
+    epoch: rises with every start of the service; sequence rises within it: older ones lose. began: the
+    sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
+    changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
+    to look; what came to be later may be missing here (0: when it was sent).
     """
 
     service: Word
@@ -151,6 +152,8 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
     seen_at: float = 0.0
+    began: int = 0
+    pages: int = 1
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):

@@ -36,6 +36,9 @@ IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not h
 POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
 OPEN_WAIT_MAX_S = 3.0  # longest pause between two attempts to reach a server that is away; also how often we say so
 
+# A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
+FLUSH = "SELECT pg_logical_emit_message(true, 'berth', '')"
+
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
 # SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
@@ -135,6 +138,15 @@ class Database:
         """An asyncpg connection inside a transaction: commits at the end, rolls back on an exception."""
         return self._raw()
 
+    def single(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
+        """An asyncpg connection on which every statement is a transaction of its own."""
+        return self._raw(begin=False)
+
+    async def flush(self) -> None:
+        """Return when everything that was committed here before, in no hurry too, is on disk."""
+        async with self.single() as connection:
+            await connection.execute(FLUSH)
+
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         try:
@@ -144,11 +156,14 @@ class Database:
             raise_fault(error)
 
     @asynccontextmanager
-    async def _raw(self) -> AsyncIterator[asyncpg.Connection]:
+    async def _raw(self, *, begin: bool = True) -> AsyncIterator[asyncpg.Connection]:
         async with self._checked_out() as held:
             connection = held.driver
             try:
-                async with connection.transaction():
+                if begin:
+                    async with connection.transaction():
+                        yield connection
+                else:
                     yield connection
             except asyncpg.InternalClientError as error:
                 # What asyncpg says when the server ends the session in the very moment of our next statement: its last

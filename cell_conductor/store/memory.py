@@ -29,6 +29,8 @@ class MemoryTransaction:
     def __init__(self, table: MemoryInstanceTable, transaction: Transaction) -> None:
         self._table = table
         self._transaction = transaction
+        self.row: int | None = None
+        self.durable = True
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -74,7 +76,8 @@ class MemoryTransaction:
 
     async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
-        return await self._transaction.send_later(outgoing)
+        self.row = await self._transaction.send_later(outgoing)
+        return self.row
 
     def _write(self, instances: Sequence[Instance]) -> None:
         rows = {instance.uuid: instance for instance in instances}
@@ -104,10 +107,17 @@ class MemoryInstances:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
+    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[MemoryTransaction]:
+        """Here a look costs nothing, so nothing is believed."""
+        return self._transaction()
+
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
         async with self._session.transaction() as transaction:
             yield MemoryTransaction(self._table, transaction)
+
+    async def flush(self) -> None:
+        """What is committed here is as safe as it will be."""
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts, and these instances whatever they are."""

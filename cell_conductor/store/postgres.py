@@ -5,24 +5,21 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
-import msgspec
 
 from bus import outbox
 from bus.outbox import Addressed
 from bus.service.database import Database
 from cell_conductor.domain.instance import Instance, State
 
+from . import rows
+from .believing import BelievingTransaction, Known, believing
 from .port import Brief, StaleWrite
 
-HANDLER = "conductor"
 MIGRATIONS = "cell_conductor.store.migrations"
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Instance).decode
 
 # As text: the pool decodes json columns into dictionaries, and ours go straight into structs.
 LOCK = "SELECT record::text FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
@@ -31,19 +28,11 @@ LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
-INSERT = """
-INSERT INTO instances (uuid, state, host_uuid, attempt, since, deadline, record)
-SELECT * FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::int[], $5::float8[], $6::float8[], $7::text[]::json[])
-ON CONFLICT (uuid) DO NOTHING
-"""
+INSERT = rows.numbered(f"INSERT INTO instances ({rows.NAMES}) SELECT * FROM {rows.GIVEN} ON CONFLICT (uuid) DO NOTHING")
 
-UPDATE = """
-UPDATE instances SET state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, since = n.since,
-       deadline = n.deadline, record = n.record
-FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::int[], $5::float8[], $6::float8[], $7::text[]::json[])
-     AS n (uuid, state, host_uuid, attempt, since, deadline, record)
-WHERE instances.uuid = n.uuid
-"""
+UPDATE = rows.numbered(
+    f"UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES}) WHERE instances.uuid = n.uuid"
+)
 
 # The states whose host must run the instance (active) or may still run it (deleting): the partial index's condition.
 _BRIEF = """
@@ -71,37 +60,42 @@ FORGET_FAILED = FORGET.format(over="state = 'failed'")
 class PostgresTransaction:
     """One transaction on one connection."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, known: Known) -> None:
         self._connection = connection
+        self._known = known
+        self.row: int | None = None
+        self.durable = True
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
-        return await outbox.first_time(self._connection, HANDLER, sorted(set(message_ids)))
+        return await outbox.first_time(self._connection, rows.HANDLER, sorted(set(message_ids)))
 
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end."""
-        found = [_decode(row[0]) for row in await self._connection.fetch(LOCK, uuids)]
+        found = [rows.decode(row[0]) for row in await self._connection.fetch(LOCK, uuids)]
         return {instance.uuid: instance for instance in found}
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, locked, without waiting for anybody."""
-        return [_decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
+        return [rows.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises StaleWrite when one is on record meanwhile."""
         if instances:
-            status: str = await self._connection.execute(INSERT, *_columns(instances))
+            status: str = await self._connection.execute(INSERT, *rows.columns(instances))
             if int(status.rsplit(" ", 1)[-1]) != len(instances):
                 raise StaleWrite
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Record what became of locked instances."""
         if instances:
-            await self._connection.execute(UPDATE, *_columns(instances))
+            self._known.forget([instance.uuid for instance in instances])
+            await self._connection.execute(UPDATE, *rows.columns(instances))
 
     async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
-        return await outbox.add(self._connection, outgoing) if outgoing else None
+        self.row = await outbox.add(self._connection, outgoing)
+        return self.row
 
 
 class PostgresInstances:
@@ -109,6 +103,7 @@ class PostgresInstances:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._known = Known()
         self.outbox = outbox.PostgresRows(database)
 
     @property
@@ -128,16 +123,24 @@ class PostgresInstances:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
+    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[BelievingTransaction]:
+        """The same in one round trip, on what this process believes."""
+        return believing(self._database, self._known, new)
+
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[PostgresTransaction]:
         async with self._database.raw() as connection:
-            yield PostgresTransaction(connection)
+            yield PostgresTransaction(connection, self._known)
+
+    async def flush(self) -> None:
+        """Return when all that was committed is on disk."""
+        await self._database.flush()
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts, and these instances whatever they are."""
         async with self._database.raw() as connection:
-            rows = await connection.fetch(BRIEFS, host_uuids, instance_uuids)
-        return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in rows]
+            found = await connection.fetch(BRIEFS, host_uuids, instance_uuids)
+        return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in found]
 
     async def forget_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
@@ -151,17 +154,3 @@ class PostgresInstances:
         async with self._database.raw() as connection:
             status: str = await connection.execute(statement, before, limit)
         return int(status.rpartition(" ")[2])
-
-
-def _columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
-    """Column arrays in uuid order, which is the order of the locks an insert takes."""
-    ordered = sorted(instances, key=lambda instance: instance.uuid)
-    return (
-        [instance.uuid for instance in ordered],
-        [instance.state.value for instance in ordered],
-        [instance.host_uuid for instance in ordered],
-        [instance.attempt for instance in ordered],
-        [instance.since for instance in ordered],
-        [instance.deadline for instance in ordered],
-        [_encode(instance).decode() for instance in ordered],
-    )

@@ -57,7 +57,7 @@ class Locked(Struct, frozen=True):
 
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
-    locked = await lock(connection, _expected(items), providers_of(items, {}), names)
+    locked = await lock(connection, expected(items), providers_of(items, {}), names)
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign)
     sequence = await write(
@@ -74,7 +74,7 @@ async def lock(
     expected: each consumer as its row will most likely be if it is new. wanted None: no providers.
     """
     uuids = None if wanted is None else list(wanted)
-    said = await connection.fetchval(LOCK, *_columns(sorted(expected.items())), uuids)
+    said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids)
     consumers, held, providers = _locked(said)
     used_classes = {row[2] for row in held}
     used_classes.update(room[0] for row in providers for room in row[5] or ())
@@ -140,7 +140,7 @@ def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[obje
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
 
 
-def _expected(items: Sequence[ClaimItem]) -> dict[str, Consumer]:
+def expected(items: Sequence[ClaimItem]) -> dict[str, Consumer]:
     """Each named consumer as its row will be if it is new and the first word about it succeeds."""
     expected: dict[str, Consumer] = {}
     for item in items:
@@ -156,7 +156,8 @@ def _expected(items: Sequence[ClaimItem]) -> dict[str, Consumer]:
     return expected
 
 
-def _columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
+def columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
+    """Consumers as the statements that write them take them."""
     return (
         [uuid for uuid, _ in rows],
         [c.project_id for _, c in rows],
@@ -194,7 +195,7 @@ def _consumer_columns(
         for uuid, after in changed.items()
         if after is not None and (uuid not in inserted or not after.holding or not _same(after, inserted[uuid]))
     ]
-    return (gone, *_columns(rows), [not after.holding for _, after in rows])
+    return (gone, *columns(rows), [not after.holding for _, after in rows])
 
 
 def _same(a: Consumer, b: Consumer) -> bool:

@@ -15,7 +15,7 @@ from bus.contracts.placement import (
 )
 from bus.service.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims, feed, inventory, snapshot
+from placement_worker.store import claims, feed, inventory, quick, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
@@ -73,6 +73,11 @@ class PostgresStore:
         if not items:
             return []
         await self._know_classes(items)
+        if bus == ABOVE_CELLS and quick.is_small(items):
+            async with self._database.single() as connection:
+                replies = await quick.apply(connection, items, self._names)
+            if replies is not None:
+                return replies
         return await self._names.write(lambda connection: claims.apply(connection, items, self._names, bus))
 
     async def report(

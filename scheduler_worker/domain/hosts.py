@@ -28,7 +28,10 @@ HELD_S = 60.0
 
 
 class ServiceState(Struct):
-    """One compute service as last heard of. `heard_s`: monotonic."""
+    """One compute service as last heard of. `heard_s`: monotonic.
+
+    began: the first page of its newest report of all its hosts; heard: so many pages of that one; listing: its number.
+    """
 
     name: str
     cell: str
@@ -36,6 +39,9 @@ class ServiceState(Struct):
     sequence: int
     heard_s: float
     leaving: bool = False
+    began: int = 0
+    heard: int = 0
+    listing: int = 0
 
 
 class HostTable:
@@ -52,6 +58,8 @@ class HostTable:
         self.attributes: list[Mapping[str, str]] = []
         self.service = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
         self.cell = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
+        self.listed = np.zeros(FIRST_ROOM, dtype=np.int64)  # the listing in which its service named it last
+        self._listings = 0
         self.enabled = np.zeros(FIRST_ROOM, dtype=np.bool_)
         self.failed_builds = np.zeros(FIRST_ROOM, dtype=np.float64)
 
@@ -79,6 +87,8 @@ class HostTable:
             service = self.services[known]
             if (message.epoch, message.sequence) <= (service.epoch, service.sequence):
                 return False
+            if message.epoch != service.epoch:
+                service.began = 0  # its numbers start again
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
         self.services[known].leaving = isinstance(message, Heartbeat) and message.leaving
         if isinstance(message, ComputeHosts):
@@ -99,12 +109,22 @@ class HostTable:
 
     def _fold(self, service: int, message: ComputeHosts, now_s: float) -> None:
         cell = self.cells.index(message.cell)
-        if message.complete:
-            # What this service no longer lists it no longer manages (a node re-homed, a hypervisor removed).
-            self.service[: len(self)][self.service[: len(self)] == service] = NOBODY
+        state = self.services[service]
+        began = message.began or (message.sequence if message.complete else 0)
+        if began and began != state.began:
+            self._listings += 1
+            state.began, state.heard, state.listing = began, 0, self._listings
         for host in message.hosts:
             if not self._is_held(host.uuid, cell, now_s):
                 self._put(host, service, cell)
+        if not began:
+            return
+        state.heard += 1
+        # A page that was lost would take its hosts away: only a report of which every page was heard says who is gone.
+        if message.complete and state.heard == message.pages:
+            # What this service no longer lists it no longer manages (a node re-homed, a hypervisor removed).
+            mine = self.service[: len(self)] == service
+            self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NOBODY
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
         """Whether another cell's service manages this host, and lives."""
@@ -124,6 +144,7 @@ class HostTable:
             self._rename(index, host)
         self.attributes[index] = host.attributes
         self.service[index], self.cell[index] = service, cell
+        self.listed[index] = self.services[service].listing
         self.enabled[index] = host.enabled
         self.failed_builds[index] = host.failed_builds
 
@@ -147,6 +168,7 @@ class HostTable:
         room = len(self.service)
         self.service = _longer(self.service, room, NOBODY)
         self.cell = _longer(self.cell, room, NOBODY)
+        self.listed = _longer(self.listed, room, 0)
         self.enabled = _longer(self.enabled, room, False)
         self.failed_builds = _longer(self.failed_builds, room, 0.0)
 

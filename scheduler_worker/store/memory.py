@@ -133,8 +133,8 @@ class MemoryBuilds:
         """Who publishes what units say."""
         self._relay = relay
 
-    def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
-        """A transaction; the relay gets what it said once it has committed."""
+    def unit(self, *, durable: bool = True, believing: bool = False) -> AbstractAsyncContextManager[Unit]:
+        """A transaction; the relay gets what it said once it has committed. Nothing is believed here."""
         return self._unit()
 
     @asynccontextmanager
@@ -161,6 +161,9 @@ class MemoryBuilds:
             await transaction.lock([("build", uuid) for uuid in sorted(one.instance_uuid for one in gone)])
             transaction.will(partial(_forget, table, [one.instance_uuid for one in gone]))
             return Forgotten(len(gone), gone[-1].created_at if gone else start)
+
+    async def flush(self) -> None:
+        """What is committed here is as safe as it will be."""
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

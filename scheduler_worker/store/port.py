@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, FunnelStep, StoryLine
 from bus.outbox import Addressed, Relay, Rows
 from scheduler_worker.domain.records import Standing
+
+T = TypeVar("T")
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
@@ -79,6 +81,10 @@ class Forgotten(Struct, frozen=True):
 OVER = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
 
 
+class Stale(Exception):
+    """A unit believed wrong; nothing was written. The same with locks finds out how it is."""
+
+
 class Unit(Protocol):
     """One transaction. What is said in it is published after it has committed, and only then."""
 
@@ -124,8 +130,12 @@ class SchedulerStore(Protocol):
     def publish_through(self, relay: Relay) -> None:
         """Who publishes what units say, once they have committed. Before the first unit."""
 
-    def unit(self, *, durable: bool = True) -> AbstractAsyncContextManager[Unit]:
-        """A transaction. Not durable: for what a redelivered message would write again after a crash."""
+    def unit(self, *, durable: bool = True, believing: bool = False) -> AbstractAsyncContextManager[Unit]:
+        """A transaction. Not durable: for what a redelivered message would write again after a crash.
+
+        believing: every request is new, every decided one still waits, every locked one is as this process left it;
+        at its end the unit raises Stale when that is not so. For PostgreSQL this is one round trip instead of five.
+        """
 
     async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
         """Drop builds that ended without a machine and last changed before, oldest first from a time of creation on.
@@ -133,5 +143,18 @@ class SchedulerStore(Protocol):
         With them goes where they were mapped to. What lives, or may still come to live, is kept whatever its age.
         """
 
+    async def flush(self) -> None:
+        """Return when all that was committed is on disk, what was in no hurry too."""
+
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
+
+
+async def quickly(store: SchedulerStore, work: Callable[[Unit], Awaitable[T]], *, durable: bool = True) -> T:
+    """Do this work in a unit that believes; where it believes wrong, once more in one that locks."""
+    try:
+        async with store.unit(durable=durable, believing=True) as unit:
+            return await work(unit)
+    except Stale:
+        async with store.unit(durable=durable) as unit:
+            return await work(unit)

@@ -14,7 +14,7 @@ from bus.outbox import Addressed
 from bus.service.database import Database
 from scheduler_worker.forgetting import forget
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
-from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore
+from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore, Stale, Unit, quickly
 from scheduler_worker.store.postgres import PostgresStore
 
 Make = Callable[[], SchedulerStore]
@@ -194,3 +194,105 @@ async def test_what_changed_lately_is_kept_however_old_it_is(store: SchedulerSto
         over = replace(kept.standing, state=BuildState.FAILED, terminal=True)
         await unit.change([Change(standing=over, delete_requested=False)], 30.0)
     assert await forget(store, before=10.0, batch=10) == 0
+
+
+def event(state: BuildState) -> Addressed:
+    return Addressed("api", BuildEvent(instance_uuid=A, project_id="p", state=state, sequence=1))
+
+
+async def put(store: SchedulerStore, *uuids: str) -> set[str]:
+    """On record, as the handler does it."""
+
+    async def work(unit: Unit) -> set[str]:
+        fresh = await unit.insert([new(uuid) for uuid in uuids], 1.0)
+        await unit.read([uuid for uuid in uuids if uuid not in fresh])
+        if fresh:
+            unit.say(event(BuildState.ACCEPTED))
+        return fresh
+
+    return await quickly(store, work, durable=False)
+
+
+async def dispatch(store: SchedulerStore, *uuids: str) -> set[str]:
+    async def work(unit: Unit) -> set[str]:
+        written = await unit.decide([placed(uuid) for uuid in uuids], 2.0)
+        if written:
+            unit.say(event(BuildState.SCHEDULED))
+        return written
+
+    return await quickly(store, work)
+
+
+async def announce(store: SchedulerStore, *uuids: str) -> dict[str, int]:
+    """Raise each build's sequence; returns what it was."""
+
+    async def work(unit: Unit) -> dict[str, int]:
+        kept = await unit.lock(uuids)
+        said = {uuid: one.standing.sequence for uuid, one in kept.items()}
+        await unit.change(
+            [
+                Change(standing=replace(one.standing, sequence=one.standing.sequence + 10), delete_requested=False)
+                for one in kept.values()
+            ],
+            3.0,
+        )
+        unit.say(event(BuildState.ACTIVE))
+        return said
+
+    said = await quickly(store, work, durable=False)
+    await store.flush()
+    return said
+
+
+async def test_what_is_believed_and_is_so_is_written(store: SchedulerStore, sent: Sent) -> None:
+    assert await put(store, A, B) == {A, B}
+    assert await dispatch(store, A, B) == {A, B}
+    assert await announce(store, A) == {A: 2}
+    assert await announce(store, A, B) == {A: 12, B: 2}
+    rows = [row for row, _ in sent.rows]
+    assert None not in rows and len(set(rows)) == 4
+    assert [found for found, _ in await store.outbox.take_old(-1.0, 10)] == sorted(rows)  # type: ignore[type-var]
+    assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
+
+
+async def test_two_schedulers_that_believe_do_everything_once(make: Make, store: SchedulerStore) -> None:
+    other = make()
+    await other.open()
+    both = await asyncio.gather(put(store, A, B), put(other, B, C))
+    assert sorted(uuid for one in both for uuid in one) == [A, B, C]
+    both = await asyncio.gather(dispatch(store, A, B, C), dispatch(other, C, A))
+    assert sorted(uuid for one in both for uuid in one) == [A, B, C]
+    for number, mine in enumerate((store, other, other, store)):
+        assert await announce(mine, A, B) == dict.fromkeys((A, B), 2 + 10 * number)
+
+
+@pytest.mark.postgres
+async def test_a_wrong_belief_writes_nothing(postgres_url: str, sent: Sent) -> None:
+    one, other = (PostgresStore(Database(postgres_url, "scheduler")) for _ in range(2))
+    for store in (one, other):
+        store.publish_through(sent)  # type: ignore[arg-type]
+        await store.open()
+    await put(one, A, B)
+    await announce(other, A)
+    before = [row for row, _ in sent.rows if row is not None]
+    with pytest.raises(Stale):
+        async with one.unit(believing=True) as unit:
+            kept = await unit.lock([A, B])
+            assert kept[A].standing.sequence == 1  # as this store left it
+            await unit.change([Change(standing=kept[B].standing, delete_requested=True)], 5.0)
+    with pytest.raises(Stale):
+        async with one.unit(believing=True) as unit:
+            await unit.insert([new(C), new(A)], 5.0)
+            unit.say(event(BuildState.ACCEPTED))
+    async with one.unit() as unit:
+        kept = await unit.lock([A, B])
+        await unit.change([Change(standing=kept[B].standing, delete_requested=True)], 5.0)
+    with pytest.raises(Stale):
+        async with other.unit(believing=True) as unit:
+            await unit.decide([placed(A), placed(B)], 5.0)
+            unit.say(event(BuildState.SCHEDULED))
+    assert [row for row, _ in sent.rows if row is not None] == before
+    found = await one.builds(BuildQuery())
+    assert {r.instance_uuid: (r.state, r.cell) for r in found} == dict.fromkeys((A, B), (BuildState.ACCEPTED, None))
+    await one.close()
+    await other.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -161,6 +162,94 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
     assert sorted(found) == [A, B]
     assert found[A].service == "s" and found[B].service == "s"
     assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
+
+
+async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
+    """What the engine does: on what is believed, and with locks where that was wrong. Returns which ids were new."""
+    for attempt in range(2):
+        begun = store.transaction() if attempt else store.believing(new)
+        try:
+            async with begun as transaction:
+                transaction.durable = False
+                fresh = await transaction.first_time([message_id])
+                known = await transaction.lock(uuids)
+                if fresh:
+                    await transaction.insert([instance(uuid, state) for uuid in uuids if uuid not in known])
+                    await transaction.update([replace(one, state=state) for one in known.values()])
+                    await transaction.send_later(SAID)
+        except StaleWrite:
+            continue
+        await store.flush()
+        assert (transaction.row is not None) is bool(fresh)
+        return fresh
+    raise AssertionError
+
+
+async def test_what_is_believed_and_is_so_is_written(store: InstanceStore) -> None:
+    assert await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING) == {"m1"}
+    assert await step(store, "m2", [A], new=set(), state=State.ACTIVE) == {"m2"}
+    assert await step(store, "m3", [A, B, C], new={C}, state=State.DELETING) == {"m3"}
+    assert {uuid: one.state for uuid, one in (await recorded(store)).items()} == dict.fromkeys(
+        (A, B, C), State.DELETING
+    )
+    assert len(await store.outbox.take_old(-1.0, 10)) == 3
+
+
+async def test_a_message_believed_new_is_handled_once(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await step(store, "m1", [A], new={A}, state=State.BUILDING)
+    assert await step(other, "m1", [A], new={A}, state=State.FAILED) == set()
+    assert (await recorded(store))[A].state is State.BUILDING
+    assert len(await store.outbox.take_old(-1.0, 10)) == 1
+
+
+async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING)
+    for number, mine in enumerate((other, store, other, store)):
+        async with store.transaction() as sweep:  # with locks, as deadlines pass
+            swept = await sweep.lock([A])
+            await sweep.update([replace(swept[A], attempt=swept[A].attempt + 1)])
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                transaction = await stack.enter_async_context(mine.believing(set()))
+                known = await transaction.lock([A, B])
+                await transaction.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
+                await stack.aclose()
+            except StaleWrite:
+                async with mine.transaction() as locked:
+                    known = await locked.lock([A, B])
+                    await locked.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
+        assert {uuid: one.attempt for uuid, one in known.items()} == {A: 2 * number + 2, B: number + 1}
+    assert {uuid: one.attempt for uuid, one in (await recorded(store)).items()} == {A: 9, B: 5}
+
+
+@pytest.mark.postgres
+async def test_a_wrong_belief_writes_nothing(postgres_url: str) -> None:
+    one, other = (PostgresInstances(Database(postgres_url, "cell_c1")) for _ in range(2))
+    await one.open()
+    await other.open()
+    await insert(one, instance(C))
+    async with one.believing({A}) as transaction:
+        await transaction.insert([instance(A)])
+    await step(other, "m0", [A], new=set(), state=State.ACTIVE)
+    for new, uuids in ((set(), [A]), ({C}, [C]), ({B, C}, [B, C])):
+        with pytest.raises(StaleWrite):
+            async with one.believing(new) as transaction:
+                await transaction.first_time(["m1"])
+                known = await transaction.lock(uuids)
+                await transaction.insert([instance(uuid, State.FAILED) for uuid in uuids if uuid not in known])
+                await transaction.update([instance(uuid, State.FAILED) for uuid in known])
+                await transaction.send_later(SAID)
+    found = await recorded(one)
+    assert {uuid: each.state for uuid, each in found.items()} == {A: State.ACTIVE, C: State.BUILDING}
+    async with one.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+    assert len(await one.outbox.take_old(-1.0, 10)) == 1
+    await one.close()
+    await other.close()
 
 
 async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from bus.contracts.cell import ComputeOutcome
 from bus.port import dead_queue
+from compute_sim import reporter
 from compute_sim.app import ServiceDied
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
@@ -201,6 +202,18 @@ async def test_start_tells_hosts_inventory_and_heartbeats(cell: Cell) -> None:
     assert [beat.sequence for beat in beats] == sorted({beat.sequence for beat in beats})
     await life.stop()
     await cell.until(lambda: cell.heartbeats()[-1].leaving)
+
+
+async def test_more_hosts_than_a_page_holds_are_said_to_be_all(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "HOSTS_PER_PAGE", 4)
+    settings = config(hosts=10)
+    life = await cell.compute(settings, planned(settings))
+    await cell.until(lambda: [page for page in cell.announced() if page.complete])
+    pages = cell.announced()[:3]
+    assert [len(page.hosts) for page in pages] == [4, 4, 2]
+    assert [(page.pages, page.complete) for page in pages] == [(3, False), (3, False), (3, True)]
+    assert {page.began for page in pages} == {pages[0].sequence}
+    await life.stop()
 
 
 async def test_whoever_asks_hears_everything_again_with_what_runs(cell: Cell) -> None:

@@ -24,7 +24,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
-from placement_worker.store import claims
+from placement_worker.store import claims, quick
 from placement_worker.store.port import ClaimItem
 from placement_worker.store.postgres import PostgresStore
 
@@ -282,6 +282,7 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
 
     with monkeypatch.context() as patched:
         patched.setattr(claims, "write", write_and_die)
+        patched.setattr(quick, "MAX_ITEMS", 0)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert await book.store.head() == head
@@ -299,4 +300,51 @@ async def test_a_class_created_by_another_process_is_known(
     assert (await one(second, make_claim(new_uuid(rng), {host: {"VCPU": 1}}))).outcome is ClaimOutcome.CLAIMED
     assert (await one(second, make_claim(new_uuid(rng), {host: {"CUSTOM_GOLD": 1}}))).outcome is ClaimOutcome.CLAIMED
     assert (await one(second, make_claim(new_uuid(rng), {host: {"CUSTOM_NO": 1}}))).outcome is ClaimOutcome.INVALID
+    await second.close()
+
+
+async def test_small_groups_of_two_stores_at_once_lose_nothing(
+    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is looked at without locks is checked when it is written: nobody overwrites what another has taken."""
+    hosts = await book.hosts(2, rng, VCPU=30)
+    second = await another(book)
+    ways: Counter[bool] = Counter()
+    apply = quick.apply
+
+    async def counted(*arguments: object) -> object:
+        replies = await apply(*arguments)  # type: ignore[arg-type]
+        ways[replies is not None] += 1
+        return replies
+
+    monkeypatch.setattr(quick, "apply", counted)
+
+    async def work(store: PostgresStore) -> list[ClaimResult]:
+        return [await one(store, make_claim(new_uuid(rng), {hosts[n % 2]: {"VCPU": 1}})) for n in range(40)]
+
+    replies = [reply for some in await asyncio.gather(work(book.store), work(second)) for reply in some]
+    assert Counter(reply.outcome for reply in replies) == {ClaimOutcome.CLAIMED: 60, ClaimOutcome.FULL: 20}
+    assert ways[True] and ways[False]
+    numbers = [reply.sequence for reply in replies if reply.outcome is ClaimOutcome.CLAIMED]
+    assert len(set(numbers)) == 60
+    assert await book.over_capacity() == [] and await book.findings() == []
+    await second.close()
+
+
+async def test_what_another_took_between_look_and_claim_is_not_overwritten(
+    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host,) = await book.hosts(1, rng, VCPU=4)
+    second = await another(book)
+    write = quick._write
+
+    async def late(*arguments: object) -> int:
+        monkeypatch.setattr(quick, "_write", write)
+        assert (await one(second, make_claim(new_uuid(rng), {host: {"VCPU": 3}}))).outcome is ClaimOutcome.CLAIMED
+        return await write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quick, "_write", late)
+    reply = await one(book.store, make_claim(new_uuid(rng), {host: {"VCPU": 2}}))
+    assert reply.outcome is ClaimOutcome.FULL
+    assert await book.findings() == []
     await second.close()

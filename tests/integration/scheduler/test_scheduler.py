@@ -23,7 +23,7 @@ from bus.contracts.build import (
 from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.store.postgres import PostgresUnit
+from scheduler_worker.store.believing import BelievingUnit
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
@@ -254,7 +254,7 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
 
     request = world.request("bm.gold")
     with monkeypatch.context() as patched:
-        patched.setattr(PostgresUnit, "decide", dies)
+        patched.setattr(BelievingUnit, "decide", dies)
         await world.ask(request)
         async with asyncio.timeout(20):
             await claimed.wait()
@@ -311,14 +311,14 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     await world.scheduler("s2")
     await world.add_hosts("c1", 2)
     claimed, deleted = asyncio.Event(), asyncio.Event()
-    decide = PostgresUnit.decide
+    decide = BelievingUnit.decide
 
-    async def later(self: PostgresUnit, *arguments: Any) -> set[str]:
+    async def later(self: BelievingUnit, *arguments: Any) -> set[str]:
         claimed.set()
         await deleted.wait()
         return await decide(self, *arguments)
 
-    monkeypatch.setattr(PostgresUnit, "decide", later)
+    monkeypatch.setattr(BelievingUnit, "decide", later)
     request = world.request()
     await world.ask(request)
     async with asyncio.timeout(20):
@@ -366,14 +366,14 @@ async def test_the_database_away_is_waited_for(world: World, monkeypatch: pytest
     await world.scheduler()
     await world.add_hosts("c1", 2)
     failures = iter(range(3))
-    insert = PostgresUnit.insert
+    insert = BelievingUnit.insert
 
-    async def away(self: PostgresUnit, *arguments: Any) -> set[str]:
+    async def away(self: BelievingUnit, *arguments: Any) -> set[str]:
         if next(failures, None) is not None:
             raise DatabaseUnavailable("gone for a moment")
         return await insert(self, *arguments)
 
-    monkeypatch.setattr(PostgresUnit, "insert", away)
+    monkeypatch.setattr(BelievingUnit, "insert", away)
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)

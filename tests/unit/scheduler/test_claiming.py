@@ -18,9 +18,10 @@ from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
-from scheduler_worker.claiming import Asking, Away, Claiming, Contended, Ending, Placed, Stopped
+from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.select import NoHost
+from scheduler_worker.endings import Asking, Away, Contended, Ending, Placed, Stopped
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 Answer = Callable[[Claim], ClaimResult | Refusal | None]

@@ -17,6 +17,36 @@ def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPat
     assert len(table.services) == 3
 
 
+def report(sequence: int, *named: str, began: int = 0, pages: int = 1, complete: bool = False) -> ComputeHosts:
+    listed = tuple(HostReport(uuid=f"{name * 8}-0000-4000-8000-000000000000", name=name) for name in named)
+    return ComputeHosts(
+        service="s", cell="c1", epoch=1, sequence=sequence, hosts=listed, began=began, pages=pages, complete=complete
+    )
+
+
+def managed(table: hosts.HostTable) -> str:
+    return "".join(name for index, name in enumerate(table.names) if table.service[index] != hosts.NOBODY)
+
+
+def test_a_report_of_many_pages_says_who_is_gone_when_all_of_them_were_heard() -> None:
+    table = hosts.HostTable()
+    for one in (report(1, "a", "b", began=1, pages=2), report(2, "c", "d", began=1, pages=2, complete=True)):
+        assert table.heard(one, 0.0)
+    assert managed(table) == "abcd"
+    table.heard(report(3, "a", began=3, pages=3), 1.0)
+    table.heard(report(4, "e"), 1.0)  # a host that is new meanwhile, said alone
+    table.heard(report(5, "c", began=3, pages=3), 1.0)
+    assert managed(table) == "abcde"
+    table.heard(report(6, began=3, pages=3, complete=True), 1.0)
+    assert managed(table) == "ace"
+    # A page of this one is lost: nobody is taken for gone.
+    table.heard(report(7, "a", began=7, pages=3), 2.0)
+    table.heard(report(9, "c", began=7, pages=3, complete=True), 2.0)
+    assert managed(table) == "ace"
+    table.heard(report(10, "c", complete=True), 3.0)  # as services said it that knew no pages
+    assert managed(table) == "c"
+
+
 HOST = "10000000-0000-4000-8000-000000000001"
 
 

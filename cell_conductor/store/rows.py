@@ -1,0 +1,42 @@
+"""An instance as a row, for every statement that writes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cell_conductor.domain.instance import Instance
+
+HANDLER = "conductor"
+
+NAMES = "uuid, state, host_uuid, attempt, since, deadline, record"
+GIVEN = "unnest({}::uuid[], {}::text[], {}::uuid[], {}::int[], {}::float8[], {}::float8[], {}::text[]::json[])"
+ASSIGNED = """
+state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, since = n.since, deadline = n.deadline, record = n.record
+"""
+SEEN = f"""
+INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) ON CONFLICT DO NOTHING RETURNING 1
+"""
+
+_encode = msgspec.json.Encoder().encode
+decode = msgspec.json.Decoder(Instance).decode
+
+
+def numbered(statement: str) -> str:
+    """A statement with `{}` for each of the columns, as it is sent alone."""
+    return statement.format(*(f"${number}" for number in range(1, 8)))
+
+
+def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
+    """Column arrays in uuid order, which is the order of the locks an insert takes."""
+    ordered = sorted(instances, key=lambda instance: instance.uuid)
+    return (
+        [instance.uuid for instance in ordered],
+        [instance.state.value for instance in ordered],
+        [instance.host_uuid for instance in ordered],
+        [instance.attempt for instance in ordered],
+        [instance.since for instance in ordered],
+        [instance.deadline for instance in ordered],
+        [_encode(instance).decode() for instance in ordered],
+    )
