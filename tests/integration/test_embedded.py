@@ -125,6 +125,31 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.rabbitmq
+async def test_a_broker_made_again_on_its_directory_goes_on_with_its_messages(tmp_path: Path) -> None:
+    """What `berth up --processes` was asked and had not done survives its end."""
+    first = RabbitMQ(tmp_path)
+    await asyncio.to_thread(first.start)
+    try:
+        async with await aio_pika.connect(await asyncio.to_thread(first.add_vhost, "berth")) as connection:
+            channel = await connection.channel()
+            queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+            await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
+        await asyncio.to_thread(first.wait_registered, "berth", "q")
+    finally:
+        await asyncio.to_thread(first.stop)
+    again = RabbitMQ(tmp_path)
+    assert (again.node, again.password) == (first.node, first.password)
+    await asyncio.to_thread(again.start)
+    try:
+        async with await aio_pika.connect(await asyncio.to_thread(again.add_vhost, "berth")) as connection:
+            message = await (await (await connection.channel()).get_queue("q")).get(timeout=PATIENCE_S)
+            assert message is not None and message.body == b"kept"
+            await message.ack()
+    finally:
+        await asyncio.to_thread(again.stop)
+
+
+@pytest.mark.rabbitmq
 async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -> None:
     broker = await asyncio.to_thread(RabbitMQ().start)
     try:
