@@ -13,7 +13,7 @@ from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
-MAX_RUNS = 80
+MAX_RUNS = 200
 METAL = ("ironic", "compute-m")  # processes of bare metal
 CALM_S = 1.0  # faults go on for this long after the last order
 FIRST_S = 2.0  # until then everything has started
@@ -37,6 +37,7 @@ class Shrinker:
         for field in structs.fields(Faults):
             plan = self._try(plan, replace(plan, computes=replace(plan.computes, **{field.name: field.default})))
         plan = self._fewer(plan, plan.blows, lambda one, blows: replace(one, blows=tuple(blows)))
+        plan = self._shorter(plan)
         plan = self._fewer(plan, plan.orders, lambda one, orders: replace(one, orders=tuple(orders)))
         plan = self._try(plan, replace(plan, schedulers=1))
         plan = self._try(plan, replace(plan, placements=1))
