@@ -18,10 +18,10 @@ FOUND_BY: dict[str, int] = {
     "flip_ignored": 3,
     "forgotten_before_confirmed": 7,
     "gone_node_stays": 3,
-    "group_locks_in_any_order": 10,
+    "group_locks_in_any_order": 21,
     "half_built_is_kept": 11,
     "late_success_believed": 38,
-    "no_answer_is_no": 10,
+    "no_answer_is_no": 21,
     "node_never_undeployed": 3,
     "old_attempt_not_destroyed": 2,
     "outage_uses_up_messages": 3,
@@ -32,6 +32,7 @@ FOUND_BY: dict[str, int] = {
     "replica_gap_ignored": 2,
     "report_by_our_clock": 21,
     "silence_not_noticed": 4,
+    "stale_inventory_applied": 31,
     "stale_notice_applied": 3,
 }
 
