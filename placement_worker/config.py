@@ -18,11 +18,12 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     claim_batch, inventory_batch: messages applied as one transaction. concurrency: transactions under way per queue.
     feed_page: changes in one event. feed_gap_s: between two turns of publishing while commits go on.
-    feed_keep: published changes kept for replicas that fell behind; one that is
-    further behind takes a snapshot. fence_keep_s: how long a released consumer's attempts stay fenced; longer than
-    any claim can be under way. source_keep_s: how long the last version of a source is kept whose host is gone or was taken
-    over; longer than any report can be under way. trim_batch: rows of each that one statement forgets. cell_wait_s: how long the start waits for cells that are away before it goes on
-    without them (they are served when they come).
+    feed_keep: published changes kept for replicas that fell behind; one that is further behind takes a snapshot.
+    fence_keep_s: how long a released consumer's attempts stay fenced; longer than any claim can be under way.
+    source_keep_s: how long the last version of a source is kept whose host is gone or was taken over; longer than any
+    report can be under way. trim_batch: rows of each that one statement forgets.
+    cell_wait_s: how long the start waits for cells that are away before it goes on without them (they are served when
+    they come).
     """
 
     claim_batch: Some = 256
