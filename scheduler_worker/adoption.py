@@ -53,7 +53,7 @@ class Adoption:
         others = [
             alternate
             for alternate in alternates
-            if (uuid := self._book.uuid_of(alternate.row)) != main.host_uuid and self._selector.cell_of(uuid) == cell
+            if alternate.uuid != main.host_uuid and self._selector.cell_of(alternate.uuid) == cell
         ][: work.most_alternates]
         log.info("claim.adopted", instance=work.request.instance_uuid, host=main.host)
         return self._placed(work, main, others, answer, passed=len(others) + 1, score=0.0)
@@ -73,7 +73,7 @@ class Adoption:
             return Stranded("the claimed host's compute service is not known here any more")
         return Placed(
             cell=cell,
-            selections=(main, *(self._selector.selection(alternate) for alternate in alternates)),
+            selections=(main, *(self._selector.selection(one) for one in alternates if self._is_still_in(cell, one))),
             consumer_generation=answer.consumer_generation or 0,
             passed=passed,
             score=score,
@@ -82,6 +82,10 @@ class Adoption:
             claimed_at=self._clock.time(),
             lost=tuple(work.lost),
         )
+
+    def _is_still_in(self, cell: str, alternate: Candidate) -> bool:
+        """Whether an alternate may be named: while the claim was under way its host may have left, or changed hands."""
+        return self._book.row_of(alternate.uuid) is not None and self._selector.cell_of(alternate.uuid) == cell
 
     def _option(self, offered: list[ClaimOption], answer: ClaimResult) -> int | None:
         """Which of the offered options is held; None: something that was not offered now."""

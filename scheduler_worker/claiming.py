@@ -88,7 +88,7 @@ class Claiming:
                 wanted=asking.wanted,
                 most_alternates=self._alternates(asking.request),
                 fresh=asking.fresh,
-                tried=dict.fromkeys(sorted(self._selector.rows_of(asking.request.ignore_hosts)), "host.ignored"),
+                tried=self._ignored(asking.request),
             )
             for asking in wanted
         ]
@@ -154,7 +154,8 @@ class Claiming:
             if ranking is None:
                 ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
                 metrics.CANDIDATES.observe(len(ranking))
-            work.choice = ranking.pick(work.tried, subset=subset, alternates=work.most_alternates)
+            excluded = self._selector.rows_of(work.tried)
+            work.choice = ranking.pick(excluded, subset=subset, alternates=work.most_alternates)
             if work.choice is not None:
                 self._assume(work, work.choice)
                 ranking.consumed(work.choice.selected)
@@ -168,13 +169,17 @@ class Claiming:
         again, work.again = work.again, None
         if again is None or work.choice is None:
             return None
-        found = options(self._book, work.wanted.query, again.row, limit=self._config.max_options)
-        if not found:
-            work.tried[again.row] = "claim.raced"
+        row = self._book.row_of(again.uuid)
+        found = [] if row is None else options(self._book, work.wanted.query, row, limit=self._config.max_options)
+        if row is None or not found:
+            work.tried[again.uuid] = "claim.raced"
             return None
-        return Choice(
-            Candidate(again.row, again.position, again.score, found), work.choice.alternates, work.choice.passed
-        )
+        return Choice(replace(again, row=row, options=found), work.choice.alternates, work.choice.passed)
+
+    def _ignored(self, request: BuildRequest) -> dict[str, str]:
+        """Hosts that the client does not want; names that nobody bears are left out (N-13)."""
+        hosts = (uuid for host in request.ignore_hosts for uuid in self._selector.uuids_of(host))
+        return dict.fromkeys(hosts, "host.ignored")
 
     def _alternates(self, request: BuildRequest) -> int:
         """One host fewer than may be tried (C-7); a request may ask for fewer."""
@@ -189,8 +194,8 @@ class Claiming:
         if not work.looked_twice or (work.partly and work.chances < SECOND_CHANCES):
             # A full child does not make its host full: another scheduler may have taken what we asked for, and left
             # the like of it beside. By the newest news it is a candidate again or is none.
-            for row in work.partly:
-                work.tried.pop(row, None)
+            for uuid in work.partly:
+                work.tried.pop(uuid, None)
             work.partly = []
             work.chances += 1
             work.looked_twice = True
@@ -262,7 +267,7 @@ class Claiming:
             self._probed(work, answer)
             return
         if answer.outcome in LOST:
-            work.lost.append(f"{self._book.name_of(choice.selected.row)}: {answer.outcome.value}")
+            work.lost.append(f"{self._name_of(choice.selected.uuid)}: {answer.outcome.value}")
         match answer.outcome:
             case ClaimOutcome.CLAIMED:
                 work.ending = self._adoption.claimed(work, choice, answer)
@@ -272,12 +277,12 @@ class Claiming:
                 if work.raced <= self._config.raced_retries:
                     work.again = choice.selected
                 else:
-                    work.tried[choice.selected.row] = "claim.raced"
+                    work.tried[choice.selected.uuid] = "claim.raced"
             case ClaimOutcome.FULL | ClaimOutcome.GONE:
                 metrics.RETRIES.labels(answer.outcome.value).inc()
-                work.tried[choice.selected.row] = f"claim.{answer.outcome.value}"
+                work.tried[choice.selected.uuid] = f"claim.{answer.outcome.value}"
                 if answer.outcome is ClaimOutcome.FULL and self._is_in_parts(choice.selected):
-                    work.partly.append(choice.selected.row)
+                    work.partly.append(choice.selected.uuid)
             case ClaimOutcome.CONSUMER_CHANGED:
                 reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
                 work.ending = Stopped(CONSUMER_CHANGED, reason)
@@ -286,8 +291,11 @@ class Claiming:
 
     def _is_in_parts(self, asked: Candidate) -> bool:
         """Whether anybody but the host's root was to give something."""
-        root = self._book.uuid_of(asked.row)
-        return any(uuid != root for option in asked.options for uuid in option.allocations)
+        return any(uuid != asked.uuid for option in asked.options for uuid in option.allocations)
+
+    def _name_of(self, host_uuid: str) -> str:
+        row = self._book.row_of(host_uuid)
+        return host_uuid if row is None else self._book.name_of(row)
 
     def _probed(self, work: Work, answer: ClaimResult) -> None:
         if answer.outcome is ClaimOutcome.CLAIMED:

@@ -67,7 +67,7 @@ class Asking(Struct, frozen=True, kw_only=True):
 
 
 class Work(Struct, kw_only=True):
-    """One request on its way through the rounds. `tried`: rows it may not use any more, and why.
+    """One request on its way through the rounds. `tried`: hosts it may not use any more, and why.
 
     most_alternates: so many hosts may be named beside the selected one.
     """
@@ -75,7 +75,7 @@ class Work(Struct, kw_only=True):
     request: BuildRequest
     wanted: Wanted
     fresh: bool
-    tried: dict[int, str]
+    tried: dict[str, str]
     most_alternates: int
     choice: Choice | None = None
     again: Candidate | None = None  # ask for this host again: its shape had changed
@@ -84,7 +84,7 @@ class Work(Struct, kw_only=True):
     decided_at: float = 0.0
     lost: list[str] = []
     looked_twice: bool = False  # nothing fitted, and the newest changes were fetched before saying so
-    partly: list[int] = []  # hosts of which only some children are known to be full
+    partly: list[str] = []  # hosts of which only some children are known to be full
     chances: int = 0  # how often those were looked at again
     probe: ClaimOption | None = None  # asks whether an earlier run of ours holds a claim
     ending: Ending | None = None

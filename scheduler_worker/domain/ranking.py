@@ -44,8 +44,13 @@ class Chance(Protocol):
 
 
 class Candidate(Struct, frozen=True):
-    """One host that fits, and what would be claimed there, best first."""
+    """One host that fits, and what would be claimed there, best first.
 
+    uuid: the host for as long as anybody likes. row: of the book, good for this moment only: once a host has left, its
+    row is another's.
+    """
+
+    uuid: str
     row: int
     position: int
     score: float
@@ -150,7 +155,7 @@ class Ranking:
                 continue
             found = options(self.view.book, self.wanted.query, row, limit=limit)
             if found:
-                return Candidate(row, position, -entry[0], found)
+                return Candidate(self.view.book.uuid_of(row), row, position, -entry[0], found)
             drawn.pop()  # full by now, and within this batch it can only get fuller
         return None
 

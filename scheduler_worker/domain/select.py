@@ -77,10 +77,9 @@ class Selector:
             return known
         return [host]
 
-    def rows_of(self, hosts: Sequence[str]) -> set[int]:
-        """Rows of the book of the named hosts; unknown ones are left out (N-13)."""
-        rows = (self.book.row_of(uuid) for host in hosts for uuid in self.uuids_of(host))
-        return {row for row in rows if row is not None}
+    def rows_of(self, tried: Mapping[str, str]) -> dict[int, str]:
+        """Rows of the book, as it is now, of hosts that may not be used, and why; those that have left have none."""
+        return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
     def rank(self, wanted: Wanted, now_s: float, chance: Chance) -> Ranking:
         """All hosts that can take it now, best first (maybe none)."""
@@ -95,10 +94,11 @@ class Selector:
             max_options=self.config.max_options,
         )
 
-    def explain(self, wanted: Wanted, now_s: float, tried: Mapping[int, str]) -> NoHost:
-        """Why nothing is left. `tried`: rows this request may not use any more, and why."""
+    def explain(self, wanted: Wanted, now_s: float, tried: Mapping[str, str]) -> NoHost:
+        """Why nothing is left. `tried`: hosts that this request may not use any more, and why."""
         view, funnel = self._passing(wanted, now_s, explain=True)
-        out = [tried[row] for row in view.rows.tolist() if row in tried]
+        rows = self.rows_of(tried)
+        out = [rows[row] for row in view.rows.tolist() if row in rows]
         if out:
             funnel = (*funnel, step("claim", len(view), Counter(out)))
         unannounced = sum(count for s in funnel for reason, count in s.fell.items() if reason == UNANNOUNCED)
@@ -106,9 +106,8 @@ class Selector:
 
     def selection(self, candidate: Candidate, option: int = 0) -> Selection:
         """One candidate as the cell's conductor gets it (C-6)."""
-        uuid = self.book.uuid_of(candidate.row)
         chosen = candidate.options[option]
-        return self.placed(uuid, chosen.allocations, chosen.shapes)
+        return self.placed(candidate.uuid, chosen.allocations, chosen.shapes)
 
     def placed(
         self, host_uuid: str, allocations: Mapping[str, Mapping[str, int]], shapes: Mapping[str, int]

@@ -261,6 +261,69 @@ async def test_an_earlier_claim_says_itself_what_it_holds(street: Street) -> Non
     assert main.shapes == dict.fromkeys(holding, 4)
 
 
+async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(street: Street) -> None:
+    """Its row of the book was looked up after the answer, named nobody, and the request ended as a dead letter."""
+    hosts = street.hosts
+
+    def meanwhile(claim: Claim) -> ClaimResult:
+        for uuid in hosts.uuids:
+            if uuid not in claim.options[0].allocations:
+                hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=2, removed=True)])
+        return street.claimed(claim)
+
+    street.answer = meanwhile
+    (placed,) = await street.place(hosts.request())
+    assert isinstance(placed, Placed)
+    (claim,) = street.claims
+    assert [selection.host for selection in placed.selections] == [street.host_of(claim)]
+
+
+async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_it(street: Street) -> None:
+    """A row names another host once its own has left: nothing that was decided for the old one is the new one's."""
+    hosts = street.hosts
+    others = [f"late{at}" for at in range(len(hosts.uuids))]
+
+    def meanwhile(claim: Claim) -> ClaimResult:
+        for uuid, name in zip(hosts.uuids, others, strict=True):
+            if uuid not in claim.options[0].allocations:
+                left = Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=2, removed=True)
+                hosts.book.apply([left])
+                came = structs.replace(hosts.states[0], uuid=(new := new_uuid(hosts.rng)), name=name, root_uuid=new)
+                hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=new, generation=1, state=came)])
+                hosts.uuids[hosts.uuids.index(uuid)] = new
+        hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
+        return street.claimed(claim)
+
+    street.answer = meanwhile
+    (placed,) = await street.place(hosts.request())
+    assert isinstance(placed, Placed)
+    assert all(set(selection.allocations) == {selection.host_uuid} for selection in placed.selections)
+
+
+async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(street: Street) -> None:
+    """What a request may not use any more is a host, not the row it once had."""
+    hosts = street.hosts
+    late = new_uuid(hosts.rng)
+
+    def full(claim: Claim) -> ClaimResult:
+        if late in claim.options[0].allocations:
+            return street.claimed(claim)
+        if len(street.claims) == len(hosts.uuids):  # all were asked: one leaves, and another host comes in its row
+            row = hosts.book.row_of(hosts.uuids[0])
+            left = Change(sequence=hosts.book.sequence + 1, provider=hosts.uuids[0], generation=2, removed=True)
+            hosts.book.apply([left])
+            came = structs.replace(hosts.states[0], uuid=late, name="late", root_uuid=late)
+            hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=late, generation=1, state=came)])
+            assert hosts.book.row_of(late) == row
+            hosts.uuids[0] = late
+            hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
+        return result(ClaimOutcome.FULL)
+
+    street.answer = full
+    (placed,) = await street.place(hosts.request())
+    assert isinstance(placed, Placed) and placed.selections[0].host_uuid == late
+
+
 async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(street: Street) -> None:
     hosts = street.hosts
     for at, uuid in enumerate(hosts.uuids):

@@ -219,7 +219,7 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
         reports={0: {"enabled": False}},
     )
     wanted = hosts.wanted("m1.medium")
-    nothing = hosts.selector.explain(wanted, 0.0, {1: "claim.full"})
+    nothing = hosts.selector.explain(wanted, 0.0, {hosts.uuids[1]: "claim.full"})
     left = 4
     for step in nothing.funnel:
         assert step.left + sum(step.fell.values()) == left, nothing.funnel
