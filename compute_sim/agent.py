@@ -9,6 +9,7 @@ with the process: whoever waits for one asks again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ log = structlog.get_logger()
 
 DESTROY_RETRY_MIN_S = 0.2
 DESTROY_RETRY_MAX_S = 30.0
+DESTROY_AGAIN_S = 60.0  # what was given up as impossible is taken up again after this
+MAX_AGAIN = 1_000  # ... so many at a time: the driver has just been away
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ class Agent:
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
         self._chains: dict[Key, Chain] = {}
+        self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
@@ -254,16 +258,34 @@ class Agent:
             try:
                 await self._clear(key, attempt)
             except DriverUnavailable as fault:
-                # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, or the next
-                # start of the service, tries again.
+                # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
+                # next start of the service tries again.
                 log.error("destroy.failed", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 self._refuse(key, attempt, "destroy.failed", str(fault))
                 chain.answers.clear()
+                self._undone[key] = None
                 return
             entry = destroyed(self._records.get(key))
             if entry is not None:
                 self._records.put(key, entry)
             self._say_cleared(key, chain)
+
+    async def insist(self) -> None:
+        """Take up what could not be destroyed, again and again, until cancelled.
+
+        Of an instance that has failed no conductor asks twice, and what is left of it would keep its host.
+        """
+        while True:
+            await self._clock.sleep(DESTROY_AGAIN_S)
+            self.take_up_again()
+
+    def take_up_again(self) -> None:
+        """Start the oldest destructions that were given up, unless something else has happened there meanwhile."""
+        for key in list(itertools.islice(self._undone, MAX_AGAIN)):
+            del self._undone[key]
+            entry = self._records.get(key)
+            if entry is not None and entry.phase is Phase.DESTROYING and key not in self._chains:
+                self._start_destroy(key, entry.fence)
 
     async def _clear(self, key: Key, attempt: int) -> None:
         if key[0] not in self._hosts:

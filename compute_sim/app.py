@@ -69,6 +69,7 @@ def build(
     result.task("announcements", parts.reporter.announce)
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
+    result.task("destructions", parts.agent.insist)
     result.task("fate", parts.doom.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)

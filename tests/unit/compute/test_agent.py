@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
 from compute_sim.agent import Agent, Limits
-from compute_sim.domain.attempts import Phase
+from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
 from compute_sim.records import Key, Records
 
@@ -40,6 +40,7 @@ class Scripted:
         self.most_building = 0
         self.built: list[tuple[Key, int]] = []
         self.away = 0  # calls of destroy that fail
+        self.destroys = 0  # calls of destroy
         self.gate: asyncio.Event | None = None
         self.bug: Exception | None = None
         self.misused: list[str] = []
@@ -98,6 +99,7 @@ class Scripted:
         key = (host_uuid, instance_uuid)
         self.must(key not in self.busy, f"{self.busy.get(key)} and destroy at once")
         self.busy[key] = "destroy"
+        self.destroys += 1
         try:
             await self._turns()
             if self.away or (self._rng and self._rng.random() < 0.1):
@@ -286,6 +288,42 @@ async def test_a_build_that_takes_too_long_is_given_up() -> None:
     service.agent.take([spawn(0)])
     await service.rest()
     assert [r.code for r in service.said] == ["build.timeout"]
+
+
+async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked() -> None:
+    """Of an instance that has failed no conductor asks twice: what was left of it kept its node until a restart."""
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0), spawn(1)])
+    await service.rest()
+    driver.away = 3  # every try
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert service.said[-1].code == "destroy.failed" and len(driver.machines) == 2
+    done = asyncio.Event()
+    service.agent._say = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
+    insisting = asyncio.create_task(service.agent.insist())
+    async with asyncio.timeout(20):
+        await done.wait()
+    insisting.cancel()
+    assert list(driver.machines) == [(HOSTS[0], INSTANCES[1])], "and nothing else"
+    assert service.records.get((HOSTS[0], INSTANCES[0])) == Entry(1, Phase.GONE, fence=1)
+
+
+async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    driver.away = 3
+    service.agent.take([destroy(0)])
+    await service.rest()
+    service.agent.take([spawn(0, 2)])
+    await service.rest()
+    asked = driver.destroys
+    service.agent.take_up_again()
+    await service.rest()
+    assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == asked
 
 
 @pytest.mark.parametrize("away", [2, 3])
