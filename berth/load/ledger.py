@@ -72,10 +72,14 @@ class Ledger:
         self.counts[outcome] += 1
         self.outcome[row] = _OUTCOME[outcome]
 
+    def is_unsent(self, row: int) -> bool:
+        """Whether the broker has not confirmed it, and its end has not come either."""
+        return self.outcome[row] == UNSENT
+
     def confirmed(self, row: int, at: float) -> None:
         """The broker has it."""
         self.sent[row] = at
-        if self.outcome[row] == UNSENT:  # its end may have come before its confirm
+        if self.is_unsent(row):  # its end may have come before its confirm
             self.set_outcome(row, "open")
 
     def in_stage(self, row: int, stage: str, seconds: float) -> None:

@@ -196,6 +196,8 @@ class LoadRun:
 
     async def _offer_once(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
         """Returns those to be offered again."""
+        # The end may come of one whose confirm was lost: it arrived, and nothing more is said of it.
+        offers = [offer for offer in offers if ledger.is_unsent(offer.row)]
         errors = await self._client.offer(
             [offer.request for offer in offers],
             intended_at=[offer.intended for offer in offers],
@@ -219,6 +221,8 @@ class LoadRun:
                 else:
                     ledger.set_outcome(offer.row, "backpressure")
             elif isinstance(error, BusUnavailable):
+                if not ledger.is_unsent(offer.row):
+                    continue
                 if now < offer.intended + self.plan.timeout_s and not self.interrupted:
                     again.append(offer)
                 else:  # it may have arrived: its end may still be heard

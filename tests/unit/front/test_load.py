@@ -149,6 +149,17 @@ async def test_with_patience_what_was_refused_is_offered_again(client_world: Cli
     assert run.refusals > 900 and max(run.boots.again) >= 1, "and how often it knocked is on record"
 
 
+async def test_what_has_ended_though_its_confirm_was_lost_is_not_offered_again(client_world: ClientWorld) -> None:
+    """The scheduler says nothing twice: the client would have asked for its end, and timed it by the answer."""
+    client_world.unconfirmed = {1}
+    plan = LoadPlan(boots=3, mix={"f": 1.0}, timeout_s=60.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    await run.go()
+    assert outcomes(run) == {"active": 3} and client_world.client.unfinished == 0
+    assert len(run.drain_latencies()) == 3
+    assert list(run.boots.ended) == [run.started] * 3
+
+
 async def test_churn_deletes_what_became_active_and_times_it(client_world: ClientWorld) -> None:
     plan = LoadPlan(boots=60, mix={"f": 1.0}, rate_per_s=20.0, churn=0.5, timeout_s=60.0)
     run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3), keep_tracks=False)

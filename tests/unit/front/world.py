@@ -23,7 +23,7 @@ from bus.contracts.build import (
 )
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
-from bus.port import PublishRefused
+from bus.port import BusUnavailable, PublishRefused
 
 # Turns of the loop after which everybody who could run without waiting for the time has run.
 TURNS = 200
@@ -66,6 +66,7 @@ class ClientWorld:
         self.clock = HandClock()
         self.stall_s: dict[int, float] = {}  # {number of a publish: how long it takes}
         self.full: set[int] = set()  # numbers of publishes that the broker refuses
+        self.unconfirmed: set[int] = set()  # of those that arrive, and whose confirms are lost with the connection
         self.answer_at_once = True
         self.mute = False  # events get lost; the record still knows
         self.records: dict[str, BuildRecord] = {}
@@ -91,10 +92,12 @@ class ClientWorld:
 
         async def stalled(messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
             self._published += 1
-            self.clock.now += self.stall_s.get(self._published, 0.0)
-            if self._published in self.full:
+            number = self._published
+            self.clock.now += self.stall_s.get(number, 0.0)
+            if number in self.full:
                 return [PublishRefused("full")] * len(messages)
-            return await publish(messages)
+            errors = await publish(messages)
+            return [BusUnavailable("cut")] * len(messages) if number in self.unconfirmed else errors
 
         self.client.bus.publish_each = stalled  # type: ignore[method-assign]
 
