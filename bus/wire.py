@@ -7,6 +7,7 @@ headers named here. Several: content-type `application/vnd.berth.batch+json`, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Union
@@ -39,6 +40,8 @@ MAX_REPLY_TO = 200
 # Times in seconds and attempts beyond these cannot be written into a header again.
 MAX_TIME_S = 2**43
 MAX_ATTEMPT = 1000
+# A time never leaves later than it was; what a float of today cannot tell from a whole millisecond stays that one.
+SLACK_MS = 0.0005
 
 REPLY_PREFIX = "berth.reply."
 
@@ -137,7 +140,7 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
     if meta.cause:
         headers[CAUSE] = meta.cause
     if meta.sent_at:
-        headers[SENT_AT] = round(meta.sent_at * 1000)
+        headers[SENT_AT] = math.floor(meta.sent_at * 1000 + SLACK_MS)
     if meta.attempt:
         headers[ATTEMPT] = meta.attempt
     if meta.deadline is not None:

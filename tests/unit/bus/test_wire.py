@@ -64,6 +64,16 @@ def test_one_message_keeps_its_metadata(meta: Meta) -> None:
     assert got == wire.Read(delete(), meta)
 
 
+@given(st.integers(1_600_000_000_000_000, 4_000_000_000_000_000))
+def test_a_message_is_never_taken_before_it_was_sent(microseconds: int) -> None:
+    """Rounded up, a request had been asked 5 microseconds after it was taken: a stage before its own beginning."""
+    sent_at = microseconds / 1e6
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m", sent_at=sent_at)), "x", "k")))
+    assert sent_at - 0.001 <= got.meta.sent_at <= sent_at + 1e-6
+    (again,) = read(Arrived(wire.single(wire.pack(delete(), got.meta), "x", "k")))
+    assert again.meta.sent_at == got.meta.sent_at
+
+
 @given(st.lists(METAS, min_size=1, max_size=5))
 def test_a_batch_keeps_its_order_and_metadata(metas: list[Meta]) -> None:
     packed = [wire.pack(delete(number), meta) for number, meta in enumerate(metas)]
