@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import msgspec
@@ -19,9 +19,9 @@ from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
 from berth.sim.wiring import Seat, Wiring, clock_error_s
 from bus.bus import API
-from bus.contracts.base import tag_of
+from bus.contracts.base import MAX_AMOUNT, tag_of
 from bus.contracts.build import BuildEvent
-from bus.contracts.cell import ComputeResult
+from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
 from bus.port import BusUnavailable, Outgoing
@@ -43,7 +43,8 @@ STATEMENT_S = 0.0005
 MAX_CRASHES = 5
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
-EVENT_TAG, RESULT_TAG, CLAIM_TAG = tag_of(BuildEvent), tag_of(ComputeResult), tag_of(Claim)
+EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
+CLAIM_TAG, BUILD_TAG = tag_of(Claim), tag_of(CellBuild)
 
 
 class _Item(Struct):
@@ -56,6 +57,7 @@ class _Tagged(Struct):
 
 _event = msgspec.json.Decoder(BuildEvent)
 _claim = msgspec.json.Decoder(Claim)
+_build = msgspec.json.Decoder(CellBuild)
 _result = msgspec.json.Decoder(ComputeResult)
 _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
@@ -313,6 +315,9 @@ class World:
                 self.machines.result(_result.decode(body))
             if tag == CLAIM_TAG and self.probing:
                 self._claimed(_claim.decode(body))
+            if tag == BUILD_TAG and self.probing:
+                build = _build.decode(body)
+                self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
             if bus == API and tag == EVENT_TAG:
                 try:
                     self.listener.event(_event.decode(body))
@@ -320,10 +325,16 @@ class World:
                     self.fail(breach)
 
     def _claimed(self, claim: Claim) -> None:
-        for uuid in [uuid for option in claim.options for uuid in option.allocations if uuid in self.left]:
-            self.fail(
-                Breach("left_for_good", f"{claim.consumer} is to go to {uuid}, which has left ({self.left[uuid]})")
-            )
+        for option in claim.options:
+            # A request that comes again asks with a claim that fits nowhere whether it holds something already: that
+            # claim names any host of the book and leads nobody there.
+            if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
+                self._led(claim.consumer, option.allocations)
+
+    def _led(self, instance: str, providers: Iterable[str]) -> None:
+        for uuid in providers:
+            if uuid in self.left:
+                self.fail(Breach("left_for_good", f"{instance} is to go to {uuid}, which has left ({self.left[uuid]})"))
 
     def cell_of(self, service: str) -> Cell:
         """The cell of a compute service."""

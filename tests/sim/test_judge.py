@@ -1,0 +1,46 @@
+"""What the simulation calls a breach, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from berth.sim.draw import plan_of
+from berth.sim.story import Story
+from berth.sim.world import World
+from bus.bus import API
+from bus.contracts.base import MAX_AMOUNT, Message, Meta
+from bus.contracts.cell import CellBuild, InstanceSpec, Selection
+from bus.contracts.placement import Claim, ClaimOption
+from bus.wire import pack, single
+
+INSTANCE = "00000000-0000-4000-9000-000000000001"
+HERE, LEFT = (f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
+
+
+def claim(amount: int) -> Claim:
+    return Claim(consumer=INSTANCE, options=(ClaimOption(allocations={LEFT: {"VCPU": amount}}),), project_id="red")
+
+
+def build(*hosts: str) -> CellBuild:
+    selections = tuple(
+        Selection(host_uuid=host, host="h", service="s", allocations={host: {"VCPU": 1}}) for host in hosts
+    )
+    spec = InstanceSpec(instance_uuid=INSTANCE, project_id="red")
+    return CellBuild(spec=spec, selections=selections, consumer_generation=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "breaks"),
+    [
+        pytest.param(claim(1), True, id="a claim"),
+        pytest.param(claim(MAX_AMOUNT), False, id="a question whether something is held"),  # seed 1026
+        pytest.param(build(HERE), False, id="a build elsewhere"),
+        pytest.param(build(HERE, LEFT), True, id="a build with it as an alternate"),
+    ],
+)
+async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
+    world = World(plan_of(1), Story())
+    world.left[LEFT] = "dead"
+    world.probing = True
+    world._said(API, single(pack(message, Meta(id="1")), "berth", "key"))
+    assert world.breach.done() is breaks
