@@ -73,6 +73,8 @@ def audit(
     """
 
     async def body() -> int:
+        if evict and not mend:
+            raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
             orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
@@ -239,6 +241,7 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | D
     """(consumers that nobody knows as alive, those that hold something of another host than their own too)."""
     async with database.raw() as connection:
         holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
+        generations = await surplus.generations(connection)  # first: whoever moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
             await connection.fetch(
@@ -255,7 +258,8 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | D
             if state not in OVER:
                 alive.add(uuid)
             if state == "active" and host is not None:
-                doubled += surplus.doubled(uuid, host, held.get(uuid, {}), roots, sharing)
+                known = generations.get(uuid, 0)
+                doubled += surplus.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
     return [uuid for uuid in holders if uuid not in alive], doubled
 
 

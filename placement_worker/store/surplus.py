@@ -28,8 +28,9 @@ JOIN consumers k ON k.uuid = a.consumer AND k.released_at IS NULL
 WHERE i.used > i.capacity GROUP BY p.uuid, c.name, i.used, i.capacity, i.set_aside ORDER BY p.uuid, c.name
 """
 CONSUMER = """
-SELECT generation, project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL
+SELECT project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL
 """
+GENERATIONS = "SELECT uuid::text, generation FROM consumers WHERE released_at IS NULL"
 
 
 class Beyond(Struct, frozen=True):
@@ -51,12 +52,16 @@ class Beyond(Struct, frozen=True):
 
 
 class Doubled(Struct, frozen=True):
-    """A consumer that lives on one host and holds the same classes of others too. keeps: what it is to hold alone."""
+    """A consumer that lives on one host and holds the same classes of others too. keeps: what it is to hold alone.
+
+    generation: the consumer's, from before its holding was read.
+    """
 
     consumer: str
     host: str
     others: tuple[str, ...]
     keeps: Holding
+    generation: int
 
     def line(self) -> str:
         """For people."""
@@ -83,8 +88,13 @@ async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
     return frozenset(row[0] for row in await connection.fetch(SHARERS, SHARING))
 
 
-def doubled(
-    consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str]
+async def generations(connection: asyncpg.Connection) -> dict[str, int]:
+    """The generation of every consumer. To be asked before anything is asked about them: see `give_back`."""
+    return dict(await connection.fetch(GENERATIONS))
+
+
+def doubled(  # noqa: PLR0917  (one question)
+    consumer: str, host: str, holding: Holding, roots: Mapping[str, str], sharing: frozenset[str], generation: int
 ) -> list[str | Doubled]:
     """What a consumer that lives on `host` holds elsewhere of classes that it holds there too.
 
@@ -99,12 +109,12 @@ def doubled(
     }
     keeps = {provider: resources for provider, resources in keeps.items() if resources}
     if keeps != holding:
-        return [Doubled(consumer, host, tuple(elsewhere), keeps)]
+        return [Doubled(consumer, host, tuple(elsewhere), keeps, generation)]
     return [f"{consumer}: runs on {host}, holds {', '.join(elsewhere)} alone"] if elsewhere else []
 
 
 async def give_back(store: PlacementStore, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
-    """Leave each consumer what it keeps; who has moved meanwhile is left alone. Says how each ended, a line each."""
+    """Leave each consumer what it keeps; who has moved since it was looked at is left alone. A line for each."""
     lines = []
     for each in found:
         row = await connection.fetchrow(CONSUMER, each.consumer)
@@ -112,11 +122,11 @@ async def give_back(store: PlacementStore, connection: asyncpg.Connection, found
             continue
         entry = ConsumerAllocations(
             consumer=each.consumer,
-            consumer_generation=row[0],
+            consumer_generation=each.generation,
             allocations={provider: dict(resources) for provider, resources in each.keeps.items()},
-            project_id=row[1],
-            user_id=row[2],
-            consumer_type=row[3],
+            project_id=row[0],
+            user_id=row[1],
+            consumer_type=row[2],
         )
         [reply] = await store.apply([Swap(consumers=(entry,))])
         outcome = reply.outcome if isinstance(reply, SwapResult) else "refused"

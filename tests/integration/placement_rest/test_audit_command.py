@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 
 from berth.commands.book import uuids_of
 from berth.commands.common import Stop
 from bus.clock import new_uuid
-from bus.contracts.placement import Claim, ClaimOption
+from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Swap
 from placement_worker.store import audit as questions
-from placement_worker.store.surplus import Doubled, doubled, give_back
+from placement_worker.store.surplus import Doubled, doubled, generations, give_back
 from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres
@@ -114,17 +115,45 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
 
 async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:
     one, other = await placement.host(VCPU=8, DISK_GB=9), await placement.host(VCPU=8, DISK_GB=9)
+    [consumer, moved] = [await twice_held(placement, one, other) for _ in range(2)]
+    async with placement.store.database.raw() as connection:
+        twice = await found_twice(connection, {consumer: one, moved: one}, other)
+        # It has moved while the audit read whose host is whose: what it holds now nobody has looked at.
+        entry = ConsumerAllocations(
+            consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
+        )
+        await placement.store.apply([Swap(consumers=(entry,))])
+        assert await give_back(placement.store, connection, twice) == [
+            f"{consumer}: given back on {other}",
+            f"{moved}: left alone, consumer_changed",
+        ]
+        held = await questions.allocations(connection)
+    assert held == {consumer: {one: {"VCPU": 2, "DISK_GB": 1}}, moved: {other: {"VCPU": 3}}}
+    assert await placement.findings() == []
+
+
+async def twice_held(placement: Placement, one: str, other: str) -> str:
+    """A consumer that holds the same of two hosts."""
     consumer = new_uuid(placement.rng)
-    both = {one: {"VCPU": 2, "DISK_GB": 1}, other: {"VCPU": 2, "DISK_GB": 1}}
-    option = ClaimOption(allocations=both)
+    option = ClaimOption(allocations={host: {"VCPU": 2, "DISK_GB": 1} for host in (one, other)})
     [claimed] = await placement.store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     assert getattr(claimed, "outcome", None) == "claimed"
-    twice = [
+    return consumer
+
+
+async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], other: str) -> list[Doubled]:
+    known = await generations(connection)
+    held = await questions.allocations(connection)
+    return [
         each
-        for each in doubled(consumer, one, both, {one: one, other: other}, frozenset())
+        for uuid, host in hosts.items()
+        for each in doubled(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
         if isinstance(each, Doubled)
     ]
-    async with placement.store.database.raw() as connection:
-        assert await give_back(placement.store, connection, twice) == [f"{consumer}: given back on {other}"]
-        assert await questions.allocations(connection) == {consumer: {one: {"VCPU": 2, "DISK_GB": 1}}}
-    assert await placement.findings() == []
+
+
+async def test_evicting_is_a_part_of_repairing(placement: Placement, tmp_path: Path) -> None:
+    """Alone it did nothing, and said nothing of that."""
+    names = tmp_path / "ids"
+    names.write_text(new_uuid(placement.rng))
+    assert await audit(placement, "--consumers", str(names), "--evict") == (2, {})

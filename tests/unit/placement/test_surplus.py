@@ -34,7 +34,7 @@ SHARING = frozenset({"pool"})
 def test_what_is_held_twice_is_kept_on_the_own_host(
     holding: dict[str, Any], others: tuple[str, ...], keeps: dict[str, Any]
 ) -> None:
-    assert doubled("c", "own", holding, ROOTS, SHARING) == [Doubled("c", "own", others, keeps)]
+    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == [Doubled("c", "own", others, keeps, 7)]
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_what_is_held_twice_is_kept_on_the_own_host(
     ],
 )
 def test_what_is_held_once_is_left_alone(holding: dict[str, Any], told: list[str]) -> None:
-    assert doubled("c", "own", holding, ROOTS, SHARING) == told
+    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == told
