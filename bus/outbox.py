@@ -127,11 +127,17 @@ def handled_table(metadata: sa.MetaData) -> sa.Table:
     )
 
 
+# Not the sequence alone: a database that crashed gives numbers again that it had given to transactions in no hurry. A
+# relay still holds the old row under its number, and would forget the new one with it. Time does not come again.
+NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (nextval('outbox_id_seq') & 1023)"
+INSERT = f"INSERT INTO outbox (id, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}) RETURNING id"
+
+
 async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | None:
     """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
-    row_id: int = await conn.fetchval("INSERT INTO outbox (body) VALUES ($1) RETURNING id", encode_row(outgoing))
+    row_id: int = await conn.fetchval(INSERT.format("$1"), encode_row(outgoing))
     return row_id
 
 
@@ -140,7 +146,7 @@ def add_once(once: Once, outgoing: Sequence[Addressed]) -> None:
     if not outgoing:
         once.column("NULL::bigint AS said")
         return
-    once.part("outgoing", "INSERT INTO outbox (body) VALUES ({}) RETURNING id", encode_row(outgoing))
+    once.part("outgoing", INSERT, encode_row(outgoing))
     once.column("(SELECT id FROM outgoing) AS said")
 
 

@@ -19,6 +19,7 @@ from bus.contracts.cell import CellDelete
 from bus.outbox import Addressed, PostgresRows, Relay
 from bus.port import BusUnavailable, Unroutable
 from bus.service.database import Database
+from bus.service.once import Once
 
 pytestmark = pytest.mark.postgres
 
@@ -138,6 +139,27 @@ async def test_a_rolled_back_transaction_says_nothing(database: Database) -> Non
             await outbox.add(connection, [Addressed("api", event())])
             raise KeyError
     assert await rows(database) == 0
+
+
+async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(database: Database) -> None:
+    """After a crash the sequence gives numbers again; the new row was not sent, and deleted with the old one."""
+    api = StubBus("api")
+    forgotten, kept = ([Addressed("api", event(project))] for project in ("p", "q"))
+    held = await commit(database, forgotten)
+    async with database.raw() as connection:
+        await connection.execute("DELETE FROM outbox; SELECT setval('outbox_id_seq', 1, false)")
+    async with database.single() as connection:
+        once = Once()
+        outbox.add_once(once, kept)
+        row = (await once.run(connection))["said"]
+    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock())  # type: ignore[dict-item]
+    relay.send(held, forgotten)
+    relay.send(row, kept)
+    task = asyncio.create_task(relay.run())
+    await api.until(2)
+    task.cancel()
+    await asyncio.wait([task])
+    assert [message.project_id for message, _ in api.got] == ["p", "q"]
 
 
 async def test_what_a_dead_process_left_is_swept_by_another(database: Database) -> None:
