@@ -57,18 +57,39 @@ def settled(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def keep(farm: Farm, path: Path, clock: Clock) -> None:
-    """Save whenever something has changed, until cancelled."""
-    saved = -1
+    """Save whenever something has changed, until cancelled; a write that is under way then ends first."""
+    saved, told = -1, False
     while True:
         if farm.version != saved:
-            saved = farm.version
-            await asyncio.to_thread(_write, path, msgspec.json.encode(list(farm.nodes.values())))
+            version = farm.version
+            writing = asyncio.ensure_future(asyncio.to_thread(_write, path, msgspec.json.encode(_nodes(farm))))
+            try:
+                await asyncio.shield(writing)
+                saved, told = version, False
+            except asyncio.CancelledError:
+                await asyncio.wait({writing})  # another one beside it would lose to it
+                raise
+            except OSError as error:  # a full disk may have room again
+                if not told:
+                    _tell(path, error)
+                told = True
         await clock.sleep(SAVE_EVERY_S)
 
 
 def save(farm: Farm, path: Path) -> None:
-    """Save now."""
-    _write(path, msgspec.json.encode(list(farm.nodes.values())))
+    """Save now, if that can be."""
+    try:
+        _write(path, msgspec.json.encode(_nodes(farm)))
+    except OSError as error:
+        _tell(path, error)
+
+
+def _nodes(farm: Farm) -> list[dict[str, Any]]:
+    return list(farm.nodes.values())
+
+
+def _tell(path: Path, error: OSError) -> None:
+    log.error("ironic.nodes_not_kept", path=str(path), reason=str(error))
 
 
 def _write(path: Path, body: bytes) -> None:

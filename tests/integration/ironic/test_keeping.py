@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
+import structlog
 
-from berth.ironic_stand_in import Behaviour, Farm, RequestError, Silent
+from berth.ironic_stand_in import Behaviour, Farm, RequestError, Silent, keeping
 from berth.ironic_stand_in.keeping import load, save, settled
 from berth.metal import simulated_ironic
 from berth.settings import Settings, UpSettings
@@ -49,13 +51,60 @@ async def test_a_killed_process_leaves_its_nodes_behind(tmp_path: Path) -> None:
         node = next(iter(ironic.farm.nodes.values()))
         await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
 
-        def found() -> bool:
-            other = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
-            return load(other, kept) and other.nodes[node["uuid"]]["instance_uuid"] == INSTANCE
+        await until_kept(kept, node["uuid"])
 
-        async with asyncio.timeout(20):
-            while not found():  # noqa: ASYNC110  (a file has no event)
-                await asyncio.sleep(0.02)
+
+async def until_kept(path: Path, node: str) -> None:
+    def found() -> bool:
+        other = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+        return load(other, path) and other.nodes[node]["instance_uuid"] == INSTANCE
+
+    async with asyncio.timeout(20):
+        while not found():  # noqa: ASYNC110  (a file has no event)
+            await asyncio.sleep(0.02)
+
+
+async def test_what_is_being_written_when_it_stops_does_not_outlast_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, begun, newer = tmp_path / "ironic.json", threading.Event(), threading.Event()
+    write = keeping._write
+
+    def slow(path: Path, body: bytes) -> None:
+        if begun.is_set():
+            write(path, body)
+            newer.set()
+        else:
+            begun.set()
+            newer.wait(0.3)
+            write(path, body)
+
+    monkeypatch.setattr(keeping, "_write", slow)
+    async with simulated_ironic(site(), kept=kept) as ironic:
+        assert ironic is not None
+        await asyncio.to_thread(begun.wait, 20)
+        node = next(iter(ironic.farm.nodes.values()))
+        await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+    await asyncio.get_running_loop().shutdown_default_executor()
+    await until_kept(kept, node["uuid"])
+
+
+async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
+    kept = tmp_path / "ironic.json"
+    blocked = kept.with_suffix(".new")
+    blocked.mkdir()
+    with structlog.testing.capture_logs() as logs:
+        async with simulated_ironic(site(), kept=kept) as ironic:
+            assert ironic is not None
+            node = next(iter(ironic.farm.nodes.values()))
+            await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+            async with asyncio.timeout(20):
+                while not logs:  # noqa: ASYNC110  (a log has no event)
+                    await asyncio.sleep(0.02)
+            blocked.rmdir()
+            await until_kept(kept, node["uuid"])
+            blocked.mkdir()
+    assert [line["event"] for line in logs] == ["ironic.nodes_not_kept"] * 2, "and stopping is none the worse for it"
 
 
 @pytest.mark.parametrize(
