@@ -80,10 +80,14 @@ class KeystoneAuth(httpx.Auth):
         await self._client.aclose()
 
     async def _sign_in(self, stale: str) -> str:
-        """A token, unless another request has just fetched a newer one than `stale`."""
+        """A token, unless another request has just fetched a newer one than `stale`. Raises SourceUnavailable."""
         async with self._signing_in:
             if self._token == stale:
-                answer = await self._client.post(self._url, json=self._body)
+                try:
+                    answer = await self._client.post(self._url, json=self._body)
+                except (httpx.HTTPError, httpx.InvalidURL) as error:  # whoever asked would take it for Ironic's
+                    said = f"Keystone at {self._url}: {type(error).__name__}: {error}"
+                    raise SourceUnavailable(said, code="keystone.unavailable") from error
                 self._token, self._renew_at = self._learnt(answer)
             return self._token
 
