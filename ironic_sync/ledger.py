@@ -165,7 +165,8 @@ class Ledger:
         return position or Position(uuid=uuid)
 
     def _retold(self, after: Position, before: Position, now: float) -> Position:
-        if after.uuid not in self._retell or after.read_at != now:
+        # Overtaken by something heard, it is read again at once: an offer is told again on fresh word, too.
+        if after.uuid not in self._retell or after.read_at != now or after.heard_seq > after.read_seq:
             return after
         self._retell.discard(after.uuid)
         return after if after.version > before.version else step.retold(after, now=now)

@@ -505,6 +505,39 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
         assert reserved(again) == 1
 
 
+async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_overtaken() -> None:
+    """A new writer tells everything again: what it has yet to look at again waits for that look."""
+
+    class SlowReads(Nodes):
+        """The list is answered, and a read of one node takes longer."""
+
+        answers = asyncio.Event()
+
+        async def get_node(self, uuid: str) -> Node | Unreadable | None:
+            await self.answers.wait()
+            return await super().get_node(uuid)
+
+    nodes = SlowReads()
+    nodes.put()
+    here = World(nodes)
+    async with here.running():
+        await here.settle()
+        assert reserved(here) == 0
+    again = World(nodes, positions=here.positions)
+    nodes.gate.clear()
+    async with again.running():
+        await turns()
+        assert nodes.lists == 2  # under way, with the node as it still is
+        nodes.put(maintenance=True)  # and this goes unsaid
+        await again.say(told("node.power_set.end"))
+        await turns()
+        nodes.gate.set()
+        await turns()
+        nodes.answers.set()
+        await again.settle()
+        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in again.book.updates] == [1]
+
+
 async def test_now_and_then_all_is_told_again() -> None:
     nodes, here = world(resync_s=60.0, retell_s=300.0)
     async with here.running():
