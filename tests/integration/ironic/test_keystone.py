@@ -122,7 +122,7 @@ async def test_what_keystone_says_is_told_apart(ironic: IronicStandIn, keystone:
 
 async def test_a_keystone_that_is_away_is_not_taken_for_ironic(ironic: IronicStandIn) -> None:
     reading = source(ironic, "http://127.0.0.1:1")
-    with pytest.raises(SourceUnavailable, match="^Keystone at http://127.0.0.1:1/v3/auth/tokens: ") as away:
+    with pytest.raises(SourceUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as away:
         await count(reading)
     assert away.value.code == "keystone.unavailable"
     await reading.close()
