@@ -95,6 +95,12 @@ class Database:
         # between two transactions it stays out, here, the last used first.
         self._spare: list[_Held] = []
         self._slots = asyncio.Semaphore(pool_size)
+        self._losses = 0
+
+    @property
+    def losses(self) -> int:
+        """How many connections have ended by themselves; the server may have restarted, and forgotten what it could."""
+        return self._losses
 
     @property
     def ready(self) -> bool:
@@ -211,8 +217,8 @@ class Database:
             raise_fault(error, closed=True)
         return _Held(connection, (await connection.get_raw_connection()).driver_connection)
 
-    @staticmethod
-    async def _drop(held: _Held) -> None:
+    async def _drop(self, held: _Held) -> None:
+        self._losses += held.driver.is_closed()
         await held.connection.invalidate()
         await held.connection.close()
 

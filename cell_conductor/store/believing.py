@@ -8,7 +8,6 @@ end: every row that was looked at is locked in its version, whether it changes o
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
@@ -17,15 +16,13 @@ import asyncpg
 from bus import outbox
 from bus.outbox import Addressed
 from bus.service.database import Database
+from bus.service.known import Known
 from bus.service.once import Mistaken, Once
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.table import IllegalStep
 
 from . import rows
 from .port import StaleWrite
-
-# Instances kept with their versions: more than are on their way at once, few enough to weigh nothing.
-MAX_KNOWN = 5_000
 
 LOOK = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
@@ -50,34 +47,10 @@ WHERE instances.uuid = n.uuid AND instances.xmin = {{}}::xid RETURNING 1
 """
 
 
-class Known:
-    """The instances that this process has written, with the versions of their rows; the oldest go first."""
-
-    def __init__(self) -> None:
-        self._rows: OrderedDict[str, tuple[int, Instance]] = OrderedDict()
-
-    def get(self, uuid: str) -> tuple[int, Instance] | None:
-        """The version and the instance."""
-        return self._rows.get(uuid)
-
-    def put(self, version: int, instances: Sequence[Instance]) -> None:
-        """These were written by one transaction."""
-        for instance in instances:
-            self._rows[instance.uuid] = version, instance
-            self._rows.move_to_end(instance.uuid)
-        while len(self._rows) > MAX_KNOWN:
-            self._rows.popitem(last=False)
-
-    def forget(self, uuids: Collection[str]) -> None:
-        """What is known of these is not so (any more)."""
-        for uuid in uuids:
-            self._rows.pop(uuid, None)
-
-
 class BelievingTransaction:
     """Reads from memory, keeps what is to be written, and writes it all at once."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known, new: Collection[str]) -> None:
+    def __init__(self, connection: asyncpg.Connection, known: Known[Instance], new: Collection[str]) -> None:
         self._connection = connection
         self._known = known
         self._new = frozenset(new)
@@ -140,10 +113,11 @@ class BelievingTransaction:
         versions = [self._versions[uuid] for uuid in held]
         # One row needs no order of locks, so it is checked where it is changed.
         alone = len(held) == 1 and len(self._changed) == 1
-        if held and not alone:
-            once.part("held", HELD, held, versions, rows=len(held))
+        # Messages before instances, as with locks.
         if self._message_ids:
             once.part("seen", rows.SEEN, self._message_ids, rows=len(self._message_ids))
+        if held and not alone:
+            once.part("held", HELD, held, versions, rows=len(held))
         if self._created:
             once.part("created", INSERT, *rows.columns(self._created), rows=len(self._created))
         if alone:
@@ -158,11 +132,13 @@ class BelievingTransaction:
         except Mistaken:
             raise StaleWrite from None
         self.row = written["said"]
-        self._known.put(written["version"], [*self._created, *self._changed])
+        self._known.put(written["version"], {one.uuid: one for one in (*self._created, *self._changed)})
 
 
 @asynccontextmanager
-async def believing(database: Database, known: Known, new: Collection[str]) -> AsyncIterator[BelievingTransaction]:
+async def believing(
+    database: Database, known: Known[Instance], new: Collection[str]
+) -> AsyncIterator[BelievingTransaction]:
     """Writes at its end, nothing on an exception. new: instances that are believed not to be on record."""
     async with database.single() as connection:
         transaction = BelievingTransaction(connection, known, new)

@@ -13,10 +13,11 @@ import asyncpg
 from bus import outbox
 from bus.outbox import Addressed
 from bus.service.database import Database
+from bus.service.known import Known
 from cell_conductor.domain.instance import Instance, State
 
 from . import rows
-from .believing import BelievingTransaction, Known, believing
+from .believing import BelievingTransaction, believing
 from .port import Brief, StaleWrite
 
 MIGRATIONS = "cell_conductor.store.migrations"
@@ -60,7 +61,7 @@ FORGET_FAILED = FORGET.format(over="state = 'failed'")
 class PostgresTransaction:
     """One transaction on one connection."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known) -> None:
+    def __init__(self, connection: asyncpg.Connection, known: Known[Instance]) -> None:
         self._connection = connection
         self._known = known
         self.row: int | None = None
@@ -103,7 +104,7 @@ class PostgresInstances:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known = Known()
+        self._known: Known[Instance] = Known(database)
         self.outbox = outbox.PostgresRows(database)
 
     @property

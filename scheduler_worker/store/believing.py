@@ -8,21 +8,18 @@ transaction that wrote it) in which they were seen, whether they change or not.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import asyncpg
 from msgspec.structs import replace
 
 from bus import outbox
 from bus.outbox import Addressed
+from bus.service.known import Known
 from bus.service.once import Mistaken, Once
 from scheduler_worker.domain.records import Standing
 from scheduler_worker.store import rows
 from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, Stale
-
-# Builds kept with their versions: more than are on their way at once, few enough to weigh little.
-MAX_KNOWN = 5_000
 
 LOOK = f"SELECT xmin, {rows.KEPT} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
@@ -37,34 +34,10 @@ CHANGE = f"{rows.CHANGE} AND b.instance_uuid IN (SELECT instance_uuid FROM held)
 CHANGE_ONE = f"{rows.CHANGE} AND b.xmin = {{}}::xid RETURNING 1"
 
 
-class Known:
-    """The builds that this process has written, with the versions of their rows; the oldest go first."""
-
-    def __init__(self) -> None:
-        self._rows: OrderedDict[str, tuple[int, Kept]] = OrderedDict()
-
-    def get(self, instance: str) -> tuple[int, Kept] | None:
-        """The version and the record."""
-        return self._rows.get(instance)
-
-    def put(self, version: int, kept: Sequence[Kept]) -> None:
-        """These were written by one transaction."""
-        for one in kept:
-            self._rows[one.standing.instance_uuid] = version, one
-            self._rows.move_to_end(one.standing.instance_uuid)
-        while len(self._rows) > MAX_KNOWN:
-            self._rows.popitem(last=False)
-
-    def forget(self, instances: Collection[str]) -> None:
-        """What is known of these is not so (any more)."""
-        for instance in instances:
-            self._rows.pop(instance, None)
-
-
 class BelievingUnit:
     """Reads from memory, keeps what is to be written, and writes it all at once."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known) -> None:
+    def __init__(self, connection: asyncpg.Connection, known: Known[Kept]) -> None:
         self._connection = connection
         self._known = known
         self._versions: dict[str, int] = {}
@@ -151,7 +124,7 @@ class BelievingUnit:
         except Mistaken:
             raise Stale from None
         self.row = written["said"]
-        self._known.put(written["version"], list(self._after.values()))
+        self._known.put(written["version"], self._after)
 
     def _part(self, name: str, statement: str, *values: object, count: int) -> None:
         self._empty = False

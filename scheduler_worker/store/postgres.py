@@ -13,8 +13,9 @@ from bus import outbox
 from bus.contracts.build import AttemptRecord, BuildQuery, BuildRecord, BuildState, FunnelStep, StoryLine
 from bus.outbox import Addressed, Relay
 from bus.service.database import Database
+from bus.service.known import Known
 from scheduler_worker.store import rows
-from scheduler_worker.store.believing import BelievingUnit, Known
+from scheduler_worker.store.believing import BelievingUnit
 from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
 
 log = structlog.get_logger(__name__)
@@ -66,7 +67,7 @@ SELECT count(*), coalesce(max(created_at), $3) FROM gone
 class PostgresUnit:
     """One transaction on one connection."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known) -> None:
+    def __init__(self, connection: asyncpg.Connection, known: Known[Kept]) -> None:
         self._connection = connection
         self._known = known
         self.said: list[Addressed] = []
@@ -130,7 +131,7 @@ class PostgresStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known = Known()
+        self._known: Known[Kept] = Known(database)
         self._relay: Relay | None = None
         self.outbox = outbox.PostgresRows(database)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
+from bus.faults import DatabaseUnavailable
 from bus.outbox import Addressed
 from bus.service.database import Database
 from scheduler_worker.forgetting import forget
@@ -296,3 +297,23 @@ async def test_a_wrong_belief_writes_nothing(postgres_url: str, sent: Sent) -> N
     assert {r.instance_uuid: (r.state, r.cell) for r in found} == dict.fromkeys((A, B), (BuildState.ACCEPTED, None))
     await one.close()
     await other.close()
+
+
+@pytest.mark.postgres
+async def test_what_was_believed_before_a_crash_of_the_database_is_not_believed_after_it(
+    postgres_url: str, sent: Sent
+) -> None:
+    """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""
+    store = PostgresStore(database := Database(postgres_url, "scheduler"))
+    store.publish_through(sent)  # type: ignore[arg-type]
+    await store.open()
+    await put(store, A)
+    known = store._known.get(A)
+    assert known is not None
+    lost = replace(known[1], standing=replace(known[1].standing, sequence=99))
+    store._known.put(known[0], {A: lost})  # under the version that the row has now
+    with pytest.raises(DatabaseUnavailable):
+        async with database.single() as connection:
+            await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    assert await announce(store, A) == {A: 1}
+    await store.close()

@@ -11,12 +11,13 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.faults import DatabaseUnavailable
 from bus.outbox import Addressed
 from bus.service.database import Database
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, StaleWrite
-from cell_conductor.store.postgres import PostgresInstances
+from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
 
 Make = Callable[[], InstanceStore]
 
@@ -259,3 +260,57 @@ async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore)
     assert sorted(await recorded(store)) == [B, C]
     assert await store.forget_deleted(3.5, 10) == 1
     assert sorted(await recorded(store)) == [C]
+
+
+@pytest.mark.postgres
+async def test_what_was_believed_before_a_crash_of_the_database_is_not_believed_after_it(postgres_url: str) -> None:
+    """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    await step(store, "m1", [A], new={A}, state=State.BUILDING)
+    known = store._known.get(A)
+    assert known is not None
+    store._known.put(known[0], {A: replace(known[1], attempt=99)})  # under the version that the row has now
+    with pytest.raises(DatabaseUnavailable):
+        async with database.single() as connection:
+            await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    async with store.believing(set()) as transaction:
+        assert (await transaction.lock([A]))[A].attempt == 1
+    await store.close()
+
+
+@pytest.mark.postgres
+async def test_who_believes_takes_locks_in_the_order_of_those_who_lock(postgres_url: str) -> None:
+    """Instances first, and a message that came to two conductors made each of them wait for the other."""
+    one, other = (PostgresInstances(Database(postgres_url, "cell_c1")) for _ in range(2))
+    await one.open()
+    await other.open()
+    await step(one, "m0", [A, B], new={A, B}, state=State.BUILDING)
+
+    async def believe() -> None:
+        with pytest.raises(StaleWrite):
+            async with one.believing(set()) as transaction:
+                await transaction.first_time(["m1"])
+                known = await transaction.lock([A, B])
+                await transaction.update([replace(known[A], attempt=2)])
+
+    async with other.transaction() as transaction:
+        await transaction.first_time(["m1"])
+        believing = asyncio.create_task(believe())
+        async with asyncio.timeout(20):
+            while not await _waits(transaction):  # each look is a round trip to the server
+                pass
+        known = await transaction.lock([A, B])  # was a deadlock
+        await transaction.update([replace(known[B], attempt=3)])
+    await believing
+    assert {uuid: found.attempt for uuid, found in (await recorded(one)).items()} == {A: 1, B: 3}
+    await one.close()
+    await other.close()
+
+
+async def _waits(transaction: PostgresTransaction) -> bool:
+    waiting: bool = await transaction._connection.fetchval(
+        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() "
+        "AND pg_backend_pid() = ANY(pg_blocking_pids(pid)))"
+    )
+    return waiting
