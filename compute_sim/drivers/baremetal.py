@@ -65,7 +65,8 @@ class BareMetal:
         self._clock = clock
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
-        self._told: dict[str, bool] = {}  # what was last said of each node: whether it is in maintenance
+        # Of each node whether it is in maintenance: as the first announcement has it, and then as `watch` has told it.
+        self._told: dict[str, bool] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
@@ -91,7 +92,8 @@ class BareMetal:
     async def hosts(self) -> Sequence[DriverHost]:
         """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
         nodes = await self._nodes()
-        self._told = {node.uuid: node.maintenance for node in nodes}
+        if self._told is None:
+            self._told = {node.uuid: node.maintenance for node in nodes}
         return [
             DriverHost(
                 uuid=node.uuid,
@@ -160,7 +162,10 @@ class BareMetal:
         while True:
             began = self._clock.monotonic()
             with contextlib.suppress(DriverUnavailable):  # whoever needs Ironic says so
-                news = [node.uuid for node in await self._nodes() if self._told.get(node.uuid) != node.maintenance]
+                nodes = await self._nodes()
+                told = self._told or {}
+                news = [node.uuid for node in nodes if told.get(node.uuid) != node.maintenance]
+                self._told = {node.uuid: node.maintenance for node in nodes}
                 if news and self._changed is not None:
                     self._changed(news)
             await self._clock.sleep(max(self._config.watch_s, LOOK_SHARE * (self._clock.monotonic() - began)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -199,3 +200,19 @@ async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, iro
     assert await cell.until(said) == [True]
     ironic.farm.nodes[new]["maintenance"] = True
     await cell.until(lambda: said() == [True, False])
+
+
+async def test_a_new_node_is_told_whoever_else_has_seen_it(ironic: IronicStandIn, driver: BareMetal) -> None:
+    """An announcement of one host alone asks for all nodes, too; what was new then waited for the next of all hosts."""
+    told: list[str] = []
+    driver.on_change(told.extend)
+    await driver.hosts()  # the announcement of all hosts, which a start begins with
+    new = ironic.farm.add(provision_state="available")["uuid"]
+    await driver.hosts()
+    watching = asyncio.create_task(driver.watch())
+    async with asyncio.timeout(20):
+        while not told:  # noqa: ASYNC110  (Ironic is asked over HTTP)
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert told == [new]
