@@ -92,6 +92,7 @@ class Life(Struct):
     transports: list[SimTransport]
     sessions: list[Session]
     book: Book | None = None
+    killed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class World:
@@ -180,6 +181,7 @@ class World:
             return
         self.story.tell("kill", name)
         life.process.dead = True
+        life.killed.set()
         for transport in life.transports:
             transport.kill()
         for session in life.sessions:
@@ -191,8 +193,12 @@ class World:
         if life is not None:
             self.story.tell("stop", name)
             life.stop.set()
-            await asyncio.wait([life.task])
-            self.lives.pop(name, None)
+            # Killed while it stops, none of its code runs any more: its task never ends.
+            killed = asyncio.ensure_future(life.killed.wait())
+            await asyncio.wait([life.task, killed], return_when=asyncio.FIRST_COMPLETED)
+            killed.cancel()
+            if self.lives.get(name) is life:
+                del self.lives[name]
 
     def _ended(self, name: str, life: Life, task: asyncio.Task[None]) -> None:
         """A process that nobody stopped has ended: a defect, unless what it needs to start was away for too long."""

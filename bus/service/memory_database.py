@@ -254,7 +254,8 @@ class MemoryRows:
             await transaction.lock([("outbox", one) for one in old])
             for one in old:
                 transaction.will(partial(_renew, database.outbox, one, now))
-            return [(one, database.outbox[one].body) for one in old]
+            # As with SKIP LOCKED: what somebody else has deleted by the time it is locked is not returned.
+            return [(one, row.body) for one in old if (row := database.outbox.get(one)) is not None]
 
     async def forget_handled(self, keep_s: float, limit: int) -> None:
         """Drop old records of handled messages."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
+from berth.sim.plan import Act, Order
+from berth.sim.run import run
 from berth.sim.story import Story
 from berth.sim.world import World
 from bus.bus import API
@@ -44,3 +47,13 @@ async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, 
     world.probing = True
     world._said(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
+
+
+def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
+    """Seed 2050: it was waited for until the bound on rest, and taken for something that does not come to an end."""
+    plan = plan_of(1).without_faults()
+    service = plan.services[0][1]
+    acts = [Order(at=10.0, act=Act.LEAVE, service=service), Order(at=10.0004, act=Act.DIE, service=service)]
+    builds = [order for order in plan.orders if order.act is Act.BUILD and order.at < acts[0].at]
+    result = run(replace(plan, orders=(*builds, *acts)))
+    assert result.breach == "", result.detail
