@@ -202,18 +202,20 @@ def test_what_devices_have_left_is_counted_without_trying_all(each: int, some: b
 
 
 def test_a_budget_that_ends_the_search_is_admitted_and_hides_no_other_root() -> None:
-    names = [f"CUSTOM_{number}" for number in range(12)]
+    names = [f"CUSTOM_{number}" for number in range(6)]
     hard = [
         provider(0),
-        *(provider(n + 1, root=0, parent=0, inventories={"VF": 4}, traits=(name,)) for n, name in enumerate(names)),
+        *(provider(n + 1, root=0, parent=0, inventories={"VF": 6}, traits=(name,)) for n, name in enumerate(names)),
     ]
     easy = [
         structs.replace(state, traits=tuple(names)) if state.inventories.get("VF") else state
         for state in devices(13, host=100)
     ]
-    # Thirteen groups of 3, each for all but one of the traits: on twelve devices of 4 they fit nowhere, in many ways.
+    # Thirteen groups of 3, each for all but one of the traits: on six devices of 6 they fit nowhere, in many ways.
     groups = tuple(
-        Group(suffix=f"_{n}", resources={"VF": 3}, required=(tuple(name for name in names if name != f"CUSTOM_{n}"),))
+        Group(
+            suffix=f"_{n}", resources={"VF": 3}, required=(tuple(name for name in names if name != f"CUSTOM_{n % 6}"),)
+        )
         for n in range(13)
     )
     request = CandidatesRequest(groups=groups, group_policy="none")
