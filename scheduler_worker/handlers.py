@@ -7,6 +7,7 @@ record's state: whoever else has the same request in hand loses there and does n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
@@ -53,6 +54,8 @@ log = structlog.get_logger(__name__)
 WHO = "scheduler"
 TOO_OLD = "request.too_old"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
+# Requests in hand that are remembered, those too that were given up because they crashed.
+MAX_BEGUN = 10_000
 UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -66,7 +69,7 @@ class Item(Struct, kw_only=True):
     digest: bytes
     taken_at: float
     refused: tuple[str, str] | None = None  # (code, reason): recorded as refused at once
-    fresh: bool = False
+    fresh: bool = False  # nobody can have claimed for it
     cancelled: bool = False  # a delete came before the decision
     doubtful: bool = False  # it has failed, and a claim of another run of it may stand, or may still land
     outcome: Outcome | None = None
@@ -94,6 +97,7 @@ class RequestHandler:
         self._config = config
         self._who = process or WHO
         self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
+        self._begun: dict[str, None] = {}  # requests of batches that were not finished (yet)
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Record, then delete, then decide: a delete in the same batch is in time to stop its build."""
@@ -119,6 +123,8 @@ class RequestHandler:
         if still:
             await self._place(still)
         outcomes.update((id(item.received), item.outcome) for item in items)
+        for item in items:
+            self._begun.pop(item.request.instance_uuid, None)
         return [_settled(outcomes[id(received)]) for received in batch]
 
     # --- builds
@@ -144,15 +150,24 @@ class RequestHandler:
         # Not durable: until the decision is written, the unacknowledged message itself is what survives a crash.
         fresh, known = await quickly(self._store, lambda unit: self._insert(unit, firsts, now), durable=False)
         for item in items:
-            item.fresh = item.request.instance_uuid in fresh and firsts[item.request.instance_uuid] is item
             first = firsts[item.request.instance_uuid]
-            if item.fresh:
+            if item.request.instance_uuid in fresh and first is item:
+                # The record of an earlier run may be forgotten, but not its claim: they may be in two databases.
+                item.fresh = not self._may_have_run(item)
                 self._recorded(item)
             elif first is not item:
                 self._repeated(item, first)
             else:
                 self._found(item, known.get(item.request.instance_uuid))
+        self._begun.update(dict.fromkeys(firsts))
+        for old in list(itertools.islice(self._begun, max(0, len(self._begun) - MAX_BEGUN))):
+            del self._begun[old]
         await self._release([item for item in items if item.doubtful])
+
+    def _may_have_run(self, item: Item) -> bool:
+        """Whether it may have come as far as to its claim before, here or elsewhere."""
+        received = item.received
+        return received.redelivered or received.meta.attempt > 0 or item.request.instance_uuid in self._begun
 
     async def _insert(self, unit: Unit, firsts: Mapping[str, Item], now: float) -> tuple[set[str], dict[str, OnRecord]]:
         """(which were new, what is on record of the others)."""

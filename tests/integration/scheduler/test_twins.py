@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import asyncpg
 import pytest
 
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState, DeleteRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
+from bus.faults import DatabaseUnavailable
 from scheduler_worker import handlers
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
@@ -91,6 +93,49 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     await writing.wait()  # the claim was asked for and answered, and s1 dies before it writes anything down
     await world.kill("s1")
     assert await world.used() == {}
+
+
+async def forgotten(world: World, uuid: str) -> None:
+    """The scheduler's database has crashed, and forgotten a record that was in no hurry; placement has its own."""
+    connection = await asyncpg.connect(world.url)
+    assert await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", uuid) == "DELETE 1"
+    await connection.close()
+
+
+async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took itself for the first, found the host full, and failed the build; the claim stayed for ever."""
+    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    request = world.request()
+    await world.ask(request)
+    await writing.wait()
+    await world.kill("s1")
+    await forgotten(world, request.instance_uuid)
+    await world.scheduler("s2", CONFIG)
+    await world.until(lambda: world.builds)
+    assert world.builds[0][1].selections[0].host_uuid == host
+
+
+async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_made_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = handlers.RequestHandler._write
+
+    async def crash(this: handlers.RequestHandler, *arguments: Any) -> None:
+        monkeypatch.setattr(handlers.RequestHandler, "_write", write)
+        await forgotten(world, request.instance_uuid)
+        raise DatabaseUnavailable("crashed")
+
+    monkeypatch.setattr(handlers.RequestHandler, "_write", crash)
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    request = world.request()
+    await world.ask(request)
+    await world.until(lambda: world.builds)
+    assert world.builds[0][1].selections[0].host_uuid == host
 
 
 async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
