@@ -59,6 +59,13 @@ def begin(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
     return _spawn(_adopt(instance, event), event.at, patience)
 
 
+def begin_again(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+    """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
+    if event.requested_at <= instance.requested_at:
+        return Step(instance)
+    return begin(Instance(uuid=instance.uuid, sequence=instance.sequence), event, patience)
+
+
 def bury(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
     """The delete came first: remember it, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))

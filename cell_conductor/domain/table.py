@@ -148,7 +148,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostMissing: KEEP,
     },
     State.FAILED: {
-        BuildAsked: KEEP,
+        BuildAsked: Rule(rules.begin_again, (State.BUILDING,)),
         DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DISOWN,
         SpawnFailed: KEEP,

@@ -166,6 +166,17 @@ def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> No
     assert wanted(stepped.instance) is None
 
 
+def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew() -> None:
+    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
+    over = run(asked(hosts=1), failed(), RELEASED).instance
+    assert run(asked(), start=over) == Step(over), "a copy of the same request"
+    anew = run(replace(asked(), requested_at=9e5, at=9e5), start=over)
+    assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
+    assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
+    (event,) = said(anew)
+    assert event.sequence == over.sequence, "higher than all that was said of it"
+
+
 def test_changed_consumer_is_fatal() -> None:
     """Trap 6."""
     stepped = run(asked(), failed(), refused(changed=True))
