@@ -28,6 +28,8 @@ from berth.embedded.process import (
 ADMIN = "berth"
 COMMAND_TIMEOUT_S = 60.0
 REGISTER_TIMEOUT_S = 15.0
+# What a queue has no room for when its retry is due is offered to it again so often; RabbitMQ's own is three minutes.
+DEAD_LETTER_AGAIN_MS = 2_000
 LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 
@@ -195,6 +197,9 @@ class RabbitMQ:
             "log.file.level = warning\n"
             "vm_memory_high_watermark.absolute = 2GB\n"
             "disk_free_limit.absolute = 50MB\n"
+        )
+        (home / "advanced.config").write_text(
+            f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {DEAD_LETTER_AGAIN_MS}}}]}}].\n"
         )
 
     def _start_epmd(self) -> None:

@@ -108,14 +108,17 @@ class MemoryBroker:
         if refused:
             raise PublishRefused(f"{message.exchange!r} {message.routing_key!r}: the queue is full")
 
-    def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> None:
-        """What a queue gave up goes where its plan says; a full parking queue loses it, as at-most-once does."""
+    def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
+        """What a queue gave up goes where its plan says. False: there is no room for it there."""
         exchange, key = planned.dead_exchange or "", planned.dead_key
         letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
         try:
             self.route(letter, died=reason)
-        except (PublishRefused, QueueMissing):
-            return
+        except PublishRefused:
+            return False
+        except QueueMissing:
+            pass
+        return True
 
     def leave(self, transport: MemoryTransport) -> None:
         """A connection ends: what it holds goes back, what is its own goes away."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
 MAX_PER_TURN = 256
 
+# What its next queue has no room for, its time being over, is offered to it again so often.
+ROOM_AGAIN_S = 0.2
+
 
 class Stored:
     """One message in the broker. `number` is its place in line; it keeps it when it is given back."""
@@ -185,15 +188,17 @@ class Queue:
             heapq.heappush(self.returned, (stored.number, stored))
             self.bytes += len(stored.message.body)
 
-    def bury(self, stored: Stored, reason: str) -> None:
-        """To the dead letters, where this queue has some."""
-        if self.plan.dead_exchange is not None:
-            self.broker.dead_letter(self.plan, stored.message, reason)
+    def bury(self, stored: Stored, reason: str) -> bool:
+        """To the dead letters, where this queue has some. False: there is no room for it; who ignores it loses it."""
+        return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored.message, reason)
 
     def expire(self, now: float) -> None:
-        """What is past its time leaves from the head of the line, as in RabbitMQ."""
+        """What is past its time leaves from the head of the line, as in RabbitMQ; never for a queue that is full."""
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
-            self.bury(self.pop(), "expired")
+            if not self.bury(first, "expired"):
+                first.expires_at = now + ROOM_AGAIN_S
+                break
+            self.pop()
         if first is not None and first.expires_at is not None:
             self.broker.alarm(self, first.expires_at)
 
