@@ -243,7 +243,7 @@ async def test_a_disabled_or_resized_host_is_told_at_once_with_higher_versions(c
     fleet.disable(host, "a fan is loud")
     page = (await cell.until(lambda: cell.announced()[1:]))[0]
     assert [(h.uuid, h.enabled, h.disabled_reason) for h in page.hosts] == [(host, False, "a fan is loud")]
-    assert not page.complete
+    assert (page.complete, page.began) == (False, 0), "it is no report of all hosts"
     update = (await cell.until(lambda: cell.inventory()[4:]))[0]
     assert update.root_uuid == host and update.version > before
     assert DISABLED_TRAIT in update.providers[0].traits

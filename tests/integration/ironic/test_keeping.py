@@ -121,16 +121,21 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
 def test_what_was_under_way_is_settled(state: str, then: str, instance: str | None) -> None:
     farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
     node = farm.add(provision_state=state, instance_uuid=INSTANCE)
-    node["reservation"] = "somebody"
+    node |= {"reservation": "somebody", "target_provision_state": "active"}
     rested = settled(node)
     assert (rested["provision_state"], rested["instance_uuid"], rested["reservation"]) == (then, instance, None)
+    assert rested["target_provision_state"] == ("active" if then == state else None)
 
 
 def test_a_file_that_is_none_is_not_believed(tmp_path: Path) -> None:
     farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
     path = tmp_path / "ironic.json"
     assert not load(farm, path)
-    for body in (b"", b"{}", b'[{"uuid": "x"}]'):
+    farm.plan(1)
+    save(farm, path)
+    half = path.read_bytes().removesuffix(b"]") + b', {"uuid": "x"}]'  # nor is the half of it that could be one
+    farm.nodes.clear()
+    for body in (b"", b"{}", b'[{"uuid": "x"}]', half):
         path.write_bytes(body)
         assert not load(farm, path)
         assert farm.nodes == {}

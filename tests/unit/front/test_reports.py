@@ -42,6 +42,8 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
         (HOSTS[1], 6),
     ]
     await reports.take([page(9, HOSTS[0], began=9, pages=2)])
+    await reports.take([page(8, HOSTS[0], began=8)])  # one that began before, and comes late
     assert not reports.is_whole
+    assert [fact.attempt for fact in reports.facts() if fact.host_uuid == HOSTS[0]] == [9]
     await reports.take([page(1, HOSTS[0], began=1, epoch=2)])  # the service began anew
     assert reports.is_whole

@@ -17,10 +17,19 @@ def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPat
     assert len(table.services) == 3
 
 
-def report(sequence: int, *named: str, began: int = 0, pages: int = 1, complete: bool = False) -> ComputeHosts:
+def report(
+    sequence: int, *named: str, began: int = 0, pages: int = 1, complete: bool = False, epoch: int = 1
+) -> ComputeHosts:
     listed = tuple(HostReport(uuid=f"{name * 8}-0000-4000-8000-000000000000", name=name) for name in named)
     return ComputeHosts(
-        service="s", cell="c1", epoch=1, sequence=sequence, hosts=listed, began=began, pages=pages, complete=complete
+        service="s",
+        cell="c1",
+        epoch=epoch,
+        sequence=sequence,
+        hosts=listed,
+        began=began,
+        pages=pages,
+        complete=complete,
     )
 
 
@@ -45,6 +54,15 @@ def test_a_report_of_many_pages_says_who_is_gone_when_all_of_them_were_heard() -
     assert managed(table) == "ace"
     table.heard(report(10, "c", complete=True), 3.0)  # as services said it that knew no pages
     assert managed(table) == "c"
+
+
+def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
+    """It may have died within a report that had the number of its first one now."""
+    table = hosts.HostTable()
+    table.heard(report(1, "a", began=1, pages=3), 0.0)
+    table.heard(report(1, "b", began=1, pages=2, epoch=2), 1.0)
+    table.heard(report(2, "c", began=1, pages=2, epoch=2, complete=True), 1.0)
+    assert managed(table) == "bc"
 
 
 HOST = "10000000-0000-4000-8000-000000000001"
