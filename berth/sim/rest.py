@@ -159,17 +159,23 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
 
 
 def _running(world: World) -> Iterator[RunningFact]:
-    """What really runs; on hosts that burnt down only what its owner still takes for alive."""
-    alive = {
-        (uuid, instance.host_uuid)
-        for table in world.cells.values()
-        for uuid, instance in table.instances.items()
-        if instance.state is State.ACTIVE
-    }
+    """What really runs; on hosts that burnt down whatever its owner still takes for alive.
+
+    Of those nobody hears any more, not even that a machine was lost just before: that each was once built there by its
+    attempt is seen at every commit (`active_was_built`).
+    """
+    burnt: dict[tuple[str, str], int] = {}
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests():
-            if guest.complete and (service not in world.dead or (guest.instance_uuid, host) in alive):
+            if service in world.dead:
+                burnt[guest.instance_uuid, host] = guest.attempt
+            elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
+    for table in world.cells.values():
+        for uuid, instance in table.instances.items():
+            host = instance.host_uuid or ""
+            if instance.state is State.ACTIVE and world.left.get(host) == "dead":
+                yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
     for node in world.ironic.farm.nodes.values() if world.ironic else ():
         if (uuid := node["instance_uuid"]) is not None:
             attempts = [

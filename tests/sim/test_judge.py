@@ -57,3 +57,14 @@ def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
     builds = [order for order in plan.orders if order.act is Act.BUILD and order.at < acts[0].at]
     result = run(replace(plan, orders=(*builds, *acts)))
     assert result.breach == "", result.detail
+
+
+def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
+    """Seeds 2384 and 2436: a host is reinstalled and its service dies before it could report that machines are gone."""
+    plan = plan_of(1).without_faults()
+    service, hosts = plan.cells[0].services[0]
+    builds = [order for order in plan.orders if order.act is Act.BUILD]
+    acts = [Order(at=58.0, act=Act.LOSE, service=service, host=host) for host in range(hosts)]
+    acts.append(Order(at=58.001, act=Act.DIE, service=service))
+    result = run(replace(plan, orders=(*builds, *acts)))
+    assert result.breach == "", result.detail
