@@ -32,7 +32,7 @@ from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.live import LiveView, render_record
-from berth.load.plan import DEFAULT_BOOTS, is_metal, parse_mix, parse_ramp, ramp_boots
+from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
 from berth.load.sampler import Sample
@@ -55,7 +55,7 @@ def load(
     context: typer.Context,
     boots: Annotated[
         int | None,
-        typer.Option(min=1, max=10_000_000, help="How many builds; default 1000, or all of a ramp or trace."),
+        typer.Option(min=1, max=MAX_BOOTS, help="How many builds; default 1000, or all of a ramp or trace."),
     ] = None,
     mix: Annotated[
         str,

@@ -17,6 +17,9 @@ DRAWN_AT_ONCE = 1_000
 PLAIN = "m1."  # flavors of plain virtual machines
 # A load that says nothing else is so large.
 DEFAULT_BOOTS = 1_000
+# The most that one load may be, and the most that one number of a ramp may say.
+MAX_BOOTS = 10_000_000
+MAX_IN_RAMP = 1e9
 
 Mode = Literal["open", "ramp", "trace", "closed", "burst"]
 
@@ -149,8 +152,11 @@ def phase_boots(phases: Sequence[tuple[float, float]]) -> int:
 
 
 def ramp_boots(from_per_s: float, to_per_s: float, seconds: float) -> int:
-    """How many builds a ramp is."""
-    return max(1, round((from_per_s + to_per_s) / 2 * seconds))
+    """How many builds a ramp is. Raises PlanError."""
+    boots = max(1, round((from_per_s + to_per_s) / 2 * seconds))
+    if boots > MAX_BOOTS:
+        raise PlanError("load.ramp", f"that ramp is {boots} builds, and {MAX_BOOTS} are the most")
+    return boots
 
 
 def parse_ramp(text: str) -> tuple[float, float, float]:
@@ -162,7 +168,7 @@ def parse_ramp(text: str) -> tuple[float, float, float]:
     except ValueError:
         values = (-1.0, -1.0, -1.0)
     from_per_s, to_per_s, length_s = values
-    sound = slash and dots and all(map(math.isfinite, values)) and from_per_s >= 0 and to_per_s >= 0 and length_s > 0
+    sound = slash and dots and all(0 <= value <= MAX_IN_RAMP for value in values) and length_s > 0
     if not sound or from_per_s + to_per_s <= 0:
         raise PlanError("load.ramp", f"a ramp is FROM..TO/SECONDS, builds a second, as in 100..4000/60: not {text!r}")
     return values

@@ -70,6 +70,13 @@ def test_what_is_no_ramp_is_said_so(text: str) -> None:
     assert fault.value.code == "load.ramp"
 
 
+@pytest.mark.parametrize("text", ["1e308..1e308/1", "1e200..0/1e-300", "1..1e6/1e6"])
+def test_a_ramp_that_nobody_could_climb_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(PlanError) as fault:
+        ramp_boots(*parse_ramp(text))
+    assert fault.value.code == "load.ramp"
+
+
 def test_a_ramp_is_read() -> None:
     assert parse_ramp("100..4000/60") == (100.0, 4000.0, 60.0)
 
