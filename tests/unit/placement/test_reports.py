@@ -243,6 +243,17 @@ def test_a_second_source_takes_away_its_own_and_the_first_one_keeps_off() -> Non
     assert (result.reported, result.changed) == ((), False)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        update(place(ROOT), place(CHILD, ROOT), node(GRANDCHILD, CHILD, name="whatever")),
+        update(place(ROOT), node(CHILD, ROOT, name="whatever"), place(GRANDCHILD, CHILD)),
+    ],
+)
+def test_what_a_second_source_calls_a_place_is_nobodys_name(asked: InventoryUpdate) -> None:
+    assert flaw(asked, TRAITS) is None
+
+
 @pytest.mark.parametrize("asked", [update(place(ROOT), node(CHILD, ROOT)), update(place(SECOND), place(ROOT, SECOND))])
 def test_a_place_that_is_not_there_is_refused(asked: InventoryUpdate) -> None:
     book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD)))
