@@ -117,9 +117,18 @@ class Ledger:
         if before is not None:
             self._move(before, step.failed(before, now=self._clock.time(), timing=self._timing))
 
-    def retell_all(self) -> None:
-        """Tell the book about every node again, each when it is next read."""
-        self._retell.update(self.positions)
+    def retell_all(self, *, gone_since: float) -> None:
+        """Tell the book about every node again, each when it is next read.
+
+        Those that have gone since are not read any more: of them it is told now, because what was in use when it was
+        removed stays in the book, without capacity, until a later word finds it unused.
+        """
+        now = self._clock.time()
+        for uuid, position in list(self.positions.items()):
+            if position.report is not None or position.due_at is not None:
+                self._retell.add(uuid)
+            elif position.version and (position.read_at or 0.0) >= gone_since:
+                self._move(position, step.retold(position, now=now))
 
     def known(self) -> list[str]:
         """Nodes that the book has been told to have."""

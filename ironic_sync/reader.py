@@ -78,7 +78,7 @@ class Reader:
             self._reading_all = True
             self._all.clear()
             if self._clock.time() >= retell_at:
-                self._ledger.retell_all()
+                self._ledger.retell_all(gone_since=self._clock.time() - self._config.forget_removed_s)
                 retell_at = self._clock.time() + self._config.retell_s
             complete = await self._read_all()
             if not complete:

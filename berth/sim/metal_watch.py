@@ -135,7 +135,9 @@ def disagreements(
         elif words := _differs(node, provider):
             yield f"ironic_agrees: {uuid} in {node['provision_state']}: {words}"
     for uuid in positions:
-        if uuid not in ironic.farm.nodes and uuid in providers and is_reported(providers[uuid]):
+        provider = providers.get(uuid)
+        # Removed while it was in use it is a shell until a later word finds it unused.
+        if uuid not in ironic.farm.nodes and provider and (is_reported(provider) or not any(provider.used.values())):
             yield f"ironic_agrees: the book has {uuid}, Ironic has not"
 
 

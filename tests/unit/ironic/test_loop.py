@@ -553,6 +553,28 @@ async def test_now_and_then_all_is_told_again() -> None:
         assert 5 <= nodes.lists <= 9
 
 
+async def test_that_a_node_is_gone_is_told_again_too() -> None:
+    """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
+    nodes, here = world(resync_s=60.0, retell_s=300.0, forget_removed_s=1000.0)
+    async with here.running():
+        await here.settle()
+        nodes.nodes.clear()
+        here.loop.read_all()
+        await here.settle()
+        first = here.book.updates[-1]
+        assert not first.providers
+        await here.pass_time(500)
+        second = here.book.updates[-1]
+        assert (second.providers, second.version > first.version) == ((), True)
+    again = World(nodes, positions=here.positions, forget_removed_s=1000.0)
+    again.clock.now = here.clock.now
+    async with again.running():
+        await again.settle()
+        assert [update.providers for update in again.book.updates] == [()], "and by the next writer"
+        await again.pass_time(5000)
+        assert not again.positions.positions
+
+
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
     nodes, here = world(forget_removed_s=1000.0, retell_s=500.0)
     async with here.running():
