@@ -121,15 +121,13 @@ class BuildClient:
         """Publish all (confirmed by the broker when this returns) and follow them.
 
         patience_s: how long to publish again while the broker is away or refuses; a request that arrives twice is
-        one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down).
+        one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down); the
+        tracks of those that were confirmed before have a `published_at`.
         """
         tracks = [self.track(request) for request in requests]
         give_up_at = self._clock.monotonic() + patience_s
         for start in range(0, len(requests), PUBLISH_SLICE):
             await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
-            now = self._clock.monotonic()
-            for track in tracks[start : start + PUBLISH_SLICE]:
-                track.published_at = now
         return tracks
 
     async def offer(
@@ -265,6 +263,10 @@ class BuildClient:
         """Publish until all are confirmed; what already is does not go again."""
         while True:
             errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
+            now = self._clock.monotonic()
+            for request, error in zip(requests, errors, strict=True):
+                if error is None:
+                    self.tracks[request.instance_uuid].published_at = now
             failed = [(request, error) for request, error in zip(requests, errors, strict=True) if error is not None]
             if not failed:
                 return

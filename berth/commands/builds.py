@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from berth.commands.common import (
 from berth.render import printable, render_funnel, render_rows, render_stages
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
+from bus.port import BusUnavailable, PublishRefused
 
 QUERY_TIMEOUT_S = 10.0
 MAX_COUNT = 100_000
@@ -68,7 +70,7 @@ def boot(
 
     async def body() -> int:
         async with client(settings_of(context)) as berth:
-            tracks = await berth.boot(requests)
+            tracks = await asked_for(berth, requests, timeout_s=timeout, as_json=as_json)
             ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
@@ -91,7 +93,7 @@ def delete(
     async def body() -> int:
         async with client(settings_of(context)) as berth:
             records = [await _record(berth, uuid) for uuid in asked]
-            tracks = await berth.delete(records)
+            tracks = await berth.delete(records, patience_s=timeout)
             ended = not wait or await berth.wait(timeout)
             _show_tracks(tracks, as_json)
         if not ended:
@@ -196,6 +198,19 @@ def _check(request: BuildRequest) -> None:
         name = str(error).rpartition("$.")[2].rstrip("`")
         option, rule = _RULES.get(name, ("", str(error)))
         raise typer.BadParameter(rule, param_hint=option or None) from error
+
+
+async def asked_for(
+    berth: BuildClient, requests: Sequence[BuildRequest], *, timeout_s: float, as_json: bool
+) -> list[Track]:
+    """Publish all, waiting for a full queue to have room. What was accepted before an end without success is shown."""
+    try:
+        return await berth.boot(requests, patience_s=timeout_s)
+    except (PublishRefused, BusUnavailable):
+        accepted = [track for track in berth.tracks.values() if track.published_at is not None]
+        if accepted:
+            _show_tracks(accepted, as_json)
+        raise
 
 
 def _show_tracks(tracks: list[Track], as_json: bool) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from berth import client as client_module
+from berth.commands.builds import asked_for
 from berth.load import LoadPlan, draw_requests
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
-from bus.port import BusUnavailable
+from bus.port import BusUnavailable, PublishRefused
 from tests.unit.front.world import ClientWorld
 
 
@@ -41,6 +43,26 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(
+    client_world: ClientWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`berth boot --count 20000` ended with an error, and machines that nobody could name."""
+    client_world.answer_at_once = False
+    client_world.full = {2, 3, 4}
+    with pytest.raises(PublishRefused):
+        await asked_for(client_world.client, requests(1200), timeout_s=2 * client_module.PUBLISH_AGAIN_S, as_json=True)
+    accepted = [track for track in client_world.client.tracks.values() if track.published_at is not None]
+    assert len(accepted) == 1000
+    shown = msgspec.json.decode(capsys.readouterr().out)
+    assert [one["instance_uuid"] for one in shown] == [track.instance_uuid for track in accepted]
+
+
+async def test_many_builds_wait_for_a_full_queue_to_have_room(client_world: ClientWorld) -> None:
+    client_world.full = {2, 3}
+    tracks = await asked_for(client_world.client, requests(1200), timeout_s=20.0, as_json=True)
+    assert all(track.published_at is not None for track in tracks) and len(tracks) == 1200
 
 
 async def test_an_event_that_was_missed_is_asked_for(client_world: ClientWorld) -> None:
