@@ -147,7 +147,7 @@ class RequestHandler:
         firsts: dict[str, Item] = {}
         for item in items:
             firsts.setdefault(item.request.instance_uuid, item)
-        # Not durable: until the decision is written, the unacknowledged message itself is what survives a crash.
+        # Not durable: until a decision is on disk, the unacknowledged message itself is what survives a crash.
         fresh, known = await quickly(self._store, lambda unit: self._insert(unit, firsts, now), durable=False)
         for item in items:
             first = firsts[item.request.instance_uuid]
@@ -162,6 +162,8 @@ class RequestHandler:
         self._begun.update(dict.fromkeys(firsts))
         for old in list(itertools.islice(self._begun, max(0, len(self._begun) - MAX_BEGUN))):
             del self._begun[old]
+        if any(isinstance(item.outcome, Done) for item in items):
+            await self._store.flush()  # those are acknowledged by what is on record, and nothing more is written
         await self._release([item for item in items if item.doubtful])
 
     def _may_have_run(self, item: Item) -> bool:

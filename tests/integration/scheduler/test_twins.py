@@ -11,12 +11,13 @@ import pytest
 
 from bus.bus import API
 from bus.clock import new_uuid
-from bus.contracts.build import BuildState, DeleteRequest
+from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
-from bus.faults import DatabaseUnavailable
+from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import handlers
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.store.postgres import PostgresStore
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -136,6 +137,21 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_ma
     await world.ask(request)
     await world.until(lambda: world.builds)
     assert world.builds[0][1].selections[0].host_uuid == host
+
+
+async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the database could forget it with nobody left to tell the client."""
+    flushing = Gate(monkeypatch, PostgresStore, "flush")
+    await world.scheduler("s1", CONFIG)
+    asking = world.buses[API].request(world.request("no.such"), BuildAccepted, timeout_s=PATIENCE_S)
+    asked = asyncio.create_task(asking)
+    await flushing.wait()
+    assert not asked.done()
+    flushing.open.set()
+    with pytest.raises(RequestRefused):
+        await asked
 
 
 async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
