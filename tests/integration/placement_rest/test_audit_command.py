@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ import pytest
 from berth.commands.book import uuids_of
 from berth.commands.common import Stop
 from bus.clock import new_uuid
-from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Swap
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ConsumerAllocations,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Swap,
+)
 from placement_worker.store import audit as questions
 from placement_worker.store.surplus import Doubled, doubled, generations, give_back
 from tests.integration.placement_rest.conftest import Placement
@@ -111,6 +121,28 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
     assert found["repaired"] == [f"{uuid}: released" for uuid in sorted(newest)]
     shown = await placement.call("GET", f"/resource_providers/{host}/usages")
     assert shown.json()["usages"] == {"VCPU": 4}
+
+
+async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placement, tmp_path: Path) -> None:
+    host, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
+
+    async def report(version: int, **stock: int) -> Sequence[str]:
+        inventories = {name: Inventory(total=total) for name, total in stock.items()}
+        reports = (ProviderReport(uuid=host, name="host", inventories=inventories),)
+        update = InventoryUpdate(source="s", version=version, root_uuid=host, providers=reports)
+        [result] = await placement.store.report([update])
+        assert isinstance(result, InventoryResult)
+        return result.set_aside
+
+    assert not await report(1, VCPU=8, CUSTOM_CARD=2)
+    assert (await placement.claim(consumer, host, CUSTOM_CARD=1)).status_code == 204
+    assert await report(2, VCPU=8)
+    names = tmp_path / "ids"
+    names.write_text(consumer)
+    line = f"{host} CUSTOM_CARD: 1 of 0, no longer reported; it goes when it is no longer used"
+    for words in ((), ("--repair", "--evict")):
+        status, found = await audit(placement, "--consumers", str(names), *words)
+        assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
 
 
 async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 import structlog
@@ -12,6 +13,8 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.placement import Change, FeedChanges
 from bus.outcome import Done, Outcome, Received
+from placement_worker.domain.trees import CreateProvider
+from placement_worker.store.rest import RestStore
 from tests.integration.placement_rest.conftest import Placement, holding
 
 pytestmark = pytest.mark.postgres
@@ -73,7 +76,9 @@ async def test_writes_that_were_written_together_keep_their_own_causes(placement
     }
 
 
-async def test_the_bus_says_it_too(placement: Placement) -> None:
+@asynccontextmanager
+async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Received]]:
+    """What comes on the bus."""
     heard: asyncio.Queue[Received] = asyncio.Queue()
 
     async def listen(batch: Sequence[Received]) -> list[Outcome]:
@@ -86,15 +91,36 @@ async def test_the_bus_says_it_too(placement: Placement) -> None:
     consumer = bus.consumer("scheduler.feed.{process}", listen)
     await consumer.start()
     try:
-        body = {"name": "host", "uuid": new_uuid(placement.rng)}
-        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
         async with asyncio.timeout(20):
-            while not isinstance((received := await heard.get()).message, FeedChanges):
-                pass
-        assert received.meta.cause == OURS
+            yield heard
     finally:
         await consumer.drain(1.0)
         await bus.close()
+
+
+async def test_the_bus_says_it_too(placement: Placement) -> None:
+    async with listening(placement) as heard:
+        body = {"name": "host", "uuid": new_uuid(placement.rng)}
+        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
+        while not isinstance((received := await heard.get()).message, FeedChanges):
+            pass
+        assert received.meta.cause == OURS
+
+
+async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placement: Placement) -> None:
+    ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
+    writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
+    async with listening(placement) as heard:
+        await RestStore(placement.store.database, placement.store.names).write_trees(writes)
+        body = {"name": "host", "uuid": new_uuid(placement.rng)}
+        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes whoever publishes
+        while True:
+            received = await heard.get()
+            if isinstance(received.message, FeedChanges):
+                causes = {cause for change in received.message.changes for cause in change.causes}
+                assert received.meta.cause == (OURS if causes == {OURS} else "")
+                if causes >= set(ids):
+                    return
 
 
 async def test_the_log_says_it_too(placement: Placement) -> None:
