@@ -137,8 +137,8 @@ class Engine:
             except StaleWrite:
                 continue
             self._committed(transaction, recorded)
-            if not transaction.durable or len(fresh) < len(arrivals):
-                await self._store.flush()  # what was seen before, too: who saw it may have died before its own flush
+            if not transaction.durable:
+                await self._store.flush()
             # A message seen before: whoever took it then may have died before it could ask.
             again = set() if len(fresh) == len(arrivals) else {a.uuid for a in arrivals} - {a.uuid for a in fresh}
             return _questions(known, recorded.instances, again=again)

@@ -26,7 +26,6 @@ from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival
 from cell_conductor.handlers import RequestHandlers, build_asked
-from cell_conductor.store.postgres import PostgresInstances
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 
 
@@ -286,26 +285,6 @@ async def test_a_killed_connection_is_transient_and_the_batch_can_be_taken_again
     await cell.engine.take([_build_arrival(build, cell)], source="test")
     await cell.around.until(lambda: bool(cell.around.ends(build.spec.instance_uuid)))
     await cell.check_at_rest()
-
-
-async def test_a_message_seen_before_is_on_disk_before_it_is_acknowledged(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever saw it may have died before its own flush; a crash of the database then forgot its result."""
-    flushes: list[str] = []
-    flush = PostgresInstances.flush
-
-    async def noted(store: PostgresInstances) -> None:
-        flushes.append("flushed")
-        await flush(store)
-
-    monkeypatch.setattr(PostgresInstances, "flush", noted)
-    cell.around.hangs = {cell.host(1)}  # and says nothing that would be flushed
-    arrival = _build_arrival(cell.build(1), cell)
-    await cell.engine.take([arrival], source="test")
-    assert not flushes, "a command is on disk by its own commit"
-    await cell.engine.take([arrival], source="test")
-    assert flushes
 
 
 async def _on_outbox_insert(cell: Cell, statement: str) -> None:
