@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.placement import (
+    Change,
     Claim,
     ClaimOption,
     Inventory,
@@ -86,6 +87,33 @@ async def test_little_is_forgotten_at_once_and_the_rest_is_told(store: Placement
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
     await store.apply([Release(consumer=uuid, attempt=1) for uuid in consumers])
-    assert [await trim(store, fences_s=0.0, limit=2) for _ in range(2)] == [True, False]
-    replies = await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
-    assert [str(reply.outcome) for reply in replies] == ["claimed"] * 3
+
+    async def claimed(*consumers: str) -> dict[str, str]:
+        replies = await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
+        return {uuid: str(reply.outcome) for uuid, reply in zip(consumers, replies, strict=True)}
+
+    assert await trim(store, fences_s=0.0, limit=2)
+    found = await claimed(*consumers)
+    assert sorted(found.values()) == ["claimed", "claimed", "consumer_changed"]
+    assert not await trim(store, fences_s=0.0, limit=2)
+    (last,) = (uuid for uuid, outcome in found.items() if outcome != "claimed")
+    assert await claimed(last) == {last: "claimed"}
+
+
+async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
+    await say(store, KEPT, "s", 1)
+    option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
+    for number in range(4):
+        consumer = f"c000000{number}-0000-4000-8000-000000000000"
+        await store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
+    head = await store.head()
+
+    async def send(changes: Sequence[Change]) -> None:
+        del changes
+
+    assert not await trim(store, limit=2), "what was not published is kept"
+    await store.publish(send, 100)
+    assert await trim(store, limit=2)
+    page = await store.changes(head - 3, 10)
+    assert [change.sequence for change in page.changes] == [head - 2, head - 1, head] and not page.too_old
+    assert (await store.changes(head - 4, 10)).too_old

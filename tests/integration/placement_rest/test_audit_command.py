@@ -105,7 +105,7 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
     consumers = [new_uuid(placement.rng) for _ in range(4)]
     for consumer in consumers:
         assert (await placement.claim(consumer, host, VCPU=2)).status_code == 204
-    body = {"resource_provider_generation": 5, "inventories": {"VCPU": {"total": 5}}}
+    body = {"resource_provider_generation": 5, "inventories": {"VCPU": {"total": 4}}}
     await placement.call("PUT", f"/resource_providers/{host}/inventories", body, status=200)
     names = tmp_path / "ids"
     names.write_text("\n".join(consumers))
@@ -113,7 +113,7 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
 
     for words in ((), ("--repair",)):  # they run: repairing alone takes nothing from them
         status, found = await audit(placement, "--consumers", str(names), *words)
-        line = f"{host} VCPU: 8 of 5; fits without {newest[0]} (2), {newest[1]} (2)"
+        line = f"{host} VCPU: 8 of 4; fits without {newest[0]} (2), {newest[1]} (2)"
         assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
 
     status, found = await audit(placement, "--consumers", str(names), "--repair", "--evict")

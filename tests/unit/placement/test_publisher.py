@@ -1,0 +1,38 @@
+"""How the worker forgets: often enough to keep up, a batch at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from bus.bus import API, Bus
+from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.memory import MemoryBroker
+from placement_worker.config import PlacementConfig
+from placement_worker.publisher import FeedPublisher
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from tests.unit.front.world import HandClock
+
+HOST = "10000000-0000-4000-8000-000000000000"
+
+
+async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
+    clock = HandClock()
+    table = MemoryBookTable(clock)
+    store = MemoryBook(table.session())
+    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    config = PlacementConfig(trim_batch=100, fence_keep_s=3600.0, trim_interval_s=7200.0)
+    report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
+    await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
+    consumers = [f"c0000000-0000-4000-8000-{number:012d}" for number in range(450)]
+    option = ClaimOption(allocations={HOST: {"VCPU": 1}})
+    await store.apply([Claim(consumer=uuid, options=(option,), project_id="p") for uuid in consumers])
+    await store.apply([Release(consumer=uuid, attempt=1) for uuid in consumers])
+    started = clock.monotonic()
+    trimming = asyncio.create_task(FeedPublisher(store, bus, clock=clock, config=config).trim())
+    async with asyncio.timeout(20):
+        while table.consumers:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+    trimming.cancel()
+    await asyncio.gather(trimming, return_exceptions=True)
+    assert clock.monotonic() - started < 2 * config.trim_interval_s
