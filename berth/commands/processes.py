@@ -135,13 +135,27 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
     settings, stop = _prepare(context)
     cpus = len(os.sched_getaffinity(0))
     count = numbers(cpus, len(settings.cells), settings.up, asked)
-    async with running(settings, count) as started:
-        supervisor = Supervisor(
-            started.crew, clock=started.site.clock, say=lambda said: err.print(said, soft_wrap=True, markup=False)
-        )
-        _say_processes(started, count, cpus, as_json)
-        await supervised(supervisor, stop)
+    starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
+    try:
+        async with running(settings, count) as started:
+            starting.cancel()
+            supervisor = Supervisor(
+                started.crew, clock=started.site.clock, say=lambda said: err.print(said, soft_wrap=True, markup=False)
+            )
+            _say_processes(started, count, cpus, as_json)
+            await supervised(supervisor, stop)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        starting.cancel()
     return 0
+
+
+async def _given_up(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> None:
+    """Starting takes as long as the slowest worker; who interrupts it does not want to wait for that."""
+    await stop.wait()
+    if starting is not None:
+        starting.cancel()
 
 
 def run_role(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -46,6 +47,13 @@ def alive(pid: int) -> bool:
     return True
 
 
+def commands() -> Iterator[bytes]:
+    """Of every process of this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield path.read_bytes()
+
+
 @pytest.fixture
 def directory() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="berth-up-"))
@@ -54,16 +62,35 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_everything_as_processes(directory: Path) -> None:
-    """A load of all kinds ends well, a killed worker comes back, the invariants hold, and nothing outlives Ctrl-C."""
+@pytest.fixture
+def env(directory: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    env = {
+    return {
         **kept,
         "PYTHONPATH": str(ROOT),
         "BERTH_STATE_DIR": str(directory / "state"),
         "BERTH_UP__NODES": "6",
         "BERTH_COMPUTE__HOSTS": "10",
     }
+
+
+def test_ctrl_c_while_it_starts(directory: Path, env: dict[str, str]) -> None:
+    """It used to be heard when everything was up; a worker that did not get ready made that a minute and more."""
+    command = [sys.executable, "-m", "berth", "up", "--processes", "--json"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as up:
+        until = time.monotonic() + PATIENCE_S
+        while not list((directory / "state").glob("logs/*.log")):
+            assert time.monotonic() < until and up.poll() is None
+            time.sleep(0.02)
+        up.send_signal(signal.SIGINT)
+        said, wrong = up.communicate(timeout=PATIENCE_S)
+    assert (up.returncode, said, wrong) == (130, "", "")
+    assert not [line for line in commands() if directory.name.encode() in line]
+
+
+def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
+    """A load of all kinds ends well, a killed worker comes back, the invariants hold, and nothing outlives Ctrl-C."""
     command = [sys.executable, "-m", "berth", "up", "--processes", "--schedulers", "1", "--json"]
     told = directory / "told"
     with (
