@@ -34,6 +34,9 @@ TREES_PER_PUBLISH = 200
 # Inventory travels on durable queues and is said when it changes: repeating it all is for what nobody foresaw, and for
 # 100,000 hosts every minute it would cost the resource book as much as the boots do. One in so many report intervals.
 INVENTORY_EVERY = 10
+# The inventory of a host that changed is said once more with the first whole announcement after this: a report that
+# another service made of it before, and that waited somewhere, may have undone the first one.
+UNDONE_S = 15.0
 GATHER_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
 RETRY_MIN_S = 0.1
@@ -122,6 +125,7 @@ class Reporter:
         self._report_s = report_s
         self._announce = Wanted()
         self._inventory = Wanted()
+        self._changed: dict[str, float] = {}  # hosts whose inventory is to be said once more, and when they changed
         self._voice = asyncio.Lock()
         self._sequence = 0
 
@@ -135,6 +139,7 @@ class Reporter:
         """The driver saw these hosts change."""
         self._announce.want(hosts)
         self._inventory.want(hosts)
+        self._changed.update(dict.fromkeys(hosts, self._clock.monotonic()))
 
     def failures_changed(self, host: str) -> None:
         """This host's count of consecutive failed builds changed."""
@@ -215,6 +220,8 @@ class Reporter:
         if hosts is not None:
             wanted = frozenset(hosts)
             known = [host for host in known if host.uuid in wanted]
+        else:
+            self._say_changed_again()
         pages = self._pages(known, running)
         began = 0
         for number, page in enumerate(pages, 1):
@@ -236,6 +243,14 @@ class Reporter:
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))
+
+    def _say_changed_again(self) -> None:
+        before = self._clock.monotonic() - UNDONE_S
+        due = [host for host, at in self._changed.items() if at <= before]
+        for host in due:
+            del self._changed[host]
+        if due:
+            self._inventory.want(due)
 
     def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[tuple[str, int]]]) -> list[list[HostReport]]:
         """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeHosts
-from compute_sim.driver import DriverHost
+from bus.contracts.placement import InventoryUpdate, ProviderReport
+from compute_sim.driver import DriverHost, Tree
 from compute_sim.records import Records
-from compute_sim.reporter import Reporter
+from compute_sim.reporter import UNDONE_S, Reporter
 
 HOST = "10000000-0000-4000-8000-000000000001"
 
@@ -71,3 +72,74 @@ async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
     (report,) = world.said
     assert isinstance(report, ComputeHosts)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
+
+
+class QuickWorld(SlowWorld):
+    """The same without waiting; its updates are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = asyncio.Queue[InventoryUpdate]()
+        self.announced = asyncio.Queue[Message]()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    async def learn_hosts(self) -> Sequence[DriverHost]:
+        return await self.hosts()
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
+        return {}
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        return [DriverHost(uuid=HOST, name="h")]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        return [(ProviderReport(uuid=uuid, name="h"),) for uuid in hosts or (HOST,)]
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        self.announced.put_nowait(message)
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        for message, _ in messages:
+            assert isinstance(message, InventoryUpdate)
+            self.updates.put_nowait(message)
+
+
+async def test_the_inventory_of_a_host_that_changed_is_said_once_more() -> None:
+    """What its service of before had said, and was late, undid the first one; ten reports long nobody noticed."""
+    world: Any = QuickWorld()
+    reporter = Reporter(
+        world,
+        service="s",
+        cell="c1",
+        driver=world,
+        work=world,
+        records=Records(),
+        clock=world,
+        rng=random.Random(1),
+        heartbeat_s=1.0,
+        report_s=60.0,
+    )
+    tasks = [asyncio.create_task(work()) for work in (reporter.announce, reporter.report)]
+    async with asyncio.timeout(10):
+        await world.updates.get()  # all, at start
+        await world.announced.get()
+        reporter.host_changed([HOST])
+        first = await world.updates.get()
+        await world.announced.get()
+        reporter.asked()
+        await world.announced.get()
+        assert world.updates.empty(), "not yet: who undoes it is still on the way"
+        world.now += UNDONE_S
+        reporter.asked()
+        again = await world.updates.get()
+        assert again.version > first.version
+        await world.announced.get()
+        world.now += UNDONE_S
+        reporter.asked()
+        await world.announced.get()
+    assert world.updates.empty()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
