@@ -112,6 +112,8 @@ class Measured(Struct, kw_only=True):
     boots: int
     hosts: int
     rates: bool = False
+    idle_boots: int = IDLE_BOOTS
+    idle_pause_s: float = 0.0
     before: Callable[[], Any] | None = None
     after: Callable[[int], Any] | None = None
 
@@ -121,7 +123,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     rng = random.Random(seed)
     await all_hosts_known(client, here, what.hosts)
     await fire(client, here, WARM_UP, rng)
-    idle = [await fire(client, here, 1, rng) for _ in range(IDLE_BOOTS)]
+    idle = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
     if what.before is not None:
         await what.before()
@@ -165,6 +167,15 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         at_rates=at_rates,
         costs=costs,
     )
+
+
+async def one_by_one(client: BuildClient, here: Site, what: Measured, rng: random.Random) -> list[LoadReport]:
+    """Each boot alone. Without a pause the system still clears up after one while it boots the next."""
+    reports = []
+    for _ in range(what.idle_boots):
+        await here.clock.sleep(what.idle_pause_s)
+        reports.append(await fire(client, here, 1, rng))
+    return reports
 
 
 async def all_hosts_known(client: BuildClient, here: Site, hosts: int) -> None:
@@ -296,7 +307,10 @@ async def in_memory(options: argparse.Namespace) -> Result:
         await street.start()
         try:
             async with connected(here) as client:
-                return await measure(client, here, "memory", Measured(boots=options.boots, hosts=options.hosts))
+                what = Measured(
+                    boots=options.boots, hosts=options.hosts, idle_boots=options.idle, idle_pause_s=options.pause
+                )
+                return await measure(client, here, "memory", what)
         finally:
             await street.ensemble.stop()
 
@@ -317,7 +331,13 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
         async with running_crew(servers, plan) as (crew, here), connected(here) as client:
             reads = Instruments(servers, crew, profiles=options.profiles)
             what = Measured(
-                boots=options.boots, hosts=options.hosts, rates=options.rates, before=reads.before, after=reads.after
+                boots=options.boots,
+                hosts=options.hosts,
+                rates=options.rates,
+                idle_boots=options.idle,
+                idle_pause_s=options.pause,
+                before=reads.before,
+                after=reads.after,
             )
             result = await measure(client, here, "real", what)
     return replace(
@@ -350,6 +370,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--boots", type=int, default=2000)
     parser.add_argument("--hosts", type=int, default=200)
+    parser.add_argument("--idle", type=int, default=IDLE_BOOTS, help="boots one at a time, before the load")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each of those")
     parser.add_argument("--cells", type=int, default=2)
     parser.add_argument("--schedulers", type=int, default=1)
     parser.add_argument("--placements", type=int, default=1)

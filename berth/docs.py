@@ -92,7 +92,8 @@ def _message(row: MessageRow) -> Iterator[str]:
     bus = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}[row.where]
     yield f"- {bus}, exchange `{row.exchange}`, routing key `{row.key}`"
     if row.together:
-        yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`"
+        only = "; on a cell's bus only so" if row.where is Where.BOTH else ""
+        yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`{only}"
     yield f"- said by {', '.join(row.said_by)}; decided on by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
     if row.reply is not None:

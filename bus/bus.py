@@ -158,7 +158,9 @@ class Bus:
             correlation_id=correlation_id,
         )
         packed = pack(message, meta)
-        self.publisher.post(row.exchange, routing_key(message), mode, packed, waiter)
+        # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
+        key = row.together if row.together and not mode.asks_first else routing_key(message)
+        self.publisher.post(row.exchange, key, mode, packed, waiter)
         if mode.asks_first:
             # An id of its own: the broker's answers on this connection are told apart by it.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)

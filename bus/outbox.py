@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import asyncpg
@@ -230,6 +230,8 @@ class Relay:
     """Publishes after the commit, forgets the row after the confirm, and sweeps what a dead process left.
 
     Each bus has its own lane: a cell that is away does not hold up the others.
+    lingers: messages that nobody waits for; each leaves with the next message that does not linger, in order, or after
+    `linger_s`.
     """
 
     def __init__(
@@ -241,9 +243,12 @@ class Relay:
         max_rows: int = MAX_ROWS,
         sweep_every_s: float = SWEEP_EVERY_S,
         sweep_age_s: float = SWEEP_AGE_S,
+        linger_s: float = 0.0,
+        lingers: Callable[[Message], bool] | None = None,
     ) -> None:
         self._rows = rows
-        self._lanes = {name: _Lane(bus, clock, self._settle) for name, bus in buses.items()}
+        lingers = lingers if linger_s > 0 else None
+        self._lanes = {name: _Lane(bus, clock, self._settle, lingers, linger_s) for name, bus in buses.items()}
         self._clock = clock
         self._max_rows = max_rows
         # So much waits in memory for a bus that is away: it must not take the room of all the others.
@@ -295,6 +300,8 @@ class Relay:
                 for lane in self._lanes.values():
                     for _ in range(LANE_PUBLISHES):
                         group.create_task(lane.run())
+                    if lane.lingers is not None:
+                        group.create_task(lane.ripen())
                 group.create_task(self._forget())
                 group.create_task(self._sweep())
                 group.create_task(self._forget_handled())
@@ -381,10 +388,16 @@ class Relay:
 class _Lane:
     """What waits for one bus. Bounded by the relay's rows."""
 
-    def __init__(self, bus: Bus, clock: Clock, settle: Any) -> None:
+    def __init__(
+        self, bus: Bus, clock: Clock, settle: Any, lingers: Callable[[Message], bool] | None, linger_s: float
+    ) -> None:
+        self.lingers = lingers
         self._bus = bus
         self._clock = clock
         self._settle = settle
+        self._linger_s = linger_s
+        self._lingering: list[_Item] = []
+        self._some_linger = asyncio.Event()
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
         self._is_away = False
@@ -395,8 +408,27 @@ class _Lane:
         return self._is_away and len(self._waiting) >= most
 
     def put(self, item: _Item) -> None:
+        if self.lingers is not None and self.lingers(item[1]):
+            self._lingering.append(item)
+            self._some_linger.set()
+            return
+        self._hasten()
         self._waiting.append(item)
         self._some.set()
+
+    async def ripen(self) -> None:
+        """What lingers leaves in the end, whatever else there is to say."""
+        while True:
+            await self._some_linger.wait()
+            self._some_linger.clear()
+            await self._clock.sleep(self._linger_s)
+            self._hasten()
+
+    def _hasten(self) -> None:
+        if self._lingering:
+            self._waiting.extend(self._lingering)
+            self._lingering.clear()
+            self._some.set()
 
     async def run(self) -> None:
         while True:

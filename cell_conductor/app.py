@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bus.bus import API
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
 from bus.outbox import Relay
 from bus.service.environment import Environment
@@ -22,6 +24,11 @@ HOSTS = "conductor.hosts.{process}"
 ANNOUNCED_TO = "scheduler.builds"
 
 
+def is_progress(message: Message) -> bool:
+    """News of a build that goes on. `building` of one that is over in a moment is told and recorded with its end."""
+    return isinstance(message, BuildEvent) and not message.terminal
+
+
 def build(env: Environment, config: ConductorConfig, cell: str, *, store: InstanceStore | None = None) -> Service:
     """A conductor of one cell, ready to run. Any number of them share the cell's queues and deadlines.
 
@@ -32,7 +39,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service = Service(f"conductor {cell}", clock=env.clock)
     store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)
-    relay = Relay(store.outbox, {cell: bus}, clock=env.clock)
+    relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
     requests = RequestHandlers(engine, env.clock)
     hosts = HostHandlers(engine, store, env.clock, config)

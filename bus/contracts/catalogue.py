@@ -68,7 +68,8 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
 
     together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
-    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
+    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). On a cell's
+    bus, where nobody else listens, only so.
     """
 
     message: type[Message]
@@ -205,7 +206,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         reader="scheduler_worker",
-        bindings=((EVENTS, "build.event.#"),),
+        bindings=((EVENTS, "build.event.#"), (EVENTS, BUILD_EVENTS)),
         retry_s=RETRY_S,
     ),
     QueueRow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import Mapping
 
@@ -15,16 +16,24 @@ _FRAME = struct.Struct(">BHIHHQBB")
 _ACK, _NACK = 80, 120
 _MULTIPLE, _REQUEUE = 1, 2
 
+# A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
+# the message that its handler has just published wait for two flushes. Nobody waits for them, so they gather.
+LINGER_S = 0.05
+WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for so long is closed as it is
+GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
+
 
 class Acks:
-    """What one channel has delivered and not yet seen settled."""
+    """What one channel has delivered and not yet seen settled. prefetch: so much may be delivered ahead."""
 
-    def __init__(self, channel: AbstractChannel) -> None:
+    def __init__(self, channel: AbstractChannel, *, prefetch: int) -> None:
         self.channel = channel
+        self._at_most = max(1, prefetch // GATHERED_SHARE)
         self._open: dict[int, None] = {}  # in the order of their tags
         self._acked: set[int] = set()
         self._given_up: list[bytes] = []
         self._flushing = False
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def delivered(self, tag: int) -> None:
@@ -35,7 +44,10 @@ class Acks:
         """One is done."""
         if tag in self._open:
             self._acked.add(tag)
-            self._flush_soon()
+            if len(self._acked) >= self._at_most:
+                self._flush_soon()
+            elif self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._send)
 
     def nack(self, tag: int, *, requeue: bool) -> None:
         """One is given back, or given up."""
@@ -45,10 +57,17 @@ class Acks:
             self._flush_soon()
 
     async def flushed(self) -> None:
-        """Until all that was settled has been handed to the connection."""
+        """Until all that was settled is written to the connection: what only waits there is dropped when it closes."""
         self._send()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.channel.is_closed:
+            return
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._wait_to_send(ChannelFrame(payload=b"", should_close=False, drain_future=written))
+                await written
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -57,6 +76,9 @@ class Acks:
 
     def _send(self) -> None:
         self._flushing = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         payload = self._payload()
         if not payload or self.channel.is_closed:
             return

@@ -44,7 +44,7 @@ class RabbitSubscription:
     async def attach(self, session: Session) -> None:
         """Consume on this session."""
         channel = await session.channel(confirms=False)
-        acks = Acks(channel)
+        acks = Acks(channel, prefetch=self._prefetch)
         names = session.names
 
         def on_message(message: DeliveredMessage) -> None:
@@ -186,7 +186,7 @@ class RabbitTransport:
         acks = self._getters.get(channel)
         if acks is None:
             self._getters = {one: held for one, held in self._getters.items() if not one.is_closed}
-            acks = self._getters[channel] = Acks(channel)
+            acks = self._getters[channel] = Acks(channel, prefetch=1)
         acks.delivered(message.delivery_tag)
         return RabbitDelivery(message, acks, self._names)
 

@@ -37,7 +37,16 @@ POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is o
 OPEN_WAIT_MAX_S = 3.0  # longest pause between two attempts to reach a server that is away; also how often we say so
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
+FLUSH_LINGER_S = 0.002  # nothing waits for it but an acknowledgement
 FLUSH = "SELECT pg_logical_emit_message(true, 'berth', '')"
+
+# A plan made for every execution costs a tenth of a millisecond and more, which is most of a statement on one row. What
+# finds its rows by key has one plan that is right whatever the sizes of the tables, if no other is allowed.
+BY_KEY = (
+    "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off; SET enable_hashjoin = off; "
+    "SET enable_mergejoin = off"
+)
+BY_SIZE = "RESET plan_cache_mode; RESET enable_seqscan; RESET enable_hashjoin; RESET enable_mergejoin"
 
 SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
@@ -67,11 +76,12 @@ class DatabaseForbidden(Forbidden):
 class _Held:
     """A pooled connection out of its pool: SQLAlchemy's, and the driver's own below it."""
 
-    __slots__ = ("connection", "driver")
+    __slots__ = ("by_key", "connection", "driver")
 
     def __init__(self, connection: AsyncConnection, driver: asyncpg.Connection) -> None:
         self.connection = connection
         self.driver = driver
+        self.by_key = False
 
 
 class Database:
@@ -95,6 +105,8 @@ class Database:
         # between two transactions it stays out, here, the last used first.
         self._spare: list[_Held] = []
         self._slots = asyncio.Semaphore(pool_size)
+        self._pool_size = pool_size
+        self._open = 0
         self._losses = 0
 
     @property
@@ -145,11 +157,18 @@ class Database:
         return self._raw()
 
     def single(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
-        """An asyncpg connection on which every statement is a transaction of its own."""
+        """An asyncpg connection on which every statement is a transaction of its own, planned once (BY_KEY).
+
+        For statements that find their rows by key, whatever the sizes of the tables.
+        """
         return self._raw(begin=False)
 
     async def flush(self) -> None:
-        """Return when everything that was committed here before, in no hurry too, is on disk."""
+        """Return when everything that was committed here before, in no hurry too, is on disk.
+
+        What was said after those commits leaves first: its flush by the broker would wait for this one.
+        """
+        await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:
             await connection.execute(FLUSH)
 
@@ -163,7 +182,7 @@ class Database:
 
     @asynccontextmanager
     async def _raw(self, *, begin: bool = True) -> AsyncIterator[asyncpg.Connection]:
-        async with self._checked_out() as held:
+        async with self._checked_out(by_key=not begin) as held:
             connection = held.driver
             try:
                 if begin:
@@ -179,11 +198,11 @@ class Database:
                 raise_fault(error, closed=connection.is_closed())
 
     @asynccontextmanager
-    async def _checked_out(self) -> AsyncIterator[_Held]:
+    async def _checked_out(self, *, by_key: bool = False) -> AsyncIterator[_Held]:
         """A pooled connection. One that died in our hands is thrown away instead of being kept."""
         await self._slot()
         try:
-            held = await self._take()
+            held = await self._take(by_key=by_key)
             try:
                 yield held
             finally:
@@ -204,20 +223,47 @@ class Database:
         except TimeoutError:
             raise Transient("no free database connection", code="database.busy") from None
 
-    async def _take(self) -> _Held:
+    async def _take(self, *, by_key: bool) -> _Held:
         """The warmest connection that lives, or a new one. Those that died with the server are thrown away."""
-        while self._spare:
-            held = self._spare.pop()
-            if not held.driver.is_closed():
-                return held
-            await self._drop(held)
+        while (dead := next((held for held in self._spare if held.driver.is_closed()), None)) is not None:
+            self._spare.remove(dead)
+            await self._drop(dead)
+        held = self._warmest(by_key=by_key) or await self._connect()
+        if held.by_key is not by_key:
+            await self._turn(held, by_key=by_key)
+        return held
+
+    def _warmest(self, *, by_key: bool) -> _Held | None:
+        """One that plans so; when no more may be opened, any."""
+        for place in reversed(range(len(self._spare))):
+            if self._spare[place].by_key is by_key:
+                return self._spare.pop(place)
+        return self._spare.pop() if self._spare and self._open >= self._pool_size else None
+
+    async def _turn(self, held: _Held, *, by_key: bool) -> None:
+        """Have its statements planned the other way."""
+        try:
+            await held.driver.execute(BY_KEY if by_key else BY_SIZE)
+        except BaseException as error:
+            await asyncio.shield(self._drop(held))
+            if isinstance(error, asyncpg.PostgresError | asyncpg.InterfaceError | OSError | TimeoutError):
+                raise_fault(error, closed=True)
+            raise
+        held.by_key = by_key
+
+    async def _connect(self) -> _Held:
+        self._open += 1  # now: somebody else must not take the last place meanwhile
         try:
             connection = await self._engine.connect()
-        except (DBAPIError, PoolTimeout, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-            raise_fault(error, closed=True)
-        return _Held(connection, (await connection.get_raw_connection()).driver_connection)
+            return _Held(connection, (await connection.get_raw_connection()).driver_connection)
+        except BaseException as error:
+            self._open -= 1
+            if isinstance(error, DBAPIError | PoolTimeout | asyncpg.PostgresError | asyncpg.InterfaceError | OSError):
+                raise_fault(error, closed=True)
+            raise
 
     async def _drop(self, held: _Held) -> None:
+        self._open -= 1
         self._losses += held.driver.is_closed()
         await held.connection.invalidate()
         await held.connection.close()

@@ -36,9 +36,10 @@ INSERT = f"""
 INSERT INTO instances ({rows.NAMES}) SELECT * FROM {rows.GIVEN} ON CONFLICT (uuid) DO NOTHING RETURNING 1
 """
 
+# All or nothing. Not joined with what is held: planned by key, two lists of values are compared pair by pair.
 UPDATE = f"""
-UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES}), held
-WHERE instances.uuid = n.uuid AND held.uuid = n.uuid RETURNING 1
+UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES})
+WHERE instances.uuid = n.uuid AND (SELECT count(*) FROM held) = {{}}::bigint RETURNING 1
 """
 
 UPDATE_ONE = f"""
@@ -123,7 +124,7 @@ class BelievingTransaction:
         if alone:
             once.part("changed", UPDATE_ONE, *rows.columns(self._changed), versions[0], rows=1)
         elif self._changed:
-            once.part("changed", UPDATE, *rows.columns(self._changed), rows=len(self._changed))
+            once.part("changed", UPDATE, *rows.columns(self._changed), len(held), rows=len(self._changed))
         outbox.add_once(once, self._outgoing)
         once.column("pg_current_xact_id()::xid AS version")
         self.doubt()  # whatever comes of it, cancelled or the connection lost

@@ -30,7 +30,8 @@ JOIN unnest({}::uuid[], {}::xid[]) AS k (instance_uuid, version) ON b.instance_u
 WHERE b.xmin = k.version ORDER BY b.instance_uuid FOR UPDATE OF b
 """
 
-CHANGE = f"{rows.CHANGE} AND b.instance_uuid IN (SELECT instance_uuid FROM held) RETURNING 1"
+# All or nothing. Not joined with what is held: planned by key, two lists of values are compared pair by pair.
+CHANGE = f"{rows.CHANGE} AND (SELECT count(*) FROM held) = {{}}::bigint RETURNING 1"
 CHANGE_ONE = f"{rows.CHANGE} AND b.xmin = {{}}::xid RETURNING 1"
 
 
@@ -102,7 +103,7 @@ class BelievingUnit:
         elif held:
             self._part("held", HELD, held, versions, count=len(held))
             if changes:
-                self._part("changed", CHANGE, *rows.changed(changes), now, count=len(changes))
+                self._part("changed", CHANGE, *rows.changed(changes), now, len(held), count=len(changes))
         for change in changes:
             kept = Kept(standing=change.standing, delete_requested=change.delete_requested)
             self._after[change.standing.instance_uuid] = kept

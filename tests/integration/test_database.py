@@ -218,3 +218,49 @@ async def test_connections_are_kept_between_transactions_and_clean(postgres_url:
     async with database.raw() as connection:
         assert await connection.fetchval("SELECT 1") == 1
     await database.close()
+
+
+async def planned(database: Database, *, single: bool) -> tuple[str, str]:
+    async with database.single() if single else database.raw() as connection:
+        return await connection.fetchval("SHOW plan_cache_mode"), await connection.fetchval("SHOW enable_seqscan")
+
+
+@pytest.mark.parametrize("pool_size", [1, 4])
+async def test_single_statements_are_planned_once_by_key_and_transactions_by_what_they_find(
+    postgres_url: str, pool_size: int
+) -> None:
+    database = Database(postgres_url, "plans", pool_size=pool_size)
+    await database.open()
+    for _ in range(2):
+        assert await planned(database, single=True) == ("force_generic_plan", "off")
+        assert await planned(database, single=False) == ("force_custom_plan", "on")
+    await database.close()
+
+
+async def test_both_kinds_at_once_never_wait_for_more_connections_than_the_pool_has(postgres_url: str) -> None:
+    database = Database(postgres_url, "plans", pool_size=2)
+    await database.open()
+    assert await planned(database, single=False) == ("force_custom_plan", "on")  # one of the two is there, of this kind
+    async with asyncio.timeout(10):
+        both = await asyncio.gather(*(planned(database, single=True) for _ in range(6)))
+    assert set(both) == {("force_generic_plan", "off")}
+    async with database.single() as connection:
+        count = await connection.fetchval(
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'plans' AND state <> 'idle in transaction'"
+        )
+    assert count <= 2
+    await database.close()
+
+
+async def test_a_lost_connection_is_noticed_whatever_kind_is_wanted_next(postgres_url: str) -> None:
+    database = Database(postgres_url, "plans")
+    await database.open()
+    async with database.raw() as connection:
+        pid = await connection.fetchval("SELECT pg_backend_pid()")
+    killer = await asyncpg.connect(postgres_url)
+    await killer.execute("SELECT pg_terminate_backend($1)", pid)
+    await killer.close()
+    async with asyncio.timeout(10):
+        while not database.losses:
+            assert await planned(database, single=True) == ("force_generic_plan", "off")
+    await database.close()

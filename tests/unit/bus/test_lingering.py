@@ -1,0 +1,130 @@
+"""News that nobody waits for leaves with the next message, or a moment later: in order, and as one broker message."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from bus.bus import API, Bus
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.catalogue import BUILD_EVENTS
+from bus.memory import MemoryBroker
+from bus.outbox import Addressed, Relay
+from bus.port import Outgoing
+from cell_conductor.app import is_progress
+
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+LINGER_S = 0.25
+TURNS = 20  # of the loop: more than publishing at once takes
+CELL = "c1"
+
+
+def event(state: BuildState, sequence: int) -> BuildEvent:
+    terminal = state is BuildState.ACTIVE
+    return BuildEvent(instance_uuid=UUID, project_id="p", state=state, sequence=sequence, terminal=terminal)
+
+
+BUILDING = event(BuildState.BUILDING, 2)
+ACTIVE = event(BuildState.ACTIVE, 3)
+
+
+class Gate(SystemClock):
+    """Sleeps of the length that is waited here end when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds != LINGER_S:
+            await asyncio.Event().wait()
+        self.waiting.set()
+        await self.over.wait()
+
+
+class NoRows:
+    async def forget(self, row_ids: Sequence[int]) -> None: ...
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        return []
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None: ...
+
+
+class Heard:
+    """A bus that remembers what left together."""
+
+    name = CELL
+
+    def __init__(self) -> None:
+        self.batches: list[list[Message]] = []
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        self.batches.append([message for message, _ in messages])
+
+
+@asynccontextmanager
+async def relaying(clock: Gate, heard: Heard) -> AsyncIterator[Relay]:
+    buses: dict[str, Bus] = {CELL: heard}  # type: ignore[dict-item]
+    relay = Relay(NoRows(), buses, clock=clock, linger_s=LINGER_S, lingers=is_progress)
+    running = asyncio.create_task(relay.run())
+    try:
+        yield relay
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> None:
+    heard = Heard()
+    async with relaying(Gate(), heard) as relay:
+        relay.send(1, [Addressed(CELL, BUILDING)])
+        await turns()
+        assert heard.batches == []
+        relay.send(2, [Addressed(CELL, ACTIVE)])
+        await turns()
+        assert heard.batches == [[BUILDING, ACTIVE]]
+
+
+async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
+    clock, heard = Gate(), Heard()
+    async with relaying(clock, heard) as relay:
+        relay.send(1, [Addressed(CELL, BUILDING)])
+        await asyncio.wait_for(clock.waiting.wait(), 10)
+        assert heard.batches == []
+        clock.over.set()
+        await turns()
+        assert heard.batches == [[BUILDING]]
+        relay.send(2, [Addressed(CELL, BUILDING)])
+        await turns()
+        assert len(heard.batches) == 2, "and so does the next"
+
+
+async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
+    sent: list[Outgoing] = []
+    transport = MemoryBroker(SystemClock()).transport(CELL)
+    publish = transport.publish
+
+    async def watched(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watched  # type: ignore[method-assign]
+    bus = Bus(CELL, transport, process="t", clock=SystemClock(), rng=random.Random(1))
+    assert bus.name != API
+    await bus.open()
+    await bus.declare("scheduler.builds")
+    await bus.publish_all([(BUILDING, ""), (ACTIVE, "")])
+    assert [message.routing_key for message in sent] == [BUILD_EVENTS]
+    assert await transport.depth("scheduler.builds") == 1
+    await bus.close()
