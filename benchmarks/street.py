@@ -133,7 +133,8 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     for share in RATES if what.rates else ():
         rate = report.boots_per_s * share
         held = await fire(client, here, int(rate * RATE_S), rng, rate=rate)
-        at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms}
+        spent = {f"{stage}_p50": figures["p50"] for stage, figures in held.spent_ms.items()}
+        at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms, **spent}
     await rest(here, timeout_s=REST_TIMEOUT_S)
     verdicts = judge(await gather(here, accepted=list(client.tracks), events=client.events))
     for verdict in verdicts:
@@ -411,7 +412,12 @@ def say(result: Result, seconds: float) -> None:
     spent = (f"{name} {ms['p50']:.0f} ({ms['p99']:.0f})" for name, ms in result.spent_ms.items())
     print("  loaded, ms in each stage, p50 (p99):", ", ".join(spent))
     for share, figures in result.at_rates.items():
-        print(f"  at {share} ({figures['rate_per_s']:.0f}/s): p50 {figures['p50']:.0f} ms, p99 {figures['p99']:.0f} ms")
+        stages = ", ".join(f"{n.removesuffix('_p50')} {ms:.0f}" for n, ms in figures.items() if n.endswith("_p50"))
+        print(
+            f"  at {share} ({figures['rate_per_s']:.0f}/s): p50 {figures['p50']:.0f} ms, p99 {figures['p99']:.0f} ms",
+            end="",
+        )
+        print(f"; in each stage, p50: {stages}")
     costs = result.costs
     if costs is None:
         return
