@@ -59,7 +59,7 @@ CALM_SHARE = 0.5
 CALM_S = 10.0
 # The backlog that the bound allows drains at what calm leaves free: half of what is sustained. So much longer than it.
 MARGIN = 1.5
-AFTER_S = 45.0
+AFTER_S = 100.0
 TIMEOUT_S = 300.0
 REST_TIMEOUT_S = 120.0
 MEMORY_EVERY_S = 1.0
