@@ -591,9 +591,13 @@ async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house
     done: Counter[str] = Counter()
     held = asyncio.Event()
 
+    async def all_fetched() -> bool:
+        return await bus.transport.depth(REQUESTS) == 0
+
     async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
         uuids = [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
         if boot(13).instance_uuid in uuids:
+            await until(all_fetched)
             held.set()
             raise BrokenInvariant("thirteen")
         await held.wait()  # everything is fetched before anything is settled
