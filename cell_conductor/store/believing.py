@@ -84,10 +84,6 @@ class BelievingTransaction:
                 self._versions[instance.uuid], found[instance.uuid] = version, instance
         return found
 
-    async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Nobody can believe what is due."""
-        raise NotImplementedError
-
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Kept for the end."""
         self._created = list(instances)

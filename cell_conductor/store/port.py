@@ -46,9 +46,6 @@ class Transaction(Protocol):
     async def lock(self, uuids: Sequence[str]) -> dict[str, Instance]:
         """The instances on record among these, locked until the end."""
 
-    async def lock_due(self, now: float, limit: int) -> list[Instance]:
-        """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
-
     async def insert(self, instances: Sequence[Instance]) -> None:
         """Record new instances. Raises StaleWrite when one is on record meanwhile."""
 
@@ -57,6 +54,13 @@ class Transaction(Protocol):
 
     async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
         """Put messages into the outbox; the row for the relay (None while it is not known: see `row`)."""
+
+
+class LockingTransaction(Transaction, Protocol):
+    """A transaction that locks as it reads, so it can also be asked what is due: nobody can believe that."""
+
+    async def lock_due(self, now: float, limit: int) -> list[Instance]:
+        """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
 
 
 class InstanceStore(Protocol):
@@ -76,7 +80,7 @@ class InstanceStore(Protocol):
     async def close(self) -> None:
         """Disconnect."""
 
-    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+    def transaction(self) -> AbstractAsyncContextManager[LockingTransaction]:
         """Commits at the end, rolls back on an exception."""
 
     def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[Transaction]:
