@@ -89,6 +89,10 @@ class Delivery(Protocol):
         """Give it back (counts towards the delivery limit), or let the broker dead-letter it."""
 
 
+# What every delivery carries, for the adapters' slots: there are thousands a second.
+DELIVERY_FIELDS = tuple(Delivery.__annotations__)
+
+
 class Subscription(Protocol):
     """A running consumption. It survives reconnections until cancelled."""
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from bus.port import Delivery, Outgoing
+from bus.port import DELIVERY_FIELDS, Delivery, Outgoing
 from bus.topology import QueuePlan
 
 if TYPE_CHECKING:
@@ -39,22 +39,7 @@ class Stored:
 class MemoryDelivery:
     """One message handed to a consumer."""
 
-    __slots__ = (
-        "_consumer",
-        "_stored",
-        "body",
-        "content_type",
-        "correlation_id",
-        "delivery_count",
-        "exchange",
-        "headers",
-        "message_id",
-        "redelivered",
-        "reply_to",
-        "routing_key",
-        "timestamp",
-        "type",
-    )
+    __slots__ = ("_consumer", "_stored", *DELIVERY_FIELDS)
 
     def __init__(self, stored: Stored, consumer: Consumption) -> None:
         message = stored.message

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 
+from bus.port import DELIVERY_FIELDS
 from bus.topology import Names
 
 # Method frames of AMQP 0-9-1 in one go: type 1, channel, size 13, class 60, method, delivery tag, bits, end.
@@ -120,22 +121,7 @@ class Acks:
 class RabbitDelivery:
     """One broker message received."""
 
-    __slots__ = (
-        "_acks",
-        "_tag",
-        "body",
-        "content_type",
-        "correlation_id",
-        "delivery_count",
-        "exchange",
-        "headers",
-        "message_id",
-        "redelivered",
-        "reply_to",
-        "routing_key",
-        "timestamp",
-        "type",
-    )
+    __slots__ = ("_acks", "_tag", *DELIVERY_FIELDS)
 
     def __init__(self, message: DeliveredMessage, acks: Acks, names: Names) -> None:
         properties = message.header.properties
