@@ -1,0 +1,10 @@
+"""A memory broker shared with other processes of this machine, over a Unix socket.
+
+`berth up` serves the brokers it holds in its memory, so that `berth boot` in another terminal reaches them without
+RabbitMQ. See docs/decisions/local-bus.md.
+"""
+
+from bus.local.server import LocalServer
+from bus.local.transport import LocalTransport
+
+__all__ = ["LocalServer", "LocalTransport"]
