@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
-import msgspec
 import structlog
 
 from bus import outbox
-from bus.contracts.build import AttemptRecord, BuildQuery, BuildRecord, BuildState, FunnelStep, StoryLine
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.outbox import Addressed, Relay
 from bus.service.database import Database
 from bus.service.known import Known
@@ -21,10 +20,6 @@ from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, 
 log = structlog.get_logger(__name__)
 
 MIGRATIONS = "scheduler_worker.store.migrations"
-
-_histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
-_funnels = msgspec.json.Decoder(tuple[FunnelStep, ...])
-_stories = msgspec.json.Decoder(StoryLine)
 
 INSERT = rows.numbered(rows.INSERT)
 DECIDE = rows.numbered(rows.DECIDE)
@@ -38,10 +33,8 @@ SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
-BUILDS = """
-SELECT instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, story,
-       created_at, updated_at
-FROM build_requests
+BUILDS = f"""
+SELECT {rows.RECORD} FROM build_requests
 WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
   AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
 ORDER BY created_at DESC LIMIT $5
@@ -195,23 +188,4 @@ class PostgresStore:
             found = await connection.fetch(
                 BUILDS, query.instance_uuid, query.project_id, state, query.before, query.limit
             )
-        return [_build(row) for row in found]
-
-
-def _build(row: asyncpg.Record) -> BuildRecord:
-    return BuildRecord(
-        instance_uuid=row["instance_uuid"],
-        project_id=row["project_id"],
-        flavor=row["flavor"],
-        state=BuildState(row["state"]),
-        name=row["name"],
-        cell=row["cell"],
-        host=row["host"],
-        code=row["code"],
-        reason=row["reason"],
-        created_at=row["created_at"],
-        updated_at=row["updated_at"],
-        funnel=_funnels.decode(row["funnel"]),
-        history=_histories.decode(row["history"]),
-        story=tuple(_stories.decode_lines(row["story"])) if row["story"] else (),
-    )
+        return [rows.record(row) for row in found]

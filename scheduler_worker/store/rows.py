@@ -8,12 +8,14 @@ from typing import Any
 import asyncpg
 import msgspec
 
-from bus.contracts.build import AttemptRecord, BuildState, StoryLine
+from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, StoryLine
 from scheduler_worker.domain.records import Standing
 from scheduler_worker.store.port import Change, Decided, Kept, NewBuild
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
+_funnels = msgspec.json.Decoder(tuple[FunnelStep, ...])
+_stories = msgspec.json.Decoder(StoryLine)
 
 Columns = tuple[Sequence[Any], ...]
 
@@ -44,6 +46,9 @@ SELECT n.*, {3}::float8 FROM unnest({0}::uuid[], {1}::text[], {2}::uuid[]) n
 ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
+
+RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, story,
+       created_at, updated_at"""
 
 KEPT = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
 
@@ -167,3 +172,23 @@ def kept(row: asyncpg.Record) -> Kept:
         history=_histories.decode(row["history"]),
     )
     return Kept(standing=standing, delete_requested=row["delete_requested"])
+
+
+def record(row: asyncpg.Record) -> BuildRecord:
+    """A row of RECORD."""
+    return BuildRecord(
+        instance_uuid=row["instance_uuid"],
+        project_id=row["project_id"],
+        flavor=row["flavor"],
+        state=BuildState(row["state"]),
+        name=row["name"],
+        cell=row["cell"],
+        host=row["host"],
+        code=row["code"],
+        reason=row["reason"],
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        funnel=_funnels.decode(row["funnel"]),
+        history=_histories.decode(row["history"]),
+        story=tuple(_stories.decode_lines(row["story"])) if row["story"] else (),
+    )
