@@ -113,26 +113,26 @@ class Operations(Struct, frozen=True, kw_only=True):
     stages: {stage of STAGES: seconds spent there}. Columns of `stages` that nobody reported are absent.
     """
 
-    flavors: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    codes: list[str] = field(default_factory=list)
-    cells: list[str] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
+    flavors: list[str] = []
+    kinds: list[str] = []
+    codes: list[str] = []
+    cells: list[str] = []
+    hosts: list[str] = []
 
-    instance_uuid: list[str] = field(default_factory=list)
-    intended_s: list[float] = field(default_factory=list)
-    sent_s: Column = field(default_factory=list)
-    accepted_s: Column = field(default_factory=list)
-    ended_s: Column = field(default_factory=list)
-    outcome: list[Index] = field(default_factory=list)
-    flavor: list[Index] = field(default_factory=list)
-    code: list[Index] = field(default_factory=list)
-    cell: list[Index] = field(default_factory=list)
-    host: list[Index] = field(default_factory=list)
-    attempts: list[int] = field(default_factory=list)
-    conflicts: list[int | None] = field(default_factory=list)
-    again: list[int] = field(default_factory=list)
-    stages: dict[str, Column] = field(default_factory=dict)
+    instance_uuid: list[str] = []
+    intended_s: list[float] = []
+    sent_s: Column = []
+    accepted_s: Column = []
+    ended_s: Column = []
+    outcome: list[Index] = []
+    flavor: list[Index] = []
+    code: list[Index] = []
+    cell: list[Index] = []
+    host: list[Index] = []
+    attempts: list[int] = []
+    conflicts: list[int | None] = []
+    again: list[int] = []
+    stages: dict[str, Column] = {}
 
     def __len__(self) -> int:
         return len(self.intended_s)
@@ -159,19 +159,19 @@ class Samples(Struct, frozen=True, kw_only=True):
     deleted_per_s: deletes that ended.
     """
 
-    at_s: list[float] = field(default_factory=list)
-    offered_per_s: list[float] = field(default_factory=list)
-    sent_per_s: list[float] = field(default_factory=list)
-    ended_per_s: list[float] = field(default_factory=list)
-    deleted_per_s: list[float] = field(default_factory=list)
-    in_flight: list[int] = field(default_factory=list)
-    p50_ms: Column = field(default_factory=list)
-    p95_ms: Column = field(default_factory=list)
-    p99_ms: Column = field(default_factory=list)
-    conflicts: list[int | None] = field(default_factory=list)
-    retries: list[int] = field(default_factory=list)
-    backpressure: list[int] = field(default_factory=list)
-    depths: dict[str, list[int | None]] = field(default_factory=dict)
+    at_s: list[float] = []
+    offered_per_s: list[float] = []
+    sent_per_s: list[float] = []
+    ended_per_s: list[float] = []
+    deleted_per_s: list[float] = []
+    in_flight: list[int] = []
+    p50_ms: Column = []
+    p95_ms: Column = []
+    p99_ms: Column = []
+    conflicts: list[int | None] = []
+    retries: list[int] = []
+    backpressure: list[int] = []
+    depths: dict[str, list[int | None]] = {}
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -184,11 +184,11 @@ class Utilisation(Struct, frozen=True, kw_only=True):
     to three digits. The last row is the end of the run. At most MAX_HEAT_HOSTS hosts (`of_hosts` says of how many).
     """
 
-    hosts: list[str] = field(default_factory=list)
-    cells: list[str] = field(default_factory=list)
+    hosts: list[str] = []
+    cells: list[str] = []
     of_hosts: int = 0
-    at_s: list[float] = field(default_factory=list)
-    share: list[list[float]] = field(default_factory=list)
+    at_s: list[float] = []
+    share: list[list[float]] = []
 
 
 class Totals(Struct, frozen=True, kw_only=True, omit_defaults=True):

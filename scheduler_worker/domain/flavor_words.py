@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, cast
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import UNNUMBERED, Group
@@ -47,9 +47,9 @@ class Asked(Struct, frozen=True):
 class _Words(Struct):
     """One group as it is read."""
 
-    resources: dict[str, int] = field(default_factory=dict)
-    required: list[tuple[str, ...]] = field(default_factory=list)
-    forbidden: list[str] = field(default_factory=list)
+    resources: dict[str, int] = {}
+    required: list[tuple[str, ...]] = []
+    forbidden: list[str] = []
     in_tree: str | None = None
 
 
@@ -58,9 +58,9 @@ class _Reading(Struct):
 
     name: str
     groups: dict[str, _Words]
-    preferred_traits: list[str] = field(default_factory=list)
-    preferred_classes: list[str] = field(default_factory=list)
-    others: dict[str, str] = field(default_factory=dict)
+    preferred_traits: list[str] = []
+    preferred_classes: list[str] = []
+    others: dict[str, str] = {}
 
     def group(self, suffix: str) -> _Words:
         return self.groups.setdefault(suffix, _Words())
