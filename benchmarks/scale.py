@@ -1,10 +1,13 @@
-"""The street at 1,000, 10,000 and 100,000 hosts, and with 1, 2 and 4 schedulers: one after the other, in bounded time.
+"""The street at 1,000, 10,000 and 100,000 hosts, and with 1, 2 and 4 schedulers: each a part that can be run alone.
 
-    python -m benchmarks.scale [--boots N] [--minutes N] [--json FILE]
+    python -m benchmarks.scale --json FILE                            all parts, under 12 minutes
+    python -m benchmarks.scale --json FILE --parts 1000x1,100000x1    some: HOSTSxSCHEDULERS, each under 3 minutes
+    python -m benchmarks.scale --json FILE --show                     none: the tables of what FILE has
 
-Each run is `benchmarks.street` on real servers of its own: throughput, CPU of each process a boot, idle latency, the
-share of claims that were lost to other schedulers, the invariants. A run is begun only while there is time for it; one
-that was not begun, or failed, says so and the others stand.
+Each part is `benchmarks.street` on real servers of its own: throughput, CPU of each process a boot, idle latency, the
+share of claims that were lost to other schedulers, the invariants. FILE keeps the other parts' results, and is written
+after each. A part is begun only while there is time for it; one that was not begun, or failed, says so, and the others
+stand. Exit status 1: a part has no result, or its invariants do not hold.
 """
 
 from __future__ import annotations
@@ -15,78 +18,141 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import uvloop
 from msgspec import Struct
 
-from benchmarks.street import Result, on_real_servers
+from benchmarks.street import Result, on_real_servers, parsed, positive
 from berth.embedded.process import ServerFailed
 from bus.service.telemetry import configure_logging
 
-HOSTS = (1_000, 10_000, 100_000)
-SCHEDULERS = (2, 4)  # one is the run above at as many hosts
-HOSTS_OF_SCHEDULERS = 10_000
+PARTS = "1000x1,10000x1,10000x2,10000x4,100000x1"
 CELLS = 4
-NEAR = 0.2  # throughput at the most hosts may be so much below that at the fewest
+BOOTS = 10_000
+NEAR = 0.2  # throughput at the most hosts may be so much below that at the fewest, or above
 MINUTES = 11.5
-# A run that hangs is ended; one of 100,000 hosts spends most of this on making them known.
-RUN_S = 330.0
-# So long a run takes at least: with less left it is not begun.
-LEAST_S = {1_000: 35.0, 10_000: 45.0, 100_000: 150.0}
+# A part that hangs is ended. One of 100,000 hosts spends most of this on making them known.
+PART_S = 175.0
+# So long a part takes at least, by its hosts: with less left it is not begun.
+LEAST_S = 30.0
+LEAST_S_PER_HOST = 0.001
+HEAD = "| hosts | schedulers | boots/s | idle p50 ms | CPU ms a boot | claims a boot | lost | invariants |"
+RULE = "| --- " * 8 + "|"
 
 
-class Run(Struct, frozen=True):
-    """One run: what was asked, and what came of it (None: why not)."""
+class Run(Struct, frozen=True, kw_only=True):
+    """One part: what was asked, and what came of it (None: why not)."""
 
     hosts: int
     schedulers: int
+    seconds: float = 0.0
     result: Result | None = None
     why_not: str = ""
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """What tells it from the others."""
+        return self.hosts, self.schedulers
 
-async def run_all(boots: int, minutes: float) -> list[Run]:
-    """Every run for which there is time."""
-    until = time.monotonic() + 60 * minutes
-    plan = [(HOSTS[0], 1), (HOSTS[1], 1), *((HOSTS_OF_SCHEDULERS, n) for n in SCHEDULERS), (HOSTS[2], 1)]
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """Throughput at the most hosts against that at the fewest, one scheduler each."""
+
+    fewest: int
+    most: int
+    ratio: float
+    bound: float = NEAR
+    verdict: Literal["within", "NOT within"]
+
+
+class Scale(Struct, frozen=True, kw_only=True):
+    """The file: every part that was run, and what they say together (None: too few were)."""
+
     runs: list[Run] = []
-    for hosts, schedulers in plan:
+    spread: Spread | None = None
+
+
+def parse_parts(text: str) -> list[tuple[int, int]]:
+    """`HOSTSxSCHEDULERS,...` as (hosts, schedulers)."""
+    found = []
+    for part in text.split(","):
+        hosts, _, schedulers = part.strip().partition("x")
+        try:
+            found.append((positive(hosts), positive(schedulers or "1")))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"a part is HOSTSxSCHEDULERS, as in 1000x2: not {part!r}") from None
+    return found
+
+
+async def run_all(parts: Sequence[tuple[int, int]], boots: int, minutes: float, path: Path | None) -> Scale:
+    """Every part for which there is time; the file is up to date after each."""
+    until = time.monotonic() + 60 * minutes
+    scale = read(path)
+    for hosts, schedulers in parts:
         left = until - time.monotonic()
-        if left < LEAST_S[hosts]:
-            runs.append(Run(hosts, schedulers, why_not=f"not begun, {left:.0f} s left"))
-            continue
-        runs.append(await run_one(hosts, schedulers, boots, min(left, RUN_S)))
-        print(line(runs[-1]), flush=True)
-    return runs
+        if left < LEAST_S + LEAST_S_PER_HOST * hosts:
+            run = Run(hosts=hosts, schedulers=schedulers, why_not=f"not begun, {left:.0f} s left")
+        else:
+            run = await run_one(hosts, schedulers, boots, min(left, PART_S))
+        print(line(run), flush=True)
+        scale = with_run(scale, run)
+        write(scale, path)
+    return scale
+
+
+def with_run(scale: Scale, run: Run) -> Scale:
+    """The file with this part in its place. No result takes none away that there is."""
+    known = {one.part: one for one in scale.runs}
+    if run.result is not None or run.part not in known or known[run.part].result is None:
+        known[run.part] = run
+    runs = sorted(known.values(), key=lambda one: one.part)
+    return Scale(runs=runs, spread=spread(runs))
+
+
+def write(scale: Scale, path: Path | None) -> None:
+    """The file anew, where there is to be one."""
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(scale), indent=2))
+
+
+def read(path: Path | None) -> Scale:
+    """What the file has; nothing where there is none."""
+    if path is None or not path.exists() or not path.stat().st_size:
+        return Scale()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Scale)
+    except msgspec.DecodeError as fault:
+        raise SystemExit(f"{path} is something else, or of another version: {fault}") from fault
 
 
 async def run_one(hosts: int, schedulers: int, boots: int, most_s: float) -> Run:
     """One street, ended when it takes too long."""
-    options = argparse.Namespace(
-        hosts=hosts,
-        cells=CELLS,
-        schedulers=schedulers,
-        placements=1,
-        boots=boots,
-        bare=False,
-        rates=False,
-        statements=False,
-        profiles=None,
-    )
+    options = options_of(hosts, schedulers, boots)
+    result, why_not, began = None, "", time.monotonic()
     try:
         async with asyncio.timeout(most_s):
-            return Run(hosts, schedulers, result=await on_real_servers(options))
+            result = await on_real_servers(options)
     except TimeoutError:
-        return Run(hosts, schedulers, why_not=f"ended after {most_s:.0f} s")
+        why_not = f"ended after {most_s:.0f} s"
     except (SystemExit, ServerFailed) as error:  # how the street says that builds failed, or hosts stayed unknown
-        return Run(hosts, schedulers, why_not=(str(error).splitlines() or [type(error).__name__])[0])
+        why_not = (str(error).splitlines() or [type(error).__name__])[0]
+    seconds = round(time.monotonic() - began, 1)
+    return Run(hosts=hosts, schedulers=schedulers, seconds=seconds, result=result, why_not=why_not)
+
+
+def options_of(hosts: int, schedulers: int, boots: int) -> argparse.Namespace:
+    """What a part asks of the street."""
+    asked = ["--hosts", str(hosts), "--schedulers", str(schedulers), "--boots", str(boots), "--cells", str(CELLS)]
+    return parsed([*asked, "--no-bare", "--no-rates", "--no-statements"])
 
 
 def line(run: Run) -> str:
-    """One run as a row of the tables."""
+    """One part as a row of the tables."""
     result = run.result
     if result is None or result.costs is None:
-        return f"| {run.hosts:,} | {run.schedulers} | {run.why_not} |"
+        return f"| {run.hosts:,} | {run.schedulers} | {run.why_not} | | | | | |"
     spent: dict[str, float] = {}
     for name, used in result.costs.cpu_s_per_1000_boots.items():
         role = name.split("-")[0].rstrip("0123456789")
@@ -99,38 +165,50 @@ def line(run: Run) -> str:
     )
 
 
-def tables(runs: Sequence[Run]) -> str:
-    """Both tables, and how far apart the first and the last size are."""
-    head = "| hosts | schedulers | boots/s | idle p50 ms | CPU ms a boot | claims a boot | lost | invariants |"
-    rule = "| --- " * 8 + "|"
-    by_hosts = [line(run) for run in sorted(runs, key=lambda run: run.hosts) if run.schedulers == 1]
-    by_schedulers = [line(run) for run in runs if run.hosts == HOSTS_OF_SCHEDULERS]
-    return "\n".join(["", head, rule, *by_hosts, "", head, rule, *by_schedulers, "", spread(runs)])
+def tables(scale: Scale) -> str:
+    """Parts by hosts, parts by schedulers, and how far apart the fewest and the most hosts are."""
+    by_hosts = [line(run) for run in scale.runs if run.schedulers == 1]
+    several = {run.hosts for run in scale.runs if run.schedulers > 1}
+    by_schedulers = [line(run) for run in scale.runs if run.hosts in several]
+    rows = ["", HEAD, RULE, *by_hosts]
+    if by_schedulers:
+        rows += ["", HEAD, RULE, *by_schedulers]
+    found = scale.spread
+    said = (
+        "Different numbers of hosts were not measured."
+        if found is None
+        else f"{found.most:,} hosts against {found.fewest:,}: {found.ratio:.2f} of the throughput, "
+        f"{found.verdict} {found.bound:.0%}."
+    )
+    return "\n".join([*rows, "", said])
 
 
-def spread(runs: Sequence[Run]) -> str:
+def spread(runs: Sequence[Run]) -> Spread | None:
     """Throughput at the most hosts against that at the fewest."""
     found = {run.hosts: run.result.boots_per_s for run in runs if run.schedulers == 1 and run.result is not None}
-    if not {HOSTS[0], HOSTS[-1]} <= found.keys():
-        return "The fewest and the most hosts were not both measured."
-    ratio = found[HOSTS[-1]] / found[HOSTS[0]]
-    verdict = "within" if 1 - NEAR <= ratio <= 1 / (1 - NEAR) else "NOT within"
-    return f"{HOSTS[-1]:,} hosts against {HOSTS[0]:,}: {ratio:.2f} of the throughput, {verdict} {NEAR:.0%}."
+    if len(found) < 2:
+        return None
+    fewest, most = min(found), max(found)
+    ratio = round(found[most] / found[fewest], 3)
+    near = 1 - NEAR <= ratio <= 1 / (1 - NEAR)
+    return Spread(fewest=fewest, most=most, ratio=ratio, verdict="within" if near else "NOT within")
 
 
 def main() -> int:
     """Print, and write when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--boots", type=int, default=10_000)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="no run is begun or goes on past this")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", type=parse_parts, default=PARTS, help="%(default)s")
+    parser.add_argument("--boots", type=positive, default=BOOTS)
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="no part is begun or goes on past this")
+    parser.add_argument("--json", type=Path, help="kept up to date: parts of earlier runs stay")
+    parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     configure_logging(process="bench", role="bench", level="error", style="pretty")
-    runs = uvloop.run(run_all(options.boots, options.minutes))
-    print(tables(runs))
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=2))
-    return 0 if all(run.result is not None and run.result.invariants_hold for run in runs) else 1
+    parts = [] if options.show else options.parts
+    scale = uvloop.run(run_all(parts, options.boots, options.minutes, options.json))
+    print(tables(scale))
+    wanted = [run for run in scale.runs if options.show or run.part in parts]
+    return 0 if all(run.result is not None and run.result.invariants_hold for run in wanted) else 1
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Boots a second through the whole street: in one process over memory, and as processes on real servers.
+"""Boots a second through the whole street, as processes on real servers (or in one process over memory).
 
-    python -m benchmarks.street [--boots N] [--hosts N] [--cells N] [--only memory|real] [--json FILE]
+    benchmarks/street [--boots N] [--hosts N] [--cells N] [--only real|memory|both] [--json FILE]
 
-Memory: every worker in this process, memory buses, an embedded PostgreSQL. Real: each worker its own process, a
-private RabbitMQ (quorum queues, confirms, a virtual host per bus) and a private PostgreSQL (fsync on), workers,
-servers and the client all on this machine. Hosts build at once: what is measured is the street. One boot alone on the
-idle system is measured as well, and the invariants are judged after each run.
+Real: each worker its own process, a private RabbitMQ (quorum queues, confirms, a virtual host per bus) and a private
+PostgreSQL (fsync on), workers, servers and the client all on this machine. Hosts build at once: what is measured is
+the street. One boot alone on the idle system is measured as well, and the invariants are judged after each run.
+Memory: every worker in this process, memory buses, an embedded PostgreSQL.
 
-Real also says what a boot costs: CPU of every process, broker messages, transactions, statements (--statements: on
-Debian's PostgreSQL with pg_stat_statements); latency at 50 % and 80 % of the highest rate (--rates); and the bare
-five-hop pipeline on the same broker (benchmarks/bare.py) in the same run.
+Real also says what a boot costs: CPU of every process, broker messages, transactions, statements (counted by
+pg_stat_statements, which Debian's PostgreSQL has and the wheel's has not); latency at 50 % and 80 % of the highest
+rate; and the bare five-hop pipeline on the same broker (benchmarks/bare.py) in the same run. Each can be left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import statistics
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +122,26 @@ class Measured(Struct, kw_only=True):
 async def measure(client: BuildClient, here: Site, system: str, what: Measured, seed: int = 1) -> Result:
     """Warm up, boot one at a time, then all at once; judge."""
     rng = random.Random(seed)
+    progress(f"{system}: waiting until {what.hosts:,} hosts are known")
     await all_hosts_known(client, here, what.hosts)
+    progress(f"warming up, then {what.idle_boots} boots one at a time")
     await fire(client, here, WARM_UP, rng)
     idle = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
+    progress(f"idle boot p50 {statistics.median(latencies):.1f} ms; {what.boots:,} boots at once")
     if what.before is not None:
         await what.before()
     report = await fire(client, here, what.boots, rng)
     costs = await what.after(what.boots) if what.after is not None else None
+    progress(f"{report.boots_per_s:,.0f} boots a second")
     at_rates = {}
     for share in RATES if what.rates else ():
         rate = report.boots_per_s * share
+        progress(f"{RATE_S:.0f} s at {share:.0%} of it")
         held = await fire(client, here, int(rate * RATE_S), rng, rate=rate)
         spent = {f"{stage}_p50": figures["p50"] for stage, figures in held.spent_ms.items()}
         at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms, **spent}
+    progress("judging the invariants")
     await rest(here, timeout_s=REST_TIMEOUT_S)
     verdicts = judge(await gather(here, accepted=list(client.tracks), events=client.events))
     for verdict in verdicts:
@@ -168,6 +175,11 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         at_rates=at_rates,
         costs=costs,
     )
+
+
+def progress(sentence: str) -> None:
+    """What is being done, for whoever watches; figures go to stdout and the file."""
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
 async def one_by_one(client: BuildClient, here: Site, what: Measured, rng: random.Random) -> list[LoadReport]:
@@ -299,9 +311,10 @@ async def connected(here: Site, *, keep_events: bool = True) -> AsyncIterator[Bu
 async def in_memory(options: argparse.Namespace) -> Result:
     """Everything in this process."""
     cells = len(Settings().cells)
+    per_cell = math.ceil(options.hosts / cells)
     settings = Settings(
         up=UpSettings(schedulers=1, placements=1, computes_per_cell=1, nodes=0),
-        compute=ComputeConfig(hosts=options.hosts // cells, gpu_share=0.0, sizes=(BIG,)),
+        compute=ComputeConfig(hosts=per_cell, gpu_share=0.0, sizes=(BIG,)),
     )
     async with site(settings, directory=None) as here:
         street = Street(here)
@@ -309,7 +322,7 @@ async def in_memory(options: argparse.Namespace) -> Result:
         try:
             async with connected(here) as client:
                 what = Measured(
-                    boots=options.boots, hosts=options.hosts, idle_boots=options.idle, idle_pause_s=options.pause
+                    boots=options.boots, hosts=per_cell * cells, idle_boots=options.idle, idle_pause_s=options.pause
                 )
                 return await measure(client, here, "memory", what)
         finally:
@@ -319,21 +332,29 @@ async def in_memory(options: argparse.Namespace) -> Result:
 async def on_real_servers(options: argparse.Namespace) -> Result:
     """Every worker its own process."""
     cells = tuple(f"cell{number}" for number in range(1, options.cells + 1))
+    per_cell = math.ceil(options.hosts / len(cells))
     plan = Plan(
         cells=cells,
         schedulers=options.schedulers,
         placements=options.placements,
-        compute=ComputeConfig(hosts=options.hosts // len(cells), gpu_share=0.0, sizes=(BIG,)),
+        compute=ComputeConfig(hosts=per_cell, gpu_share=0.0, sizes=(BIG,)),
     )
-    with servers_for(cells, statements=options.statements) as servers:
-        if options.statements:
+    counting = counting_binaries() if options.statements else None
+    if options.statements and counting is None:
+        print("SQL statements are not counted: there is no PostgreSQL with pg_stat_statements here", file=sys.stderr)
+    progress("starting RabbitMQ and PostgreSQL")
+    with servers_for(cells, counting) as servers:
+        if counting is not None:
             await probe.count_statements(servers.database_url)
+        if options.bare:
+            progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")
         bare_rate = await bare.boots_per_s(servers.urls["berth"], BARE_BOOTS) if options.bare else None
+        progress("starting the workers")
         async with running_crew(servers, plan) as (crew, here), connected(here) as client:
             reads = Instruments(servers, crew, profiles=options.profiles)
             what = Measured(
                 boots=options.boots,
-                hosts=options.hosts,
+                hosts=per_cell * len(cells),
                 rates=options.rates,
                 idle_boots=options.idle,
                 idle_pause_s=options.pause,
@@ -349,16 +370,30 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
     )
 
 
+def counting_binaries() -> Path | None:
+    """The newest PostgreSQL of Debian that can count statements."""
+    found = DEBIAN.glob("*/lib/pg_stat_statements.so")
+    servers = [library.parent.parent / "bin" for library in found]
+    return max((path for path in servers if (path / "postgres").exists()), key=_version, default=None)
+
+
+def _version(binaries: Path) -> float:
+    try:
+        return float(binaries.parent.name)
+    except ValueError:
+        return 0.0
+
+
 @contextlib.contextmanager
-def servers_for(cells: tuple[str, ...], *, statements: bool) -> Iterator[RealServers]:
-    """Private servers with default durability; with pg_stat_statements when asked for (Debian's has it)."""
+def servers_for(cells: tuple[str, ...], counting: Path | None) -> Iterator[RealServers]:
+    """Private servers with default durability. counting: the PostgreSQL to take, with pg_stat_statements."""
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(RabbitMQ())
-        if not statements:
+        if counting is None:
             yield RealServers(broker, stack.enter_context(Postgres(durable=True)), cells)
             return
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="berth-bench-")))
-        postgres = stack.enter_context(Postgres(directory, durable=True, binaries=max(DEBIAN.glob("*/bin"))))
+        postgres = stack.enter_context(Postgres(directory, durable=True, binaries=counting))
         postgres.shut_down()
         with (directory / "data" / "postgresql.conf").open("a") as file:
             file.write("shared_preload_libraries = 'pg_stat_statements'\npg_stat_statements.track_utility = on\n")
@@ -366,27 +401,53 @@ def servers_for(cells: tuple[str, ...], *, statements: bool) -> Iterator[RealSer
         yield RealServers(broker, postgres, cells)
 
 
+def parser() -> argparse.ArgumentParser:
+    """What can be asked for. By default everything, on the system that berth is judged by."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    yes_no = argparse.BooleanOptionalAction
+    found.add_argument("--boots", type=positive, default=20_000, help="at once, after the idle ones (%(default)s)")
+    found.add_argument("--hosts", type=positive, default=10_000, help="in all, rounded up to a multiple of the cells")
+    found.add_argument("--cells", type=positive, default=4)
+    found.add_argument("--idle", type=positive, default=IDLE_BOOTS, help="boots one at a time, before the load")
+    found.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each of those")
+    found.add_argument("--schedulers", type=positive, default=1)
+    found.add_argument("--placements", type=positive, default=1)
+    found.add_argument("--only", choices=("real", "memory", "both"), default="real", help="which system (%(default)s)")
+    found.add_argument("--bare", action=yes_no, default=True, help="measure the bare pipeline")
+    found.add_argument("--rates", action=yes_no, default=True, help="latency at 50 %% and 80 %% of the highest rate")
+    found.add_argument("--statements", action=yes_no, default=True, help="count SQL statements, where it can be done")
+    found.add_argument("--profiles", type=Path, help="py-spy's profile of each process under load, in this directory")
+    found.add_argument("--json", type=Path, help="write the figures here; of `both`, memory's under `memory`")
+    return found
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line (None: this process's); ends the process where they are wrong."""
+    known = parser()
+    options = known.parse_args(arguments)
+    try:
+        if options.json:
+            options.json.open("ab").close()  # found out before minutes of measuring, not after
+    except OSError as fault:
+        known.error(f"cannot write {options.json}: {fault.strerror}")
+    return options
+
+
+def positive(text: str) -> int:
+    """A number of things."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
 def main() -> int:
     """Print, and write when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--boots", type=int, default=2000)
-    parser.add_argument("--hosts", type=int, default=200)
-    parser.add_argument("--idle", type=int, default=IDLE_BOOTS, help="boots one at a time, before the load")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each of those")
-    parser.add_argument("--cells", type=int, default=2)
-    parser.add_argument("--schedulers", type=int, default=1)
-    parser.add_argument("--placements", type=int, default=1)
-    parser.add_argument("--only", choices=("memory", "real"))
-    parser.add_argument("--bare", action=argparse.BooleanOptionalAction, default=True, help="measure the bare pipeline")
-    parser.add_argument("--rates", action="store_true", help="latency at 50 %% and 80 %% of the highest rate")
-    parser.add_argument("--statements", action="store_true", help="count SQL statements")
-    parser.add_argument("--profiles", type=Path, help="py-spy's profile of each process under load, in this directory")
-    parser.add_argument("--json", type=Path, help="write the real system's figures (memory's under `memory`) here")
-    options = parser.parse_args()
+    options = parsed()
     configure_logging(process="bench", role="bench", level="error", style="pretty")
     results: dict[str, Result] = {}
     for name, run in (("memory", in_memory), ("real", on_real_servers)):
-        if options.only in {None, name}:
+        if options.only in {"both", name}:
             started = time.monotonic()
             results[name] = result = uvloop.run(run(options))
             say(result, time.monotonic() - started)
