@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands import builds, dead_letters, load, placement, processes
+from berth.commands import builds, dead_letters, load, placement, processes, trace
 
 app = typer.Typer(
     name="berth",
@@ -38,6 +38,7 @@ app.command("show")(builds.show)
 app.command("list")(builds.list_builds)
 app.command("hosts")(builds.hosts)
 app.command("load")(load.load)
+app.command("trace-settings")(trace.trace_settings)
 app.command("check")(load.check)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(placement.app, name="placement")

@@ -71,7 +71,8 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One compute service.
 
     driver: what manages the machines. hosts, sizes (dealt out in turn), gpu_share, numa_share, seed, faults: the
-    simulated fleet. nested False: hosts are reported as before there were trees, everything at the root; the first
+    simulated fleet. counts: so many hosts of each of `sizes` in a round, mixed evenly; empty: one of each.
+    nested False: hosts are reported as before there were trees, everything at the root; the first
     report with True moves what is allocated. state_dir: where it remembers across processes; None = in memory only.
     max_builds_per_host: as Nova's max_concurrent_builds (N-28). max_builds: builds under way in the service.
     max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
@@ -81,6 +82,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     driver: Literal["hypervisor", "ironic"] = "hypervisor"
     hosts: Annotated[int, Bound(ge=0, le=1_000_000)] = 25
     sizes: Annotated[tuple[HostSize, ...], Bound(min_length=1, max_length=64)] = (HostSize(),)
+    counts: Annotated[tuple[Annotated[int, Bound(ge=1, le=1_000_000)], ...], Bound(max_length=64)] = ()
     gpu_share: Rate = 0.1
     gpus_per_host: Annotated[int, Bound(ge=1, le=16)] = 2
     vgpus_per_gpu: Annotated[int, Bound(ge=1, le=64)] = 8
@@ -97,3 +99,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
     build_limit_s: Seconds = 3_600.0
     destroy_tries: Annotated[int, Bound(ge=1, le=100)] = 8
+
+    def __post_init__(self) -> None:
+        if self.counts and len(self.counts) != len(self.sizes):
+            raise ValueError(f"{len(self.counts)} counts for {len(self.sizes)} sizes: one of each, or none")

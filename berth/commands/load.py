@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import Struct
 
 from berth.commands.common import (
     EXIT_AWAY,
@@ -32,7 +33,7 @@ from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.live import LiveView, render_record
-from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, is_metal, parse_mix, parse_ramp, ramp_boots
+from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
 from berth.load.sampler import Sample
@@ -70,6 +71,9 @@ def load(
     concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: so many in flight; 0 = all at once.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Replay the arrivals and deletions of this CSV file.")] = None,
     speed: Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs so many times faster.")] = 1.0,
+    deletes: Annotated[
+        bool, typer.Option("--deletes/--no-deletes", help="A trace's deletions too; without them the fleet fills up.")
+    ] = True,
     churn: Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")] = 0.0,
     patience: Annotated[
         float | None,
@@ -95,7 +99,8 @@ def load(
         if compare is not None:
             return _compare(*compare, report)
         settings = settings_of(context, bus=bus)
-        plan = _plan(settings, boots, mix, rate, ramp, concurrency, trace, speed, churn, patience, project, timeout)
+        replayed = None if trace is None else Replayed(trace, speed, deletes)
+        plan = _plan(settings, boots, mix, rate, ramp, concurrency, replayed, churn, patience, project, timeout)
         for path in (json_file, report):
             if path not in {None, STDOUT}:
                 _writable(path)
@@ -156,6 +161,18 @@ async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: 
                 loop.remove_signal_handler(number)
 
 
+class Replayed(Struct, frozen=True):
+    """A trace, and how it is replayed."""
+
+    path: Path
+    speed: float
+    deletes: bool
+
+    def arrivals(self, flavors: dict[str, Shape]) -> tuple[Arrival, ...]:
+        """Raises PlanError."""
+        return read_trace(self.path, flavors, speed=self.speed, deletes=self.deletes)
+
+
 def _plan(
     settings: Settings,
     boots: int | None,
@@ -163,8 +180,7 @@ def _plan(
     rate: float,
     ramp: str | None,
     concurrency: int,
-    trace: Path | None,
-    speed: float,
+    trace: Replayed | None,
     churn: float,
     patience: float | None,
     project: str,
@@ -180,7 +196,7 @@ def _plan(
     flavors = settings.scheduler.flavors
     try:
         from_s, to_s, ramp_s = parse_ramp(ramp) if ramp is not None else (0.0, rate, 0.0)
-        arrivals = () if trace is None else read_trace(trace, _shapes(flavors), speed=speed)
+        arrivals = () if trace is None else trace.arrivals(_shapes(flavors))
         all_of_it = len(arrivals) or (ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS)
         return LoadPlan(
             boots=min(boots or all_of_it, len(arrivals) or sys.maxsize),

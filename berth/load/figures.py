@@ -20,8 +20,10 @@ LEAST_MS = 0.1
 MAX_POINTS = 160
 # The run is cut into at most so many pieces: boots end in batches, and shorter ones would show nothing but those.
 MAX_PIECES = 80
-# Shorter pieces hold a boot or none, and a rate of them says nothing.
+# Shorter pieces hold a boot or none, and a rate of them says nothing: so many each, unless that leaves too few pieces.
 LEAST_STEP_S = 0.05
+BOOTS_A_PIECE = 20
+LEAST_PIECES = 20
 # What is later than ten years after the start is no time of a load run.
 MAX_TIME_S = 3e8
 
@@ -75,7 +77,8 @@ class Timeline:
         times += [column(rows.intended_s) for rows in (record.boots, record.deletes)]
         last = max((float(np.nanmax(found)) for found in times if np.isfinite(found).any()), default=0.0)
         self.seconds = max(last, 1e-3)
-        self.step = nice(max(self.seconds / MAX_PIECES, LEAST_STEP_S))
+        pieces = min(max(len(record.boots) // BOOTS_A_PIECE, LEAST_PIECES), MAX_PIECES)
+        self.step = nice(max(self.seconds / pieces, LEAST_STEP_S))
         self.edges = np.arange(0.0, self.seconds + self.step, self.step)
         self.middles: list[float] = (self.edges[:-1] + self.step / 2).tolist()
 

@@ -68,7 +68,7 @@ def render_record(record: LoadRecord, console: Console) -> None:
     totals = record.totals
     counts = ", ".join(f"{count} {_WORDS.get(name, name)}" for name, count in totals.outcomes.items()) or "none"
     if totals.interrupted:
-        console.print(f"interrupted: {totals.boots} of {record.settings.boots} boots were offered")
+        console.print(f"interrupted: {totals.boots} of {record.settings.boots} boots were offered", soft_wrap=True)
     console.print(
         f"{totals.boots} boots, {totals.accepted} accepted: {counts}; {totals.seconds:.2f} s, "
         f"{totals.boots_per_s:.0f} active a second",
@@ -79,7 +79,9 @@ def render_record(record: LoadRecord, console: Console) -> None:
             "  why: " + ", ".join(f"{count} {code}" for code, count in totals.by_code.items()), soft_wrap=True
         )
     if totals.backpressure:
-        console.print(f"  the queue was full, and the publisher was told so, {totals.backpressure} times")
+        console.print(
+            f"  the queue was full, and the publisher was told so, {totals.backpressure} times", soft_wrap=True
+        )
     if totals.deletes:
         ends = ", ".join(f"{count} {_WORDS.get(name, name)}" for name, count in totals.delete_outcomes.items())
         console.print(f"{totals.deletes} deletes: {ends}", soft_wrap=True)
@@ -89,9 +91,10 @@ def render_record(record: LoadRecord, console: Console) -> None:
             figures = "  ".join(f"{rank} {value:.1f}" for rank, value in ranks.items())
             console.print(f"{name:12} ms: {figures}", soft_wrap=True)
     if len(totals.attempts) > 1:
-        console.print("active after attempt: " + ", ".join(f"{n}: {c}" for n, c in totals.attempts.items()))
+        tries = ", ".join(f"{n}: {c}" for n, c in totals.attempts.items())
+        console.print(f"active after attempt: {tries}", soft_wrap=True)
     if record.settings.mode == "ramp":
-        console.print(_knee(totals.knee))
+        console.print(_knee(totals.knee), soft_wrap=True)
     if totals.twice:
         console.print(f"[red]{totals.twice} were told to have ended twice[/red]")
 

@@ -25,6 +25,11 @@ MAX_QUEUES = 7  # the busiest; the others are one line
 MAX_KINDS = 40  # flavors or codes told one by one
 MAX_HEAT_ROWS = 72
 MAX_HEAT_COLUMNS = 72
+# The heat map's scale: full colour is at least so much used; it suits this share of the hosts where the others are
+# so many times fuller.
+LEAST_FULL = 0.01
+MOST_HOSTS = 0.9
+MUCH_FULLER = 4.0
 NOTHING = "-"
 TIME = "time since the first intended arrival, s"
 
@@ -232,8 +237,7 @@ def _heat(heat: Utilisation) -> str:
     moments = np.unique(np.linspace(0, len(heat.at_s) - 1, MAX_HEAT_COLUMNS).astype(int))
     share = np.nan_to_num(np.array([heat.share[at] for at in moments], dtype=np.float64))
     at = [heat.at_s[moment] for moment in moments]
-    # Hosts that are hardly used differ as well: the colour is full at a round share above the highest.
-    full = min(1.0, charts.nice(max(float(share.max()), 0.01)))
+    full, beyond = _full_colour(share)
     names, cells, before = [], [], ""
     for members in rows:
         first, last = int(members[0]), int(members[-1])
@@ -244,8 +248,21 @@ def _heat(heat: Utilisation) -> str:
         moment_by_moment = zip(at, share[:, members], strict=True)
         cells.append([(float(part.mean()) / full, _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
     kept = f"{len(heat.hosts):,} of {heat.of_hosts:,} hosts" if heat.of_hosts > len(heat.hosts) else "every host"
-    title = f"How full the hosts are ({kept}; blank: empty, full colour: {full:.0%} used)"
+    title = f"How full the hosts are ({kept}; blank: empty, full colour: {full:.0%} used{beyond})"
     return charts.heat(title, at, names, cells, x_label=TIME)
+
+
+def _full_colour(share: figures.Array) -> tuple[float, str]:
+    """The share at which the colour is full, and whether some are beyond it.
+
+    Hosts that are hardly used differ as well, so it is a round share above the highest; and where a few are much fuller
+    than all others (whole nodes are empty or full), above the others'.
+    """
+    highest = charts.nice(max(float(share.max()), LEAST_FULL))
+    usual = charts.nice(max(float(np.quantile(share, MOST_HOSTS)), LEAST_FULL))
+    if usual * MUCH_FULLER <= highest:
+        return min(1.0, usual), " or more"
+    return min(1.0, highest), ""
 
 
 def _rows_of(heat: Utilisation) -> list[npt.NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from bus.port import BusError, Transport, dead_queue
 
 SAMPLE_S = 0.5
 # The hosts are asked after so often, and never more than a twentieth of the time: a large fleet is a large answer.
-HEAT_S = 5.0
+HEAT_S = 1.0
 HEAT_SHARE = 20
 HEAT_ASKED = 10_000
 HEAT_TIMEOUT_S = 5.0

@@ -40,14 +40,22 @@ class HostPlan(Struct, frozen=True):
 
 def plan_hosts(config: ComputeConfig, cell: str, service: str) -> tuple[HostPlan, ...]:
     """The hosts of one service, by name. GPU and NUMA hosts are spread evenly over them."""
-    return tuple(_plan_host(config, cell, service, index) for index in range(config.hosts))
+    dealt = deal(config.sizes, config.counts)
+    return tuple(_plan_host(config, cell, service, index, dealt[index % len(dealt)]) for index in range(config.hosts))
 
 
-def _plan_host(config: ComputeConfig, cell: str, service: str, index: int) -> HostPlan:
+def deal(sizes: Sequence[HostSize], counts: Sequence[int]) -> tuple[HostSize, ...]:
+    """One round of sizes, each as often as its count says, spread evenly over the round; without counts one of each."""
+    if not counts:
+        return tuple(sizes)
+    places = [((turn + 0.5) / count, at) for at, count in enumerate(counts) for turn in range(count)]
+    return tuple(sizes[at] for _, at in sorted(places))
+
+
+def _plan_host(config: ComputeConfig, cell: str, service: str, index: int, size: HostSize) -> HostPlan:
     root = uuid5(_SPACE, f"{config.seed}/{cell}/{service}/{index}")
     gpus = config.gpus_per_host if _chosen(config.gpu_share, index) else 0
     # Offset by half a turn, so that hosts with both kinds of children exist only when the shares force it.
-    size = config.sizes[index % len(config.sizes)]
     numa = size.numa or (2 if _chosen(config.numa_share, index + config.hosts // 2) else 0)
     return HostPlan(
         uuid=str(root),

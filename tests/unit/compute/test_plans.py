@@ -60,6 +60,17 @@ def test_shares_are_spread_evenly() -> None:
     assert sum(bool(plan.numa) for plan in plans) == 25
 
 
+def test_sizes_are_dealt_out_as_often_as_they_are_counted() -> None:
+    big, small = HostSize(vcpus=64), HostSize(vcpus=8)
+    config = ComputeConfig(hosts=12, sizes=(big, small), counts=(1, 3), gpu_share=0.0)
+    found = [plan.size.vcpus for plan in plan_hosts(config, "c", "s")]
+    assert found == [8, 64, 8, 8] * 3, "mixed, each round the same"
+    alike = ComputeConfig(hosts=4, sizes=(big, small), gpu_share=0.0)
+    assert [plan.size.vcpus for plan in plan_hosts(alike, "c", "s")] == [64, 8, 64, 8]
+    with pytest.raises(ValueError, match="1 counts for 2 sizes"):
+        ComputeConfig(sizes=(big, small), counts=(1,))
+
+
 def test_trees_are_roots_first_and_hold_the_hardware_once() -> None:
     config = ComputeConfig(hosts=4, gpu_share=1.0, numa_share=1.0, sizes=(HostSize(vcpus=8, memory_mb=4096),))
     plan = plan_hosts(config, "c", "s")[0]

@@ -116,6 +116,35 @@ def test_cells_of_the_heat_map_are_bounded_and_no_row_mixes_cells() -> None:
     assert "2,000 of 10,000 hosts" in text
 
 
+def heat_of(share: list[float]) -> str:
+    hosts = len(share)
+    heat = Utilisation(
+        hosts=[f"h{number:02d}" for number in range(hosts)], cells=["c"] * hosts, of_hosts=hosts,
+        at_s=[0.0, 1.0], share=[[0.0] * hosts, share],
+    )  # fmt: skip
+    return render(replace(made_up(1), utilisation=heat))
+
+
+def test_a_few_full_nodes_do_not_make_all_other_hosts_look_empty() -> None:
+    """Bare-metal nodes are empty or full: the scale went to 100 %, and hosts at 2 % and at 6 % were both white."""
+    machines = [0.02 + 0.04 * (number % 2) for number in range(95)]
+    text = heat_of([1.0] * 5 + machines)
+    assert "full colour: 10% used or more" in text
+    opacities = [float(found) for found in re.findall(r'class="heat" fill-opacity="([0-9.]+)"', text)]
+    assert max(opacities) == 1.0 and {0.0, 0.2, 0.6} <= set(opacities)
+    assert "full colour: 10% used)" in heat_of(machines)
+    assert "full colour: 50% used)" in heat_of([0.25, 0.5] * 20), "not far apart: one scale for all"
+
+
+@pytest.mark.parametrize(("boots", "seconds", "step"), [(600, 7.5, 0.5), (100_000, 60.0, 1.0), (3, 9.0, 0.5)])
+def test_a_point_of_a_plot_stands_for_enough_boots(boots: int, seconds: float, step: float) -> None:
+    """Six boots to a point is a saw, not a throughput."""
+    record = made_up(boots)
+    ended = [seconds * (number + 1) / boots for number in range(boots)]
+    rows = replace(record.boots, intended_s=ended, ended_s=ended)
+    assert figures.Timeline(replace(record, boots=rows, deletes=Operations())).step == step
+
+
 def test_what_is_unknown_or_absurd_makes_no_broken_plot() -> None:
     record = made_up(3)
     rows = replace(
@@ -145,9 +174,9 @@ def test_a_runs_figures_are_those_of_its_columns() -> None:
     assert {name: values.tolist() for name, values in figures.stages_ms(rows).items()} == {"built": [0.0, 250.0]}
     assert figures.summary(figures.latencies_ms(rows))["p50"] == pytest.approx(100.0)
     timeline = figures.Timeline(replace(made_up(0), boots=rows))
-    assert timeline.step == 0.2
+    assert timeline.step == 0.5, "few boots: longer pieces"
     assert sum(rate or 0 for rate in timeline.rate(figures.column(rows.ended_s))) * timeline.step == pytest.approx(3)
-    sent, ended = figures.column([0.0, 1.0]), figures.column([0.5, None])
+    sent, ended = figures.column([0.0, 3.0]), figures.column([1.2, None])
     flying = timeline.in_flight(sent, ended)
     assert (flying[1], flying[3], flying[-1]) == (1.0, 0.0, 1.0)
 
