@@ -38,7 +38,7 @@ asyncio.run(main())
 HEAD = f"""\
 # Messages
 
-Derived from `bus/contracts/catalogue.py` by `scripts/docs`; do not edit by hand.
+Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
 `{COMMANDS}` for commands (publish with `mandatory`: a command nobody takes is an error), `{EVENTS}` for events (which

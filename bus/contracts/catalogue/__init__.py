@@ -1,0 +1,39 @@
+"""The catalogue: one row a message, one row a queue. Topology, permissions and docs/messages.md are derived from it.
+
+Two kinds of bus: the API bus, and one bus per cell. Both have the same three exchanges. A placeholder in a
+routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
+"""
+
+from bus.contracts.catalogue.lookup import BY_QUEUE, BY_TYPE, routing_key, taken_by
+from bus.contracts.catalogue.messages import MESSAGES, REPLIES
+from bus.contracts.catalogue.queues import (
+    BUILD_EVENTS,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_MESSAGES,
+    MOST_REQUESTS_A_MESSAGE,
+    QUEUES,
+    RETRY_S,
+)
+from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, MessageRow, QueueKind, QueueRow, Where
+
+__all__ = [
+    "BUILD_EVENTS",
+    "BY_QUEUE",
+    "BY_TYPE",
+    "COMMANDS",
+    "DEAD",
+    "EVENTS",
+    "MAX_WAITING_BYTES",
+    "MAX_WAITING_MESSAGES",
+    "MESSAGES",
+    "MOST_REQUESTS_A_MESSAGE",
+    "QUEUES",
+    "REPLIES",
+    "RETRY_S",
+    "MessageRow",
+    "QueueKind",
+    "QueueRow",
+    "Where",
+    "routing_key",
+    "taken_by",
+]

@@ -1,0 +1,53 @@
+"""What follows from the rows: where a message goes, and what a queue takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from bus.contracts.base import Message
+from bus.contracts.catalogue.messages import MESSAGES
+from bus.contracts.catalogue.queues import QUEUES
+from bus.contracts.catalogue.rows import MessageRow, QueueRow
+
+BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
+BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
+
+
+def routing_key(message: Message) -> str:
+    """The routing key of a message, from its catalogue row and its own fields. KeyError: not in the catalogue."""
+    form, fields = _key_of(type(message))
+    key: str = form % fields(message)
+    return key
+
+
+@cache
+def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
+    """A key template as what `%` takes: the form, and what reads the fields (every message pays for this)."""
+    template = BY_TYPE[kind].key
+    names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
+    form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
+    return form, attrgetter(*names) if names else lambda _: ()
+
+
+def taken_by(queue: str) -> tuple[MessageRow, ...]:
+    """The message rows that a queue's bindings admit, in catalogue order."""
+    row = BY_QUEUE[queue]
+    return tuple(
+        message
+        for message in MESSAGES
+        if any(
+            exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.together)
+            for exchange, pattern in row.bindings
+        )
+    )
+
+
+def _admits(pattern: str, template: str) -> bool:
+    """Whether a binding pattern of this catalogue (words, and `#` only at the end) takes a key template."""
+    if pattern.endswith(".#"):
+        head = pattern[:-2]
+        return template == head or template.startswith(head + ".")
+    return pattern == template

@@ -1,0 +1,160 @@
+"""The queues, a row each, with their bounds."""
+
+from __future__ import annotations
+
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, QueueKind, QueueRow, Where
+
+# Requests that no scheduler has taken yet. Past this a client is refused (bus.full) and told at once, so that what is
+# accepted is answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
+MAX_WAITING_BYTES = 2 * 2**20
+MAX_WAITING_MESSAGES = 20_000
+# A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
+# backlog into its own hands, where no bound but this one holds.
+MOST_REQUESTS_A_MESSAGE = 32
+
+RETRY_S = (0.2, 1.0, 5.0, 20.0)
+BUILD_EVENTS = "build.events"  # what `build.event.<state>.<project>` says one by one, in batches
+
+QUEUES: tuple[QueueRow, ...] = (
+    QueueRow(
+        name="scheduler.requests",
+        where=Where.API,
+        kind=QueueKind.DURABLE,
+        reader="scheduler_worker",
+        bindings=((COMMANDS, "build.request.#"), (COMMANDS, "build.delete.#")),
+        retry_s=RETRY_S,
+        max_length=MAX_WAITING_MESSAGES,
+        max_bytes=MAX_WAITING_BYTES,
+    ),
+    QueueRow(
+        name="scheduler.queries",
+        where=Where.API,
+        kind=QueueKind.TRANSIENT,
+        reader="scheduler_worker",
+        bindings=((COMMANDS, "build.query"), (COMMANDS, "hosts.query")),
+        max_length=10_000,
+        ttl_s=30.0,
+    ),
+    QueueRow(
+        name="scheduler.feed.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        reader="scheduler_worker",
+        bindings=((EVENTS, "placement.event.#"),),
+        max_length=100_000,
+    ),
+    QueueRow(
+        name="placement.requests",
+        where=Where.BOTH,
+        kind=QueueKind.TRANSIENT,
+        reader="placement_worker",
+        bindings=((COMMANDS, "placement.claim"), (COMMANDS, "placement.release"), (COMMANDS, "placement.swap")),
+        max_length=100_000,
+        ttl_s=60.0,
+    ),
+    QueueRow(
+        name="placement.reads",
+        where=Where.API,
+        kind=QueueKind.TRANSIENT,
+        reader="placement_worker",
+        bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot")),
+        max_length=10_000,
+        ttl_s=30.0,
+    ),
+    QueueRow(
+        name="placement.inventory",
+        where=Where.BOTH,
+        kind=QueueKind.DURABLE,
+        reader="placement_worker",
+        bindings=((COMMANDS, "inventory.update.#"),),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="conductor.requests",
+        where=Where.CELL,
+        kind=QueueKind.DURABLE,
+        reader="cell_conductor",
+        bindings=((COMMANDS, "cell.build"), (COMMANDS, "cell.delete")),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="conductor.results",
+        where=Where.CELL,
+        kind=QueueKind.DURABLE,
+        reader="cell_conductor",
+        bindings=((COMMANDS, "compute.result"),),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="conductor.hosts.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        reader="cell_conductor",
+        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "compute.heartbeat.#")),
+        max_length=100_000,
+    ),
+    QueueRow(
+        name="compute.{service}",
+        where=Where.CELL,
+        kind=QueueKind.DURABLE,
+        reader="compute_sim",
+        bindings=((COMMANDS, "compute.spawn.{service}"), (COMMANDS, "compute.destroy.{service}")),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="compute.asked.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        reader="compute_sim",
+        bindings=((EVENTS, "compute.report"),),
+        max_length=1_000,
+    ),
+    QueueRow(
+        name="scheduler.builds",
+        where=Where.CELL,
+        kind=QueueKind.DURABLE,
+        reader="scheduler_worker",
+        bindings=((EVENTS, "build.event.#"), (EVENTS, BUILD_EVENTS)),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="scheduler.hosts.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        reader="scheduler_worker",
+        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "compute.heartbeat.#")),
+        max_length=100_000,
+    ),
+    QueueRow(
+        name="client.builds.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        reader="berth",
+        bindings=((EVENTS, "build.event.#"),),
+        max_length=1_000_000,
+    ),
+    QueueRow(
+        name="client.feed.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        reader="berth",
+        bindings=((EVENTS, BUILD_EVENTS),),
+        max_length=1_000_000,
+    ),
+    QueueRow(
+        name="client.record.{process}",
+        where=Where.API,
+        kind=QueueKind.DURABLE,
+        reader="berth",
+        bindings=((EVENTS, BUILD_EVENTS),),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
+        name="client.hosts.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        reader="berth",
+        bindings=((EVENTS, "compute.hosts.#"),),
+        max_length=100_000,
+    ),
+)

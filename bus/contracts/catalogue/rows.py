@@ -1,0 +1,87 @@
+"""What a row of the catalogue says: of a queue, and of a message."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from bus.contracts.base import Message, tag_of
+
+COMMANDS = "berth"  # topic; mandatory: a command nobody takes is an error of its publisher
+EVENTS = "berth.events"  # topic; an event may have no listener
+DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
+
+
+class Where(StrEnum):
+    """Which bus a message or queue lives on."""
+
+    API = "api"
+    CELL = "cell"
+    BOTH = "both"
+
+
+class QueueKind(StrEnum):
+    """How long a queue and its messages live.
+
+    durable: quorum queue, survives the broker; delivery limit, retry and dead-letter queues beside it.
+    transient: for requests whose asker asks again; gone with the broker; no retries, no dead letters.
+    private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
+    """
+
+    DURABLE = "durable"
+    TRANSIENT = "transient"
+    PRIVATE = "private"
+
+
+class QueueRow(Struct, frozen=True, kw_only=True):
+    """One queue: its name (a template), the binding keys on an exchange, and its bounds.
+
+    bindings: ((exchange, key pattern), ...). retry_s: delays of the first, second, ... retry; after the last the
+    message is a dead letter. delivery_limit: redeliveries (a consumer died or gave no answer) before the broker
+    gives it up. max_length: messages; past it a publisher is refused (durable, transient) or the oldest goes (private).
+    max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
+    """
+
+    name: str
+    where: Where
+    kind: QueueKind
+    reader: str
+    bindings: tuple[tuple[str, str], ...]
+    retry_s: tuple[float, ...] = ()
+    delivery_limit: int = 20
+    max_length: int = 1_000_000
+    max_bytes: int = 0
+    ttl_s: float | None = None
+
+
+class MessageRow(Struct, frozen=True, kw_only=True):
+    """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
+
+    together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
+    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). On a cell's
+    bus, where nobody else listens, only so.
+    """
+
+    message: type[Message]
+    owner: str  # the package that decides about this message
+    said_by: tuple[str, ...]
+    where: Where
+    exchange: str
+    key: str
+    idempotency: str
+    reply: type[Message] | None = None
+    persistent: bool = True
+    public: bool = False  # part of the interface for programs that are not berth's
+    together: str = ""
+    most: int = 0  # at most so many in one broker message; 0: as many as the bus's limits say
+
+    @property
+    def tag(self) -> str:
+        """The versioned tag on the wire."""
+        return tag_of(self.message)
+
+    @property
+    def mandatory(self) -> bool:
+        """Commands must reach a queue; events need not."""
+        return self.exchange == COMMANDS
