@@ -1,0 +1,145 @@
+"""The loop with its neighbours away: no exchange, a lost connection, Ironic, the bus, the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from bus.faults import BrokenInvariant, DatabaseUnavailable
+from bus.port import BusUnavailable
+from ironic_sync.source.port import SourceUnavailable
+from ironic_sync.store.memory import MemoryTerm
+from tests.unit.ironic.nodes import reserved, told, turns, world
+from tests.unit.ironic.world import VirtualClock
+
+
+async def test_a_bug_in_a_callback_ends_the_process_and_keeps_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, here = world()
+    await here.transport.open()
+    await here.ironic.open()
+    task = asyncio.create_task(here.loop.run())
+    await here.settle()
+    monkeypatch.setattr("ironic_sync.listener.meaning", lambda *_, **__: 1 / 0)
+    await here.say(told("node.update.end"))
+    with pytest.raises(BrokenInvariant):
+        await task
+    assert await here.transport.depth(here.config.queue) == 1
+    await here.transport.close()
+    await here.ironic.close()
+
+
+async def test_the_exchange_may_come_later() -> None:
+    """Ironic declares it at its first notification; until then nodes are read anyway."""
+    nodes, here = world()
+    here.broker = type(here.broker)(here.clock)
+    here.transport, here.ironic = here.broker.transport("ironic_sync"), here.broker.transport("ironic")
+    here.loop = here.make_loop()
+    async with here.running():
+        await turns(200)
+        assert reserved(here) == 0
+        assert not here.loop.healthy
+        here.broker.declare_exchange("ironic")
+        await here.pass_time(5)
+        assert here.loop.healthy
+        nodes.put(maintenance=True)
+        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await here.settle()
+        assert reserved(here) == 1
+
+
+async def test_after_a_reconnection_it_binds_and_reads_all() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        nodes.put(maintenance=True)
+        here.broker.drop_connections()
+        for _ in range(20):
+            await turns()
+            if nodes.lists > lists:
+                break
+            here.clock.advance()
+        await here.settle()
+        assert nodes.lists == lists + 1
+        assert reserved(here) == 1
+        nodes.put(maintenance=False)
+        await here.say(told("node.maintenance_set.end"))
+        await here.settle()
+        assert reserved(here) == 0, "it consumes again"
+
+
+async def test_ironic_away() -> None:
+    """What takes away needs no Ironic; what gives back waits for it; reads come at longer and longer intervals."""
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        nodes.fault = SourceUnavailable("away")
+        nodes.put(maintenance=True)
+        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await turns()
+        assert reserved(here) == 1
+        reads = nodes.reads
+        until = here.clock.now + 600
+        while here.clock.now < until:
+            await turns(20)
+            here.clock.advance(until)
+        assert not here.loop.healthy
+        assert nodes.reads - reads < 40
+        nodes.fault = None
+        nodes.put(maintenance=False)
+        await here.pass_time(60)
+        assert reserved(here) == 0
+        assert here.loop.healthy
+
+
+async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        here.book.fault = BusUnavailable("away")
+        for on in (True, False) * 20 + (True,):
+            nodes.put(maintenance=on)
+            await here.say(told("node.maintenance_set.end", maintenance=on))
+            await turns()
+        here.book.fault = None
+        told_before = len(here.book.updates)
+        await here.settle()
+        assert reserved(here) == 1
+        assert len(here.book.updates) == told_before + 1
+
+
+class Away(MemoryTerm):
+    """A database that goes away in the middle of it."""
+
+    away = False
+
+    async def save(self, positions: Sequence[Any]) -> None:
+        if Away.away:
+            raise DatabaseUnavailable("away")
+        await super().save(positions)
+
+
+async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, here = world()
+    monkeypatch.setattr("ironic_sync.store.memory.MemoryTerm", Away)
+    async with here.running():
+        await here.settle()
+        Away.away = True
+        nodes.put(maintenance=True)
+        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await turns()
+        assert here.loop.ledger is not None
+        assert len(here.loop.ledger.deliveries) == 1
+        assert reserved(here) == 0, "what is not saved is not told"
+        Away.away = False
+        await here.settle()
+        assert reserved(here) == 1
+        assert here.loop.ledger.deliveries == []
+
+
+def test_the_virtual_clock_does_not_move_by_itself() -> None:
+    clock = VirtualClock()
+    assert clock.time() == clock.time()

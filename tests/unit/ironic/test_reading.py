@@ -1,0 +1,218 @@
+"""When the loop reads nodes, and what it believes meanwhile: late reads, lost ends, allocations, lists."""
+
+from __future__ import annotations
+
+from ironic_sync.domain.rules import NO_CLASS
+from ironic_sync.ledger import UNREADABLE
+from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, reserved, told, turns, world
+from tests.unit.ironic.test_notification import body
+
+
+async def test_taking_away_does_not_wait_for_the_read() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        assert reserved(here) == 0
+        nodes.gate.clear()
+        nodes.put(maintenance=True)
+        await here.say(told("node.maintenance_set.end", maintenance=True))
+        await turns()
+        assert nodes.under_way == 1, "the read is on its way"
+        assert reserved(here) == 1
+        assert here.book.causes[-1] == "req-1"
+        nodes.gate.set()
+
+
+async def test_giving_back_waits_for_the_read() -> None:
+    nodes, here = world()
+    nodes.put(maintenance=True)
+    async with here.running():
+        await here.settle()
+        nodes.gate.clear()
+        nodes.put(maintenance=False)
+        await here.say(told("node.maintenance_set.end"))
+        await turns()
+        assert reserved(here) == 1
+        nodes.gate.set()
+        await here.settle()
+        assert reserved(here) == 0
+
+
+async def test_a_read_overtaken_by_news_gives_nothing_back() -> None:
+    """The read was sent while the node was free; before its answer came, the node was taken."""
+    nodes, here = world()
+    nodes.put(provision_state="cleaning")
+    async with here.running():
+        await here.settle()
+        nodes.put(provision_state="available")
+        nodes.gate.clear()
+        await here.say(told("node.provision_set.end"))
+        await turns()
+        nodes.put(provision_state="deploying", instance_uuid=INSTANCE)
+        await here.say(told("node.provision_set.start", provision_state="deploying"))
+        await turns()
+        nodes.gate.set()
+        await here.settle()
+        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in here.book.updates] == [1]
+
+
+async def test_much_news_about_a_node_being_read_is_one_more_read() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        nodes.gate.clear()
+        for _ in range(100):
+            await here.say(told("node.update.end"))
+        await turns(400)
+        nodes.gate.set()
+        await here.settle()
+        assert nodes.reads == 2
+        assert nodes.most_under_way == 1
+
+
+async def test_a_start_is_read_later_unless_its_end_comes() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        await here.say(told("node.maintenance_set.start", maintenance=True))
+        await here.settle()
+        assert (nodes.reads, reserved(here)) == (0, 0), "nothing has happened yet"
+        nodes.put(maintenance=True)
+        await here.pass_time(1)
+        assert (nodes.reads, reserved(here)) == (1, 1), "its end was lost"
+        nodes.put(maintenance=False)
+        await here.say(told("node.maintenance_set.start"))
+        await here.say(told("node.maintenance_set.end"))
+        await here.settle()
+        assert reserved(here) == 0
+        await here.pass_time(1)
+        assert nodes.reads == 2
+
+
+async def test_many_nodes_are_read_side_by_side_within_the_bound() -> None:
+    nodes, here = world(reads_in_flight=4)
+    uuids = [f"00000000-0000-4000-8000-{i:012x}" for i in range(20)]
+    for uuid in uuids:
+        nodes.put(uuid)
+    async with here.running():
+        await here.settle()
+        nodes.gate.clear()
+        for uuid in uuids:
+            await here.say(told("node.update.end", uuid))
+        await turns(400)
+        assert nodes.under_way == 4
+        nodes.gate.set()
+        await here.settle()
+        assert nodes.most_under_way == 4
+        assert nodes.reads == 20
+
+
+async def test_a_transient_node_is_read_again_until_it_is_there() -> None:
+    """18-lost-end: the last word said is `cleaning`."""
+    nodes, here = world()
+    nodes.put(provision_state="cleaning")
+    async with here.running():
+        await here.pass_time(3)
+        nodes.put(provision_state="available")
+        await here.pass_time(10)
+        assert reserved(here) == 0
+        reads = nodes.reads
+        assert reads <= 5, "the waits double"
+        await here.pass_time(600)
+        assert nodes.reads == reads, "a stable node waits for news"
+        assert nodes.lists == 1
+
+
+async def test_an_allocation_is_followed_until_it_has_its_node() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        nodes.allocations[INSTANCE] = {"state": "allocating"}
+        await here.say(body("allocation.create.end", {"uuid": INSTANCE, "node_uuid": None, "state": "allocating"}))
+        await turns(200)
+        assert reserved(here) == 0
+        nodes.allocations[INSTANCE] = {"state": "active", "node_uuid": NODE}
+        nodes.put(instance_uuid=INSTANCE)
+        await here.settle()
+        assert reserved(here) == 1
+
+
+async def test_a_deleted_node_is_removed_and_may_come_back() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        first = here.book.versions[NODE]
+        del nodes.nodes[NODE]
+        nodes.gate.clear()
+        await here.say(told("node.delete.end"))
+        await turns()
+        assert reserved(here) == 1, "held back before the 404 confirms it"
+        nodes.gate.set()
+        await here.settle()
+        assert here.book.updates[-1].providers == ()
+        nodes.put()
+        await here.say(told("node.create.end"))
+        await here.settle()
+        assert reserved(here) == 0
+        assert here.book.versions[NODE] > first
+
+
+async def test_absence_from_the_list_removes_only_what_ironic_says_is_gone() -> None:
+    nodes, here = world()
+    nodes.put(OTHER)
+    async with here.running():
+        await here.settle()
+        listed = dict(nodes.nodes)
+        del listed[NODE], nodes.nodes[OTHER]
+        hidden, nodes.nodes = nodes.nodes, listed
+        nodes.gate.clear()
+        here.loop.read_all()
+        await turns()
+        nodes.nodes = hidden
+        nodes.gate.set()
+        await here.settle()
+        assert here.book.seen(NODE) is not None
+        nodes.nodes = {NODE: hidden[NODE]}
+        here.loop.read_all()
+        await here.settle()
+        assert here.book.seen(OTHER) is None
+        assert here.book.seen(NODE) is not None
+
+
+async def test_a_made_up_uuid_leaves_nothing_behind() -> None:
+    _, here = world()
+    async with here.running():
+        await here.settle()
+        await here.say(told("node.update.end", OTHER))
+        await here.settle()
+        assert here.loop.ledger is not None
+        assert list(here.loop.ledger.positions) == [NODE]
+        assert len(here.book.updates) == 1
+
+
+async def test_more_nodes_than_the_bound_are_refused_aloud() -> None:
+    nodes, here = world(max_nodes=3)
+    for i in range(10):
+        nodes.put(f"00000000-0000-4000-8000-{i:012x}")
+    async with here.running():
+        await here.settle()
+        assert here.loop.ledger is not None
+        assert len(here.loop.ledger.positions) == 3
+
+
+async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_nobody() -> None:
+    nodes, here = world()
+    nodes.put(OTHER, resource_class=None)
+    nodes.put(INSTANCE, traits="none")
+    async with here.running():
+        for _ in range(5):
+            await turns()
+        assert here.loop.problems() == {OTHER: NO_CLASS, INSTANCE: UNREADABLE}
+        assert here.book.seen(OTHER) == {"resource_class": None, "traits": []}
+        assert here.book.seen(INSTANCE) is None
+        assert reserved(here) == 0
+        nodes.put(INSTANCE, traits=[])
+        nodes.put(OTHER, resource_class="gold")
+        here.loop.read_all()
+        await here.settle()
+        assert here.loop.problems() == {}
