@@ -77,7 +77,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
     max_unit: Counting = MAX_AMOUNT
     step_size: Counting = 1
     allocation_ratio: Annotated[float, Bound(le=schemas.MAX_RATIO)] = 1.0
-    resource_provider_generation: int | None = None
+    resource_provider_generation: int | UnsetType = UNSET
 
     @property
     def product(self) -> float:

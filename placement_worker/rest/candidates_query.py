@@ -12,6 +12,7 @@ from placement_worker.rest.bodies import at
 from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, Fault
 from placement_worker.rest.http import Query
 from placement_worker.rest.query import (
+    MAX_AMOUNT_DIGITS,
     Checked,
     Members,
     Traits,
@@ -29,6 +30,7 @@ SINCE_SUBTREES = 36
 # Far more than any flavor has; a query beyond it is turned down instead of searched.
 MAX_GROUPS = 100
 
+_LIMIT = re.compile(r"[1-9][0-9]*\n?")
 _SCHEMAS = tuple((since, Checked(schema)) for since, schema in schemas.CANDIDATES)
 _KEYS = tuple(
     (since, re.compile(rf"(resources|required|member_of|in_tree)({suffix})?"))
@@ -58,7 +60,7 @@ class Asked(Struct, frozen=True):
 def asked_of(query: Query, version: int) -> Asked:
     """Raises Fault 400."""
     at(_SCHEMAS, version).check(query)
-    limit = query.all("limit")
+    limit = _limit(query.all("limit"))
     policy = query.all("group_policy")
     required, forbidden = _root_required(query.all("root_required"))
     subtrees = _same_subtree(query.all("same_subtree"))
@@ -81,7 +83,17 @@ def asked_of(query: Query, version: int) -> Asked:
         same_subtree=subtrees,
         one_per_tree=version < SINCE_NESTED,
     )
-    return Asked(request, int(limit[0]) if limit else None)
+    return Asked(request, limit)
+
+
+def _limit(values: list[str]) -> int | None:
+    """The first one counts; the schema has looked at the last."""
+    if not values:
+        return None
+    if _LIMIT.fullmatch(values[0]) is None:
+        raise Fault(400, f"Invalid query string parameters: '{values[0]}' is no limit")
+    # More than there can ever be is simply all of them.
+    return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
 
 
 def _groups(query: Query, version: int) -> list[Group]:

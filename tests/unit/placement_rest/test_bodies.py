@@ -99,6 +99,30 @@ def test_no_query_is_more_than_a_bad_request(text: str) -> None:
             assert fault.status == 400
 
 
+@pytest.mark.parametrize("query", ["limit=x&limit=1", "limit=0&limit=1", "limit=-1&limit=1", "limit=&limit=1"])
+def test_a_limit_that_is_none_is_a_bad_request_though_a_later_one_is_good(query: str) -> None:
+    with pytest.raises(Fault) as caught:
+        asked_of(Query(f"resources=VCPU:1&{query}".encode()), 39)
+    assert caught.value.status == 400
+
+
+def test_a_limit_of_thousands_of_digits_is_a_limit() -> None:
+    limit = asked_of(Query(b"resources=VCPU:1&limit=" + b"9" * 5000), 39).limit
+    assert limit is not None
+    assert limit > 2**53
+
+
+def test_an_inventory_among_others_has_a_generation_that_is_a_number_or_none_at_all() -> None:
+    for generation in ("", ', "resource_provider_generation": 7'):
+        text = f'{{"resource_provider_generation": 1, "inventories": {{"VCPU": {{"total": 1{generation}}}}}}}'
+        assert bodies.PUT_INVENTORIES.parse(text.encode()).inventories["VCPU"].total == 1
+    with pytest.raises(Fault, match="None is not of type 'integer'"):
+        bodies.PUT_INVENTORIES.parse(
+            b'{"resource_provider_generation": 1,'
+            b' "inventories": {"VCPU": {"total": 1, "resource_provider_generation": null}}}'
+        )
+
+
 def test_amounts_beyond_all_bounds_are_amounts() -> None:
     assert resources_of("VCPU:" + "9" * 100)["VCPU"] > 2**53
 
