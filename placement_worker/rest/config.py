@@ -24,14 +24,18 @@ class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """oslo.policy's settings. policy_file: overrides of Placement's rules by name; none needed."""
+    """oslo.policy's settings. policy_file, policy_dir: overrides of Placement's rules by name; none needed."""
 
     policy_file: str = ""
+    policy_dir: str = ""
     enforce_new_defaults: bool = True
 
 
 class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where Keystone is, and who we are to it (a user that may validate tokens), as [keystone_authtoken] has it."""
+    """Where Keystone is, and who we are to it (a user that may validate tokens), as [keystone_authtoken] has it.
+
+    A domain's id, where it is set, goes before its name.
+    """
 
     auth_url: str = ""
     username: str = "placement"
@@ -39,6 +43,10 @@ class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     project_name: str = "service"
     user_domain_name: str = "Default"
     project_domain_name: str = "Default"
+    user_domain_id: str = ""
+    project_domain_id: str = ""
+    cafile: str = ""
+    insecure: bool = False
     cache_s: Annotated[float, Bound(gt=0, le=3600)] = 300.0
     timeout_s: Annotated[float, Bound(gt=0, le=300)] = 10.0
 

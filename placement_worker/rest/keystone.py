@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
+import ssl
 from collections import OrderedDict
 from datetime import datetime
 from typing import Any
@@ -14,6 +16,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import Fault, Transient
+from bus.service.settings import SettingsError
 from placement_worker.rest.auth import TOKEN, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
 
@@ -21,6 +24,9 @@ MAX_KNOWN = 10_000
 MAX_TOKEN_BYTES = 8192
 BAD_FOR_S = 10.0  # how long a token that Keystone does not know is not asked about again
 SUBJECT = "X-Subject-Token"
+
+# What a header of ours can carry. Whatever else a caller sends is no token of any Keystone.
+_TOKEN = re.compile(rb"[!-~]{1,%d}" % MAX_TOKEN_BYTES)
 
 
 class KeystoneUnavailable(Transient):
@@ -66,7 +72,7 @@ class Keystone:
     def __init__(self, config: KeystoneConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._client = httpx.AsyncClient(timeout=config.timeout_s)
+        self._client = httpx.AsyncClient(timeout=config.timeout_s, verify=_verify(config))
         self._url = config.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._own = ""
         self._signing_in = asyncio.Lock()
@@ -76,7 +82,7 @@ class Keystone:
     async def identify(self, headers: Headers) -> Caller | None:
         """The token's owner. Raises KeystoneUnavailable, KeystoneForbidden."""
         token = headers.get(TOKEN, b"")
-        if not token or len(token) > MAX_TOKEN_BYTES:
+        if _TOKEN.fullmatch(token) is None:
             return None
         digest = hashlib.sha256(token).digest()  # the cache must not be a list of good tokens
         known = self._known.get(digest)
@@ -142,9 +148,10 @@ class Keystone:
             user = {
                 "name": config.username,
                 "password": config.password,
-                "domain": {"name": config.user_domain_name},
+                "domain": _domain(config.user_domain_id, config.user_domain_name),
             }
-            project = {"name": config.project_name, "domain": {"name": config.project_domain_name}}
+            domain = _domain(config.project_domain_id, config.project_domain_name)
+            project = {"name": config.project_name, "domain": domain}
             body = {
                 "auth": {
                     "identity": {"methods": ["password"], "password": {"user": user}},
@@ -164,3 +171,19 @@ class Keystone:
             return await self._client.request(method, self._url + query, headers=headers, json=body)
         except httpx.HTTPError as error:
             raise KeystoneUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+def _domain(by_id: str, by_name: str) -> dict[str, str]:
+    return {"id": by_id} if by_id else {"name": by_name}
+
+
+def _verify(config: KeystoneConfig) -> ssl.SSLContext | bool:
+    """Whom to believe that it is Keystone. Raises SettingsError."""
+    if config.insecure:
+        return False
+    if not config.cafile:
+        return True
+    try:
+        return ssl.create_default_context(cafile=config.cafile)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError("rest.keystone", f"cannot use cafile {config.cafile}: {error}") from error

@@ -15,6 +15,10 @@ from placement_worker.rest.config import RestConfig
 
 FILE = "placement.conf"
 
+# oslo.policy's defaults, and keystoneauth1's names of what we can do.
+POLICY_FILE, POLICY_DIR = "policy.yaml", "policy.d"
+SIGN_IN = frozenset({"password", "v3password"})
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -39,11 +43,11 @@ def with_oslo_conf(config: RestConfig) -> RestConfig:
 def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], folder: Path) -> RestConfig:
     placement = sections.get("placement", {})
     auth = sections.get("api", {}).get("auth_strategy", config.auth)
-    policy, cors = dict(sections.get("oslo_policy", {})), sections.get("cors", {})
-    if file := policy.pop("policy_file", ""):
-        policy["policy_file"] = str(folder / file)
+    policy, cors = _policy(sections.get("oslo_policy", {}), folder), sections.get("cors", {})
     known_policy = {key: policy[key] for key in config.policy.__struct_fields__ if key in policy}
     keystone = dict(sections.get("keystone_authtoken", {}))
+    if keystone.get("auth_type", "password") not in SIGN_IN:
+        raise ValueError(f"auth_type {keystone['auth_type']}: berth signs in with a password only")
     if "token_cache_time" in keystone:
         keystone["cache_s"] = keystone["token_cache_time"]
     known_keystone = {key: keystone[key] for key in config.keystone.__struct_fields__ if key in keystone}
@@ -64,6 +68,17 @@ def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], fo
         default_limit=int(placement.get("max_allocation_candidates", config.default_limit)),
     )
     return msgspec.convert(msgspec.to_builtins(changed), RestConfig)
+
+
+def _policy(section: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """What oslo.policy would find: files beside the configuration are in force though nothing names them."""
+    policy = dict(section)
+    file, more = policy.pop("policy_file", ""), policy.pop("policy_dirs", "")
+    if file or (folder / POLICY_FILE).is_file():
+        policy["policy_file"] = str(folder / (file or POLICY_FILE))
+    if more or (folder / POLICY_DIR).is_dir():
+        policy["policy_dir"] = str(folder / (more or POLICY_DIR))
+    return policy
 
 
 def _convert(base: T, changes: Mapping[str, object]) -> T:

@@ -119,6 +119,8 @@ def _enforcer(config: PolicyConfig) -> policy.Enforcer:
         conf.set_override("policy_file", config.policy_file, "oslo_policy")
     else:
         conf.set_override("policy_file", "berth-has-no-policy-file", "oslo_policy")
+    # Its own default would also look into /etc/placement/policy.d, whatever our settings name.
+    conf.set_override("policy_dirs", [config.policy_dir] if config.policy_dir else [], "oslo_policy")
     conf.set_override("enforce_new_defaults", config.enforce_new_defaults, "oslo_policy")
     enforcer = policy.Enforcer(conf)
     enforcer.suppress_default_change_warnings = True

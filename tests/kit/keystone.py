@@ -25,6 +25,7 @@ class KeystoneStandIn:
         self.asked = 0
         self.signed_in = 0
         self.methods: list[str] = []
+        self.asked_by: dict[str, Any] = {}  # the last sign-in's body
         self.lasts = timedelta(hours=1)
         self.password = "right"
         self.answer: Response | None = None
@@ -54,7 +55,8 @@ class KeystoneStandIn:
         self.signed_in += 1
         if self.sign_in_answer is not None:
             return self.sign_in_answer
-        auth = (await request.json())["auth"]
+        self.asked_by = await request.json()
+        auth = self.asked_by["auth"]
         identity = auth["identity"]
         (method,) = identity["methods"]
         self.methods.append(method)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from berth.embedded.process import free_port
 from bus.clock import SystemClock
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
@@ -19,7 +20,6 @@ from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfi
 from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import RESHAPE, USAGES, Policy
-from tests.integration.placement_rest.conftest import free_port
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 
 ADMIN = Caller(user_id="a", project_id="p", roles=("admin",))
@@ -134,6 +134,23 @@ def test_a_placement_conf_is_read(tmp_path: Path) -> None:
         with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
 
 
+def test_the_policy_beside_a_placement_conf_is_in_force_though_the_file_does_not_name_it(tmp_path: Path) -> None:
+    (tmp_path / "placement.conf").write_text("[api]\nauth_strategy = keystone\n")
+    (tmp_path / "policy.yaml").write_text(json.dumps({LIST: "role:reader"}))
+    (tmp_path / "policy.d").mkdir()
+    (tmp_path / "policy.d" / "more.yaml").write_text(json.dumps({RESHAPE: "role:reader"}))
+    policy = Policy(with_oslo_conf(RestConfig(conf_dir=str(tmp_path))).policy, _Still())
+    assert policy.allows(LIST, READER, "p")
+    assert policy.allows(RESHAPE, READER, "p")
+    assert not policy.allows(LIST, ADMIN, "p")
+
+
+def test_a_way_to_sign_in_that_is_not_ours_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "placement.conf").write_text("[keystone_authtoken]\nauth_type = v3applicationcredential\n")
+    with pytest.raises(SettingsError, match="v3applicationcredential"):
+        with_oslo_conf(RestConfig(conf_dir=str(tmp_path)))
+
+
 @pytest.fixture
 async def stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
     async with keystone_stand_in() as serving:
@@ -152,8 +169,8 @@ async def test_keystone_is_asked_once_and_its_answer_believed_until_it_expires(
     assert set(found) == {Caller(user_id="u1", project_id="p1", roles=("admin",))}
     assert keystone.asked == 1
     assert await auth.identify({b"x-auth-token": b"old"}) is None
-    assert await auth.identify({b"x-auth-token": b"unheard of"}) is None
-    assert await auth.identify({b"x-auth-token": b"unheard of"}) is None
+    assert await auth.identify({b"x-auth-token": b"unheard-of"}) is None
+    assert await auth.identify({b"x-auth-token": b"unheard-of"}) is None
     assert keystone.asked == 3
     whole = await auth.identify({b"x-auth-token": b"whole"})
     assert whole is not None
@@ -181,4 +198,31 @@ async def test_a_keystone_that_cannot_answer_is_not_a_no(stand_in: tuple[Keyston
     auth = Keystone(KeystoneConfig(auth_url=f"http://127.0.0.1:{free_port()}", password="right"), SystemClock())
     with pytest.raises(KeystoneUnavailable):
         await auth.identify({b"x-auth-token": b"good"})
+    await auth.close()
+
+
+@pytest.mark.parametrize("token", [b"caf\xc3\xa9", b"\xff", b"a b", b"a\tb", b"a\x01b"])
+async def test_what_can_be_no_token_is_nobodys_and_keystone_is_not_asked(
+    stand_in: tuple[KeystoneStandIn, str], token: bytes
+) -> None:
+    keystone, url = stand_in
+    auth = Keystone(KeystoneConfig(auth_url=url, password="right"), SystemClock())
+    assert await auth.identify({b"x-auth-token": token}) is None
+    assert keystone.asked == 0
+    await auth.close()
+
+
+async def test_who_we_are_may_be_said_by_domain_ids(stand_in: tuple[KeystoneStandIn, str], tmp_path: Path) -> None:
+    keystone, url = stand_in
+    keystone.add("good", timedelta(hours=1), project={"id": "p1", "name": "p"})
+    (tmp_path / "placement.conf").write_text(
+        f"[keystone_authtoken]\nauth_url = {url}\npassword = right\n"
+        "user_domain_id = users\nproject_domain_id = projects\n"
+    )
+    config = with_oslo_conf(RestConfig(conf_dir=str(tmp_path))).keystone
+    auth = Keystone(config, SystemClock())
+    assert await auth.identify({b"x-auth-token": b"good"}) is not None
+    said = keystone.asked_by["auth"]
+    assert said["identity"]["password"]["user"]["domain"] == {"id": "users"}
+    assert said["scope"]["project"]["domain"] == {"id": "projects"}
     await auth.close()
