@@ -18,6 +18,7 @@ from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.feed")
 
+MOST_NAMED = 10  # roots in one line of the log
 STALL_S = 0.5  # between tries while the database or the bus is away
 
 
@@ -64,7 +65,7 @@ class FeedPublisher:
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:
-        """Forget old changes, fences and sources, until cancelled; a full batch is followed by the next at once."""
+        """Forget what nobody needs any more, until cancelled; a full batch is followed by the next at once."""
         config = self._config
         more = False
         while True:
@@ -77,9 +78,17 @@ class FeedPublisher:
                     keep_sources_s=config.source_keep_s,
                     limit=config.trim_batch,
                 )
+                more |= await self._remove_shells()
             except Transient as error:
                 more = False
                 await self._stall(error)
+
+    async def _remove_shells(self) -> bool:
+        removed = await self._store.remove_shells(self._config.trim_batch)
+        if removed:
+            log.info("inventory.shells_removed", roots=removed[:MOST_NAMED], count=len(removed))
+            self.wake()
+        return len(removed) >= self._config.trim_batch
 
     async def drain(self, grace_s: float) -> None:
         """Publish what is committed, within the grace time; what is left over another process publishes."""

@@ -100,8 +100,9 @@ def _asked(name: str) -> dict[str, int]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # What was in use when it was taken out is set aside: a shell, until somebody reports again.
-        if how == "drained" and (shell := world.book.providers.get(uuid)) and is_reported(shell):
+        # What was in use when it was taken out is set aside: a shell, for as long as somebody uses it.
+        shell = world.book.providers.get(uuid) if how == "drained" else None
+        if shell is not None and (is_reported(shell) or not any(shell.used.values())):
             yield f"left_for_good: the book still has {uuid}"
     for service, fleet in world.fleets.items():
         for host in fleet.hosts if service not in world.dead else ():

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from bus.contracts.base import encode
-from bus.contracts.placement import InventoryResult, InventoryUpdate
+from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderReport
 from placement_worker.domain.reports import Applied, Refusal, flaw, foreign
 from placement_worker.domain.values import ABOVE_CELLS, is_foreign
 from placement_worker.store.port import Refused
@@ -27,6 +27,15 @@ class Source(Struct, frozen=True):
 
 
 NOBODY = Source(-1, b"", False, ())
+
+
+def digest_of(providers: Sequence[ProviderReport]) -> bytes:
+    """What tells one report from another, whatever their versions."""
+    return hashlib.blake2b(encode(providers), digest_size=16).digest()
+
+
+# The last word of a source that has taken its root out.
+TAKEN_OUT = digest_of(())
 
 
 class Group:
@@ -51,7 +60,7 @@ class Group:
         self.results: dict[int, InventoryResult | Refused] = {}
         self.written: list[SourceRow] = []
         self.changed: list[Key] = []
-        self._digests = [hashlib.blake2b(encode(u.providers), digest_size=16).digest() for u in updates]
+        self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
 
     def refuse_flawed(self, known_traits: Collection[str]) -> None:

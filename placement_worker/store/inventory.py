@@ -16,9 +16,10 @@ from bus.contracts.placement import InventoryResult, InventoryUpdate
 from placement_worker.domain.handover import taken
 from placement_worker.domain.names import class_name, is_custom
 from placement_worker.domain.reports import changes_of, flaw, plan
-from placement_worker.domain.values import Provider
+from placement_worker.domain.shells import is_empty_shell
+from placement_worker.domain.values import ABOVE_CELLS, Provider
 from placement_worker.store import feed, handover
-from placement_worker.store.group import Group, Key, Source
+from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
 from placement_worker.store.names import Names
 from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
@@ -103,6 +104,18 @@ UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (r
 WHERE s.root = n.root AND s.source <> n.source AND s.settled
 """
 
+# Taken out while somebody used it; nobody does any more, and nobody has reported anything of it since.
+FIND_SHELLS = """
+SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
+FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
+WHERE NOT s.settled AND s.digest = $1
+    AND NOT EXISTS (SELECT FROM sources n
+        WHERE n.root = s.root AND n.digest <> $1 AND n.updated_at >= s.updated_at)
+    AND (SELECT bool_and(i.set_aside AND i.used = 0) FROM providers p JOIN inventories i ON i.provider_id = p.id
+        WHERE p.root_id = r.id)
+ORDER BY s.root, s.source LIMIT $2
+"""
+
 
 async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
     """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
@@ -128,6 +141,27 @@ async def report(
     group.sort_out_stale()
     sequence = await _apply(connection, group, names)
     return group.answers(sequence)
+
+
+async def remove_shells(connection: asyncpg.Connection, names: Names, limit: int) -> list[str]:
+    """Take trees out anew whose source did so while they were in use, as if it had said so again; their roots.
+
+    The source may be gone for good: nobody else would. Inside the caller's transaction.
+    """
+    await connection.execute(ONE_WRITER_OF_TREES)
+    rows = await connection.fetch(FIND_SHELLS, TAKEN_OUT, limit)
+    if not rows:
+        return []
+    sources = {(row[0], row[1]): Source(*row[2:]) for row in rows}
+    said = [InventoryUpdate(source=source, version=s.version, root_uuid=root) for (root, source), s in sources.items()]
+    _, locked = await _lock_trees(connection, said)
+    trees: dict[str, list[Provider]] = {}
+    for provider in locked.values():
+        trees.setdefault(provider.root, []).append(provider)
+    # A claim or the REST API may have come between the look and the locks.
+    empty = [update for update in said if is_empty_shell(trees.get(update.root_uuid, ()))]
+    await _apply(connection, Group(empty, sources, cells={}, bus=ABOVE_CELLS), names)
+    return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
 async def _read_sources(

@@ -30,9 +30,10 @@ from placement_worker.domain.handover import taken
 from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
 from placement_worker.domain.reports import Plan, flaw, plan
 from placement_worker.domain.reports import changes_of as changes_of_reports
+from placement_worker.domain.shells import is_empty_shell
 from placement_worker.domain.values import ABOVE_CELLS, ClaimedProvider, Consumer, Provider, Room, is_closed, state_of
 from placement_worker.store.claims import providers_of, reply
-from placement_worker.store.group import Group, Key, Source
+from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
 from placement_worker.store.handover import HoldersBusy, Leaving
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
@@ -48,6 +49,8 @@ class Kept(Struct):
 
 class MemoryBookTable(MemoryDatabase):
     """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
+
+    ROWS = (*MemoryDatabase.ROWS, "position")  # all else is flushed by its commit
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -169,19 +172,41 @@ class MemoryBook:
             group.refuse_flawed(table.traits)
             group.refuse_foreign()
             group.sort_out_stale()
-            fresh = group.fresh()
-            planned = [group.updates[number] for number in fresh]
-            leaving = [pair for update in planned for pair in taken(update.providers)]
-            locked = await self._lock_holders(transaction, leaving)
-            before = await self._lock_trees(transaction, planned)
-            await self._lock_late_holders(transaction, leaving, locked)
-            holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in _holders(table, leaving)}
-            outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings, bus)
-            group.settle(fresh, outcome.results)
-            await transaction.statement()
-            transaction.will(lambda: _write_trees(table, before, outcome, group))
-            sequence = await self._append(transaction, changes_of_reports(before, outcome.after))
+            sequence = await self._apply_reports(transaction, group)
         return group.answers(sequence)
+
+    async def _apply_reports(self, transaction: Transaction, group: Group) -> int:
+        """Plan what is new and write what it comes to."""
+        table = self._table
+        fresh = group.fresh()
+        planned = [group.updates[number] for number in fresh]
+        leaving = [pair for update in planned for pair in taken(update.providers)]
+        locked = await self._lock_holders(transaction, leaving)
+        before = await self._lock_trees(transaction, planned)
+        await self._lock_late_holders(transaction, leaving, locked)
+        holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in _holders(table, leaving)}
+        outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings, group.bus)
+        group.settle(fresh, outcome.results)
+        await transaction.statement()
+        transaction.will(lambda: _write_trees(table, before, outcome, group))
+        return await self._append(transaction, changes_of_reports(before, outcome.after))
+
+    async def remove_shells(self, limit: int) -> list[str]:
+        """Remove trees that were taken out while in use and are used no more; their roots."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            await transaction.lock([TREES])
+            await transaction.statement()
+            sources = {key: table.sources[key] for key in sorted(table.sources) if _is_taken_out(table, key)}
+            keys = [key for key in sources if is_empty_shell(_tree(table, key[0]))][:limit]
+            said = [
+                InventoryUpdate(source=source, version=sources[root, source].version, root_uuid=root)
+                for root, source in keys
+            ]
+            await self._lock_trees(transaction, said)
+            empty = [update for update in said if is_empty_shell(_tree(table, update.root_uuid))]
+            await self._apply_reports(transaction, Group(empty, sources, cells={}, bus=ABOVE_CELLS))
+        return list(dict.fromkeys(update.root_uuid for update in empty))
 
     async def _lock_holders(self, transaction: Transaction, leaving: Sequence[Leaving]) -> list[str]:
         """Everybody who holds something of these classes of these providers."""
@@ -280,6 +305,7 @@ class MemoryBook:
             if not changes:
                 return Published(0, False)
             await send(changes)
+            transaction.durable = False  # forgotten in a crash, they are said once more
             last = changes[-1].sequence
             transaction.will(lambda: setattr(table, "position", last))
         return Published(len(changes), len(changes) >= limit)
@@ -374,6 +400,23 @@ def _silent(table: MemoryBookTable, before: float) -> list[Key]:
         )
 
     return [key for key in table.sources if table.heard[key] < before and is_of_no_use(key)]
+
+
+def _is_taken_out(table: MemoryBookTable, key: Key) -> bool:
+    """Whether a source's last word took its root out, is not carried out, and nobody has reported the root since."""
+    said = table.sources[key]
+    return (
+        not said.settled
+        and said.digest == TAKEN_OUT
+        and not any(
+            other[0] == key[0] and rival.digest != TAKEN_OUT and table.heard[other] >= table.heard[key]
+            for other, rival in table.sources.items()
+        )
+    )
+
+
+def _tree(table: MemoryBookTable, root: str) -> list[Provider]:
+    return [provider for provider in table.providers.values() if provider.root == root]
 
 
 def _forget(table: MemoryBookTable, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:

@@ -88,3 +88,9 @@ class PlacementStore(Protocol):
         A source: silent for so long, and its root is gone, or one that has spoken since answers for all that it did.
         Returns whether there may be more.
         """
+
+    async def remove_shells(self, limit: int) -> list[str]:
+        """Remove trees that were taken out while in use and are used no more, at most so many; their roots.
+
+        Their sources may have left for good; one that speaks again removes them itself.
+        """

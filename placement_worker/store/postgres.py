@@ -131,6 +131,10 @@ class PostgresStore:
             more |= int(tag.rpartition(" ")[2]) >= limit
         return more
 
+    async def remove_shells(self, limit: int) -> list[str]:
+        """Remove trees that were taken out while in use and are used no more; their roots."""
+        return await self._names.write(lambda connection: inventory.remove_shells(connection, self._names, limit))
+
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
         """A class that another process has just created is not unknown."""
         known = self._names.class_ids

@@ -117,3 +117,54 @@ async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
     page = await store.changes(head - 3, 10)
     assert [change.sequence for change in page.changes] == [head - 2, head - 1, head] and not page.too_old
     assert (await store.changes(head - 4, 10)).too_old
+
+
+async def hold(store: PlacementStore, consumer: str, provider: str) -> str:
+    option = ClaimOption(allocations={provider: {"VCPU": 1}})
+    (reply,) = await store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
+    return str(reply.outcome)
+
+
+async def providers(store: PlacementStore) -> list[str]:
+    return [provider.uuid for provider in (await store.snapshot(None, 10)).providers]
+
+
+async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(store: PlacementStore) -> None:
+    """Its source has left for good and never speaks of it again."""
+    user = "c0000000-0000-4000-8000-000000000000"
+    await say(store, KEPT, "s", 1)
+    await say(store, GONE, "s", 1, CHILD)
+    await hold(store, user, CHILD)
+    await say(store, GONE, "s", 2, gone=True)
+    assert await store.remove_shells(100) == []
+    assert await providers(store) == [KEPT, GONE, CHILD], "somebody uses it"
+    await store.apply([Release(consumer=user)])
+    head = await store.head()
+    assert await store.remove_shells(100) == [GONE]
+    assert await providers(store) == [KEPT]
+    changes = (await store.changes(head, 10)).changes
+    assert sorted((change.provider, change.removed) for change in changes) == [(GONE, True), (CHILD, True)]
+    assert await say(store, GONE, "s", 1, CHILD) == "stale"
+    assert await store.remove_shells(100) == []
+    assert await say(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
+
+
+async def test_a_host_that_somebody_else_reports_by_then_is_no_shell(store: PlacementStore) -> None:
+    user = "c0000000-0000-4000-8000-000000000000"
+    await say(store, GONE, "s", 1)
+    await hold(store, user, GONE)
+    await say(store, GONE, "s", 2, gone=True)
+    await say(store, GONE, "heir", 1)
+    await store.apply([Release(consumer=user)])
+    assert await store.remove_shells(100) == []
+    assert await hold(store, user.replace("c", "d"), GONE) == "claimed"
+
+
+async def test_few_shells_go_at_once_and_one_in_use_holds_none_up(store: PlacementStore) -> None:
+    in_use = KEPT.replace("1", "0")
+    for root in (in_use, KEPT, GONE):
+        await say(store, root, "s", 1)
+        await hold(store, root.replace("0", "c"), root)
+        await say(store, root, "s", 2, gone=True)
+    await store.apply([Release(consumer=root.replace("0", "c")) for root in (KEPT, GONE)])
+    assert [await store.remove_shells(1) for _ in range(3)] == [[KEPT], [GONE], []]

@@ -7,14 +7,16 @@ from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
 from berth.sim.plan import Act, Order
+from berth.sim.rest import _inventories
 from berth.sim.run import run
 from berth.sim.story import Story
 from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
-from bus.contracts.placement import Claim, ClaimOption
+from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.wire import pack, single
+from placement_worker.domain.values import Provider, stock_of
 
 INSTANCE = "00000000-0000-4000-9000-000000000001"
 HERE, LEFT = (f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
@@ -42,11 +44,31 @@ def build(*hosts: str) -> CellBuild:
     ],
 )
 async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
-    world = World(plan_of(1), Story())
+    world = World(replace(plan_of(1), metal=None), Story())
     world.left[LEFT] = "dead"
     world.probing = True
     world._said(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
+
+
+@pytest.mark.parametrize(
+    ("aside", "used", "breaks"),
+    [
+        pytest.param(False, 0, True, id="still reported"),
+        pytest.param(True, 1, False, id="in use"),
+        pytest.param(True, 0, True, id="a shell that nobody uses"),
+    ],
+)
+async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, aside: bool, used: int, breaks: bool) -> None:
+    world = World(replace(plan_of(1), metal=None), Story())
+    world.fleets.clear()
+    stock = replace(stock_of(Inventory(total=4)), set_aside=aside)
+    world.book.providers[LEFT] = Provider(
+        uuid=LEFT, name="h", parent=None, root=LEFT, generation=1, shape=1, stocks={"VCPU": stock},
+        used={"VCPU": used} if used else {}, traits=(), aggregates=(),
+    )  # fmt: skip
+    world.left[LEFT] = "drained"
+    assert any("left_for_good" in words for words in _inventories(world)) is breaks
 
 
 def test_a_service_that_dies_while_it_stops_has_stopped() -> None:

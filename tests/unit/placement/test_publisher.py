@@ -15,6 +15,8 @@ from tests.unit.front.world import HandClock
 
 HOST = "10000000-0000-4000-8000-000000000000"
 
+USER = "c0000000-0000-4000-8000-000000000000"
+
 
 async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     clock = HandClock()
@@ -36,3 +38,22 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     trimming.cancel()
     await asyncio.gather(trimming, return_exceptions=True)
     assert clock.monotonic() - started < 2 * config.trim_interval_s
+
+
+async def test_trimming_removes_shells_that_nobody_uses_any_more() -> None:
+    clock = HandClock()
+    table = MemoryBookTable(clock)
+    store = MemoryBook(table.session())
+    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=4)})
+    await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
+    option = ClaimOption(allocations={HOST: {"VCPU": 1}})
+    await store.apply([Claim(consumer=USER, options=(option,), project_id="p")])
+    await store.report([InventoryUpdate(source="s", version=2, root_uuid=HOST)])
+    await store.apply([Release(consumer=USER)])
+    trimming = asyncio.create_task(FeedPublisher(store, bus, clock=clock, config=PlacementConfig()).trim())
+    async with asyncio.timeout(20):
+        while table.providers:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+    trimming.cancel()
+    await asyncio.gather(trimming, return_exceptions=True)
