@@ -18,6 +18,7 @@ from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_p
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
+METRICS_TIMEOUT_S = 20.0  # unlike a probe it is not asked again
 
 
 class Worker(Struct):
@@ -64,7 +65,7 @@ class Crew:
 
     async def metrics(self, name: str) -> str:
         """What a worker's /metrics says. Raises httpx.HTTPError."""
-        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
+        async with httpx.AsyncClient(timeout=METRICS_TIMEOUT_S) as http:
             return (await http.get(f"http://127.0.0.1:{self.workers[name].port}/metrics")).text
 
     def kill(self, name: str) -> None:

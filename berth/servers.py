@@ -39,7 +39,7 @@ class RealServers:
     def __init__(self, broker: RabbitMQ, postgres: Postgres, cells: tuple[str, ...]) -> None:
         self.broker = broker
         self.postgres = postgres
-        self.urls = {API_VHOST: broker.add_vhost(API_VHOST), **{cell: broker.add_vhost(cell) for cell in cells}}
+        self.urls = broker.add_vhosts((API_VHOST, *cells))
         self.database_url = postgres.url("postgres")
 
     def settings(self, plan: Plan) -> Settings:

@@ -74,7 +74,7 @@ class Running(Struct, frozen=True, kw_only=True):
     crew: Crew
     site: Site
     logs: Path
-    own_broker: bool
+    ironic_url: str
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +101,7 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
-                    yield Running(crew=crew, site=here, logs=logs, own_broker=bool(buses))
+                    yield Running(crew=crew, site=here, logs=logs, ironic_url=ironic_url)
                 finally:
                     forget()
             finally:
@@ -137,13 +137,15 @@ async def _hosts_known(here: Site) -> None:
     """
     bus = here.bus(process_name("up"))
     deadline = here.clock.monotonic() + HOSTS_WAIT_S
+    unheard = list(here.cells)
     await bus.open()
     try:
-        while (left := deadline - here.clock.monotonic()) > 0:
+        while unheard and (left := deadline - here.clock.monotonic()) > 0:
             with contextlib.suppress(Fault, BusError):  # not there yet
-                page = await bus.request(HostsQuery(), HostsPage, timeout_s=max(left, MIN_ASK_S))
-                if {host.cell for host in page.hosts if host.up} >= set(here.cells):
-                    return
+                one = HostsQuery(cell=unheard[0], up=True, limit=1)
+                if (await bus.request(one, HostsPage, timeout_s=max(left, MIN_ASK_S))).hosts:
+                    unheard.pop(0)
+                    continue
             await here.clock.sleep(HOSTS_ASK_S)
     finally:
         await bus.close()
@@ -169,7 +171,8 @@ async def _broker(settings: Settings) -> AsyncIterator[dict[str, str]]:
     await asyncio.to_thread(broker.start)
     try:
         vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
-        yield {name: await asyncio.to_thread(broker.add_vhost, vhost) for name, vhost in vhosts.items()}
+        urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())
+        yield {name: urls[vhost] for name, vhost in vhosts.items()}
     finally:
         await asyncio.to_thread(broker.stop)
 

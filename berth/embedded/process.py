@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +23,10 @@ from pathlib import Path
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
+# Ports of ours are drawn from so many just below those that the system gives out, and none of them below the lowest.
+PORTS = 12_000
+LOWEST_PORT = 10_000
+PORT_TRIES = 100
 
 # stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
 # The watcher asks the server to stop when the pipe closes; when nobody said "keep" before, we died, and a temporary
@@ -177,11 +182,26 @@ class Workspace:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port on 127.0.0.1 that nobody uses now, and that the system gives to nobody who asks for just any.
+
+    Its server binds it seconds later: one of the system's own choice could be a client's by then.
+    """
+    lowest = _lowest_given_out()
+    for _ in range(PORT_TRIES):
+        wanted = lowest - 1 - secrets.randbelow(PORTS) if lowest - PORTS >= LOWEST_PORT else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            port: int = probe.getsockname()[1]
+            return port
+    raise ServerFailed(f"no free port on 127.0.0.1 in {PORT_TRIES} tries")
+
+
+def _lowest_given_out() -> int:
+    """The lowest port that the system chooses itself, for clients and for who binds port 0; 0 where it does not say."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 0
 
 
 def listening(port: int) -> bool:

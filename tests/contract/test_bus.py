@@ -24,7 +24,7 @@ from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
 from bus.port import BusForbidden, Outgoing, Unroutable, dead_queue
 from bus.service.database import DatabaseForbidden
 from bus.wire import BATCH
-from tests.contract.rig import Collector, Rig, rig_for, until
+from tests.contract.rig import PATIENCE_S, Collector, Rig, rig_for, until
 
 pytestmark = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 
@@ -271,7 +271,7 @@ async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house:
 async def test_request_and_reply(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
     await house.consume(server, REQUESTS, Answering(accepted))
-    reply = await asker.request(boot(5), BuildAccepted, timeout_s=10, cause="why")
+    reply = await asker.request(boot(5), BuildAccepted, timeout_s=PATIENCE_S, cause="why")
     assert reply == BuildAccepted(instance_uuid=boot(5).instance_uuid)
 
 
@@ -286,7 +286,7 @@ async def test_many_requests_are_one_round_trip_and_keep_their_places(house: Hou
 
     await house.consume(server, REQUESTS, Answering(answer))
     asked = [boot(number, name="no" if number % 10 == 3 else "") for number in range(200)]
-    answers = await asker.request_all(asked, BuildAccepted, timeout_s=10, causes=[""] * 200)
+    answers = await asker.request_all(asked, BuildAccepted, timeout_s=PATIENCE_S, causes=[""] * 200)
     for number, reply in enumerate(answers):
         if number % 10 == 3:
             assert isinstance(reply, RequestRefused) and reply.code == "flavor.unknown"
@@ -298,7 +298,7 @@ async def test_a_refusal_is_raised_with_its_code(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
     await house.consume(server, REQUESTS, Answering(lambda _: Refuse("flavor.unknown", "no such flavor")))
     with pytest.raises(RequestRefused, match="no such flavor") as refused:
-        await asker.request(boot(), BuildAccepted, timeout_s=10)
+        await asker.request(boot(), BuildAccepted, timeout_s=PATIENCE_S)
     assert refused.value.code == "flavor.unknown"
     await settled(server)
 
@@ -323,8 +323,8 @@ async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None
             raise
 
     asker.transport.publish = watched  # type: ignore[method-assign]
-    asking = asyncio.create_task(asker.request(BuildQuery(), Refusal, timeout_s=20))
-    async with asyncio.timeout(20):
+    asking = asyncio.create_task(asker.request(BuildQuery(), Refusal, timeout_s=PATIENCE_S))
+    async with asyncio.timeout(PATIENCE_S):
         await refused.wait()
     handler = Answering(lambda _: Done(Refusal(code="hello")))
     await house.consume(server, "scheduler.queries", handler)
@@ -334,14 +334,14 @@ async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None
 async def test_requests_work_again_after_the_connection_was_lost(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
     await house.consume(server, REQUESTS, Answering(accepted))
-    await asker.request(boot(1), BuildAccepted, timeout_s=10)
+    await asker.request(boot(1), BuildAccepted, timeout_s=PATIENCE_S)
     back = [asyncio.Event(), asyncio.Event()]
     asker.transport.on_reconnect(back[0].set)
     server.transport.on_reconnect(back[1].set)
     await house.rig.cut()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*(event.wait() for event in back))
-    reply = await asker.request(boot(2), BuildAccepted, timeout_s=10)
+    reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
     assert reply.instance_uuid == boot(2).instance_uuid
 
 
@@ -372,7 +372,7 @@ async def test_a_request_that_cannot_be_served_is_given_up_when_nobody_waits_for
     await house.consume(server, REQUESTS, Answering(answer), concurrency=1)
     with pytest.raises(RequestTimeout):
         await asker.request(boot(1), BuildAccepted, timeout_s=0.3)
-    reply = await asker.request(boot(2), BuildAccepted, timeout_s=10)
+    reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
     assert reply.instance_uuid == boot(2).instance_uuid
 
 
@@ -494,6 +494,7 @@ async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
         Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body, content_type=BATCH)
     )
     await settled(bus, dead=len(bad))
+    await handler.wait(len(good))  # they are handled after the bad ones are parked
     assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
 
 
@@ -541,6 +542,7 @@ async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) 
     await bus.declare(REQUESTS)
     await bus.publish_all([(boot(number), "") for number in range(20)])
     await house.consume(bus, REQUESTS, handler)
+    await handler.wait(19)  # an empty queue says only that all are fetched
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert letter.code == "handler.crashed"
@@ -576,7 +578,7 @@ async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
     consumer = await house.consume(bus, REQUESTS, Answering(answer))
     running = asyncio.create_task(consumer.run())
     await bus.publish(boot(1))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(BrokenInvariant, match="two owners"):
             await running
     await consumer.drain(0.1)
@@ -607,7 +609,7 @@ async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house
     await bus.declare(REQUESTS)
     await bus.publish_all([(boot(number), "") for number in range(60)])
     consumer = await house.consume(bus, REQUESTS, handle, concurrency=2, max_batch=8, prefetch=64)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(BrokenInvariant, match="thirteen"):
             await consumer.run()
     await settled(bus, dead=1)
@@ -629,7 +631,7 @@ async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(h
     await bus.declare(REQUESTS)
     await bus.publish_all([(boot(number), "") for number in range(5)])
     consumer = await house.consume(bus, REQUESTS, handle, concurrency=1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(BrokenInvariant, match="together"):
             await consumer.run()
     assert alone == [boot(number).instance_uuid for number in range(5)]
@@ -671,7 +673,7 @@ async def test_credentials_that_are_turned_down_end_the_consumer_and_not_its_mes
     consumer = await house.consume(bus, REQUESTS, Answering(answer))
     running = asyncio.create_task(consumer.run())
     await bus.publish(boot(1))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(type(fault)):
             await running
     await consumer.drain(0.1)
@@ -696,7 +698,7 @@ async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: Hou
     draining = asyncio.create_task(consumer.drain(10))
     await asyncio.sleep(0)
     go.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await draining
         await running
     await until(lambda: _depth(bus, "conductor.requests", 4))

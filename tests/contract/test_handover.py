@@ -24,6 +24,7 @@ from placement_worker.store import audit
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
+from tests.contract.rig import PATIENCE_S
 
 Make = Callable[[], PlacementStore]
 
@@ -193,7 +194,7 @@ async def test_boots_and_deletes_go_on_beside_it(make: Make, store: PlacementSto
                 assert busy.code == "inventory.holders_busy"
         done.set()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(upgrade(), *(live(other, number) for number, other in enumerate(others)))
     assert done.is_set()
     now = await used(store)

@@ -18,6 +18,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore, StaleWrite
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
+from tests.contract.rig import PATIENCE_S
 
 Make = Callable[[], InstanceStore]
 
@@ -297,7 +298,7 @@ async def test_who_believes_takes_locks_in_the_order_of_those_who_lock(postgres_
     async with other.transaction() as transaction:
         await transaction.first_time(["m1"])
         believing = asyncio.create_task(believe())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not await _waits(transaction):  # each look is a round trip to the server
                 pass
         known = await transaction.lock([A, B])  # was a deadlock

@@ -13,7 +13,7 @@ from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.local import LocalServer
 from bus.local.frames import MAX_CALL
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused
-from tests.contract.rig import Collector, LocalRig, until
+from tests.contract.rig import PATIENCE_S, Collector, LocalRig, until
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ async def test_who_is_no_client_of_ours_is_shown_the_door(rig: LocalRig, sent: b
     reader, writer = await asyncio.open_unix_connection(str(rig.socket))
     writer.write(sent)
     writer.write_eof()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         with contextlib.suppress(ConnectionResetError):  # the door closed on what it had not read
             assert await reader.read() == b""
     writer.close()

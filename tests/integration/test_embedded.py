@@ -17,6 +17,7 @@ import aio_pika
 import asyncpg
 import pytest
 
+from berth.embedded import process as module
 from berth.embedded.postgres import Postgres, find_binaries, runnable_by
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port, listening
 from berth.embedded.rabbitmq import RabbitMQ
@@ -154,12 +155,11 @@ async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -
     broker = await asyncio.to_thread(RabbitMQ().start)
     try:
         url = await asyncio.to_thread(broker.add_vhost, "cell-1")
+        await asyncio.to_thread(broker.add_user, "cell", "secret", ["cell-1"])  # before: it is on disk when q is
         async with await aio_pika.connect(url) as connection:
             channel = await connection.channel()
             queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
             await channel.default_exchange.publish(aio_pika.Message(b"kept", delivery_mode=2), queue.name)
-        await asyncio.to_thread(broker.add_user, "cell", "secret")
-        await asyncio.to_thread(broker.set_permissions, "cell", "cell-1")
         await asyncio.to_thread(broker.wait_registered, "cell-1", "q")
         await asyncio.to_thread(broker.kill)
         assert not listening(broker.port)
@@ -179,4 +179,16 @@ async def test_a_killed_broker_comes_back_with_its_vhosts_users_and_messages() -
 
 
 def test_a_free_port_is_free() -> None:
+    assert not listening(free_port())
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_a_client_meanwhile() -> None:
+    """A broker binds its port seconds after it was chosen; a client's connection had taken it, once in a long while."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest - module.PORTS >= module.LOWEST_PORT:
+        assert all(module.LOWEST_PORT <= free_port() < lowest for _ in range(200))
+
+
+def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_lowest_given_out", lambda: 1024)
     assert not listening(free_port())

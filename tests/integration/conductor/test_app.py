@@ -90,10 +90,8 @@ async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
     postgres_url: str, own_broker: RabbitMQ
 ) -> None:
     """C-11, invariant 5: the broker itself refuses what a cell must not do."""
-    for vhost in (API, CELL, "c2"):
-        await asyncio.to_thread(own_broker.add_vhost, vhost)
-    await asyncio.to_thread(own_broker.add_user, "cell-c1", "secret")
-    await asyncio.to_thread(own_broker.set_permissions, "cell-c1", CELL)
+    await asyncio.to_thread(own_broker.add_vhosts, (API, CELL, "c2"))
+    await asyncio.to_thread(own_broker.add_user, "cell-c1", "secret", [CELL])
 
     def as_cell(vhost: str) -> Transport:
         return RabbitTransport(own_broker.url(vhost, user="cell-c1", password="secret"), name=vhost)

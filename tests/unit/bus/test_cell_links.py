@@ -13,7 +13,7 @@ from bus.contracts.placement import Release, ReleaseResult
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")
 
 

@@ -40,7 +40,10 @@ class Street:
         self.refreshes = 0
         self.bus = self.make_bus("asker")
         self.theirs = self.make_bus("placement")
-        self.claiming = Claiming(self.bus, hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+        self.claiming = self.claims_by(config)
+
+    def claims_by(self, config: SchedulerConfig) -> Claiming:
+        return Claiming(self.bus, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
 
     def make_bus(self, process: str) -> Bus:
         rng = random.Random(process)
@@ -79,7 +82,7 @@ class Street:
 
 
 # Hosts were announced at 0, and the loop has its own time.
-CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001, service_down_time_s=1e12)
+CONFIG = SchedulerConfig(claim_timeout_s=60.0, retry_jitter_s=0.001, service_down_time_s=1e12)
 
 
 def result(outcome: ClaimOutcome) -> ClaimResult:
@@ -197,6 +200,7 @@ async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
 
 async def test_no_answer_is_not_no_host(street: Street) -> None:
     street.answer = lambda _: None
+    street.claiming = street.claims_by(structs.replace(CONFIG, claim_timeout_s=0.05))
     (away,) = await street.place(street.hosts.request())
     assert isinstance(away, Away) and list(street.hosts.book.assumed_keys()) == []
 
