@@ -24,9 +24,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
@@ -57,6 +56,7 @@ ANNOUNCED_S = 2.0  # compute services announce their hosts while they report the
 KNOWN = "SELECT (SELECT count(*) FROM providers WHERE id = root_id), (SELECT number FROM feed_head)"
 RATE_S = 10.0  # how long each rate is held
 RATES = (0.5, 0.8)
+CALM = 0.05  # and so little, where batches are small: what a boot costs then is what one of many cells pays
 MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 BIG = HostSize(vcpus=128, memory_mb=2**20, disk_gb=100_000)
 CLAIMS = "berth_scheduler_claims"
@@ -105,18 +105,19 @@ class Result(Struct, frozen=True, kw_only=True):
     bare_boots_per_s: float | None = None
     at_rates: dict[str, dict[str, float]] = {}
     costs: Costs | None = None
+    costs_at_rates: dict[str, Costs] = {}
 
 
 class Measured(Struct, kw_only=True):
-    """What is measured, and by what means. `before` and `after` are called around the full load."""
+    """What is measured, and by what means. `before` and `after` are called around each load but the idle boots."""
 
     boots: int
     hosts: int
     rates: bool = False
     idle_boots: int = IDLE_BOOTS
     idle_pause_s: float = 0.0
-    before: Callable[[], Any] | None = None
-    after: Callable[[int], Any] | None = None
+    before: Callable[[], Awaitable[None]] | None = None
+    after: Callable[[int], Awaitable[Costs]] | None = None
 
 
 async def measure(client: BuildClient, here: Site, system: str, what: Measured, seed: int = 1) -> Result:
@@ -129,16 +130,15 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     idle = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
     progress(f"idle boot p50 {statistics.median(latencies):.1f} ms; {what.boots:,} boots at once")
-    if what.before is not None:
-        await what.before()
-    report = await fire(client, here, what.boots, rng)
-    costs = await what.after(what.boots) if what.after is not None else None
+    report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
-    at_rates = {}
-    for share in RATES if what.rates else ():
+    at_rates, costs_at_rates = {}, {}
+    for share in (*RATES, CALM) if what.rates else ():
         rate = report.boots_per_s * share
         progress(f"{RATE_S:.0f} s at {share:.0%} of it")
-        held = await fire(client, here, int(rate * RATE_S), rng, rate=rate)
+        held, spending = await costed(client, here, what, max(int(rate * RATE_S), 1), rng, rate=rate)
+        if spending is not None:
+            costs_at_rates[f"{share:.0%}"] = spending
         spent = {f"{stage}_p50": figures["p50"] for stage, figures in held.spent_ms.items()}
         at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms, **spent}
     progress("judging the invariants")
@@ -174,7 +174,18 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         active=report.active,
         at_rates=at_rates,
         costs=costs,
+        costs_at_rates=costs_at_rates,
     )
+
+
+async def costed(
+    client: BuildClient, here: Site, what: Measured, boots: int, rng: random.Random, *, rate: float = 0.0
+) -> tuple[LoadReport, Costs | None]:
+    """Fire so many, and say what they cost where that is asked."""
+    if what.before is not None:
+        await what.before()
+    report = await fire(client, here, boots, rng, rate=rate)
+    return report, await what.after(boots) if what.after is not None else None
 
 
 def progress(sentence: str) -> None:
@@ -244,6 +255,7 @@ class Instruments:
         if self._profiles is not None:
             workers = {name: worker.process.pid for name, worker in self._crew.workers.items()}
             probe.profile({"client": os.getpid(), **workers}, self._profiles)
+            self._profiles = None  # the first load is the full one
         self._cpu = self._used()
 
     async def after(self, boots: int) -> Costs:
@@ -479,6 +491,8 @@ def say(result: Result, seconds: float) -> None:
             end="",
         )
         print(f"; in each stage, p50: {stages}")
+    for share, spending in result.costs_at_rates.items():
+        print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
     costs = result.costs
     if costs is None:
         return

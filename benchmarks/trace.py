@@ -36,7 +36,7 @@ from berth.load.fleet import GPU_CLASS, GPU_TRAIT, demand, mean_in, read_hosts, 
 from berth.load.record import LoadRecord
 from berth.load.report import render
 from berth.load.session import recorded
-from berth.load.trace import WHOLE_GPU, Asked, Request, read_requests, read_trace
+from berth.load.trace import WHOLE_GPU, Asked, Request, arrivals_of, read_requests, skipped
 from berth.servers import Plan, real_servers, running_crew, variables
 from berth.settings import Settings
 from berth.site import Site
@@ -91,6 +91,7 @@ class Replay(Struct, frozen=True, kw_only=True):
     hosts: int
     requests: int
     speed: float
+    skipped_s: float
     deletes: bool
     packed: bool
     bus: str
@@ -225,7 +226,7 @@ def pieces(requests: Sequence[Request], watch: Watch, *, speed: float, deletes: 
 async def replay(here: Site, requests: list[Request], hosts: int, options: argparse.Namespace) -> Replay:
     """Fire it at a system that runs; look on; judge."""
     shapes = {one.flavor: one.shape for one in {request.asked for request in requests}}
-    arrivals = read_trace(options.requests, shapes, speed=options.speed, deletes=options.deletes)
+    arrivals = arrivals_of(requests, shapes, speed=options.speed, deletes=options.deletes)
     plan = LoadPlan(boots=len(arrivals), mix={}, trace=arrivals, timeout_s=TIMEOUT_S)
     book = here.environment("bench").database("placement", pool_size=1)
     watch = Watch(book, here.clock)
@@ -268,6 +269,7 @@ async def replay(here: Site, requests: list[Request], hosts: int, options: argpa
         hosts=hosts,
         requests=len(arrivals),
         speed=options.speed,
+        skipped_s=options.skip,
         deletes=options.deletes,
         packed=options.pack,
         bus=options.bus,
@@ -312,7 +314,7 @@ async def on_real_servers(settings: Settings) -> AsyncIterator[Site]:
 
 async def measure(options: argparse.Namespace) -> Replay:
     """Start, replay, stop."""
-    hosts, requests = read_hosts(options.hosts), read_requests(options.requests)
+    hosts, requests = read_hosts(options.hosts), skipped(read_requests(options.requests), options.skip)
     settings = settings_like(hosts, requests)
     scheduler = replace(settings.scheduler, multipliers=PACKED if options.pack else {})
     settings = replace(settings, scheduler=scheduler, up=replace(settings.up, schedulers=1))
@@ -349,6 +351,9 @@ def main() -> int:
     parser.add_argument("requests", type=Path)
     parser.add_argument("--speed", type=float, default=100_000.0, help="so many times faster (%(default)s)")
     parser.add_argument("--deletes", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--skip", type=float, default=0.0, help="seconds of the trace; what is there then comes at once"
+    )
     parser.add_argument("--pack", action="store_true", help="fullest hosts first")
     parser.add_argument("--bus", choices=("memory", "real"), default="memory")
     parser.add_argument("--seed", type=int, default=1)

@@ -74,6 +74,9 @@ def load(
     deletes: Annotated[
         bool, typer.Option("--deletes/--no-deletes", help="A trace's deletions too; without them the fleet fills up.")
     ] = True,
+    skip: Annotated[
+        float, typer.Option(min=0, help="Seconds of a trace to leave out; what is there then comes at once.")
+    ] = 0.0,
     churn: Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")] = 0.0,
     patience: Annotated[
         float | None,
@@ -99,7 +102,7 @@ def load(
         if compare is not None:
             return _compare(*compare, report)
         settings = settings_of(context, bus=bus)
-        replayed = None if trace is None else Replayed(trace, speed, deletes)
+        replayed = None if trace is None else Replayed(trace, speed, deletes, skip)
         plan = _plan(settings, boots, mix, rate, ramp, concurrency, replayed, churn, patience, project, timeout)
         for path in (json_file, report):
             if path not in {None, STDOUT}:
@@ -167,10 +170,11 @@ class Replayed(Struct, frozen=True):
     path: Path
     speed: float
     deletes: bool
+    skip_s: float
 
     def arrivals(self, flavors: dict[str, Shape]) -> tuple[Arrival, ...]:
         """Raises PlanError."""
-        return read_trace(self.path, flavors, speed=self.speed, deletes=self.deletes)
+        return read_trace(self.path, flavors, speed=self.speed, deletes=self.deletes, skip_s=self.skip_s)
 
 
 def _plan(

@@ -162,7 +162,7 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     if asked:
         yield f"They were not asked the same: {', '.join(asked)} differ. What follows may come from that alone."
     elif found.differences:
-        yield f"They were asked the same; {', '.join(what for what, _, _ in found.differences)} differ."
+        yield f"They were asked the same; what differs: {', '.join(what for what, _, _ in found.differences)}."
     else:
         yield "Settings and machine are the same."
     for name in INTERESTING:

@@ -81,12 +81,28 @@ class Request(Struct, frozen=True):
         return self.deleted_s is not None and self.deleted_s <= last_s
 
 
-def read_trace(path: Path, flavors: Mapping[str, Shape], *, speed: float, deletes: bool = True) -> tuple[Arrival, ...]:
+def read_trace(
+    path: Path, flavors: Mapping[str, Shape], *, speed: float, deletes: bool = True, skip_s: float = 0.0
+) -> tuple[Arrival, ...]:
     """The arrivals of a file, in order, from 0. Deletions past the last arrival are not replayed. Raises PlanError.
 
-    deletes False: nothing is deleted, so that what came in all has to fit at once.
+    deletes False: nothing is deleted, so that what came in all has to fit at once. skip_s: see `skipped`.
     """
-    requests = read_requests(path)
+    return arrivals_of(skipped(read_requests(path), skip_s), flavors, speed=speed, deletes=deletes)
+
+
+def skipped(requests: list[Request], skip_s: float) -> list[Request]:
+    """Without the first so many seconds: what had gone by then is left out, what was still there comes at once."""
+    begin = requests[0].created_s + skip_s
+    if begin > requests[-1].created_s:
+        raise PlanError("load.trace", f"nothing arrives after the first {skip_s:g} s that are skipped")
+    return [Request(max(one.created_s, begin), one.deleted_s, one.asked) for one in requests if not one.ends_by(begin)]
+
+
+def arrivals_of(
+    requests: Sequence[Request], flavors: Mapping[str, Shape], *, speed: float, deletes: bool
+) -> tuple[Arrival, ...]:
+    """When each of these is meant to leave, as what, and how long it lives."""
     first, last = requests[0].created_s, requests[-1].created_s
     order = sorted(flavors, key=lambda name: (flavors[name].gpus, flavors[name].vcpus, flavors[name].memory_mb, name))
     return tuple(

@@ -67,7 +67,7 @@ def test_another_question_is_said_first() -> None:
     assert ("rate_per_s", "1,000", "500") in found.differences
     assert ("machine: cpus", "2", "8") in found.differences
     moved = compare(one, replace(one, machine=other.machine))
-    assert moved.verdict[0] == "They were asked the same; machine: cpus differ."
+    assert moved.verdict[0] == "They were asked the same; what differs: machine: cpus."
 
 
 def test_the_same_records_and_seed_say_the_same() -> None:

@@ -67,6 +67,15 @@ def test_without_deletes_the_fleet_fills_up(tmp_path: Path) -> None:
     assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, deletes=False)] == [None] * 4
 
 
+def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
+    path = written(tmp_path, "requests.csv", REQUESTS)
+    shapes = {"m": Shape(99, 99_999, 9.0)}
+    found = read_trace(path, shapes, speed=1.0, skip_s=55.0)
+    assert [(a.at_s, a.lifetime_s) for a in found] == [(0.0, 5.0), (0.0, None), (45.0, None)], "r had gone at 150"
+    with pytest.raises(PlanError, match="nothing arrives"):
+        read_trace(path, shapes, speed=1.0, skip_s=100.5)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
