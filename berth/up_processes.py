@@ -74,7 +74,7 @@ class Running(Struct, frozen=True, kw_only=True):
     crew: Crew
     site: Site
     logs: Path
-    ironic_url: str
+    own_broker: bool
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +101,7 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
-                    yield Running(crew=crew, site=here, logs=logs, ironic_url=ironic_url)
+                    yield Running(crew=crew, site=here, logs=logs, own_broker=bool(buses))
                 finally:
                     forget()
             finally:
@@ -137,15 +137,13 @@ async def _hosts_known(here: Site) -> None:
     """
     bus = here.bus(process_name("up"))
     deadline = here.clock.monotonic() + HOSTS_WAIT_S
-    unheard = list(here.cells)
     await bus.open()
     try:
-        while unheard and (left := deadline - here.clock.monotonic()) > 0:
+        while (left := deadline - here.clock.monotonic()) > 0:
             with contextlib.suppress(Fault, BusError):  # not there yet
-                one = HostsQuery(cell=unheard[0], up=True, limit=1)
-                if (await bus.request(one, HostsPage, timeout_s=max(left, MIN_ASK_S))).hosts:
-                    unheard.pop(0)
-                    continue
+                page = await bus.request(HostsQuery(), HostsPage, timeout_s=max(left, MIN_ASK_S))
+                if {host.cell for host in page.hosts if host.up} >= set(here.cells):
+                    return
             await here.clock.sleep(HOSTS_ASK_S)
     finally:
         await bus.close()
