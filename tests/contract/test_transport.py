@@ -19,7 +19,7 @@ from bus.port import (
     dead_queue,
     retry_queue,
 )
-from tests.contract.rig import Collector, Rig, rig_for, until
+from tests.contract.rig import PATIENCE_S, Collector, Rig, rig_for, until
 
 # A RabbitMQ that nobody told otherwise offers what a full queue refused again after three minutes; our own at once.
 ROOM_S = 200.0
@@ -187,6 +187,7 @@ async def test_what_is_given_back_comes_again_before_the_rest_and_in_order(rig: 
     await first.cancel()
     for delivery in held.got:
         delivery.nack(requeue=True)
+    await until(lambda: _depth_is(transport, queue, 4))  # nobody confirms what is given back
     got = Collector()
     await transport.consume(queue, got, prefetch=1)
     await got.wait(4)
@@ -394,7 +395,7 @@ async def test_a_lost_connection_comes_back_with_everything(rig: Rig) -> None:
     await transport.publish(command(b"1"))
     await held.wait(1)
     await rig.cut()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await back.wait()
     held.got[0].ack()  # of the old connection: does nothing
     assert transport.connected
@@ -420,7 +421,7 @@ async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:
     back = asyncio.Event()
     transport.on_reconnect(back.set)
     await rig.reopen()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await back.wait()
     assert await transport.depth(queue) == 1
 
@@ -432,7 +433,7 @@ async def test_open_waits_for_a_broker_that_is_away(rig: Rig) -> None:
     await asyncio.sleep(0)
     assert not opening.done()
     await rig.reopen()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await opening).connected
 
 
@@ -482,7 +483,7 @@ async def test_a_consumer_that_gives_back_at_once_stops_nobody_else(rig: Rig) ->
     queue = await declare(transport, QueueKind.TRANSIENT)
     subscription = await transport.consume(queue, lambda delivery: delivery.nack(requeue=True), prefetch=1)
     await transport.publish(command(b"1"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await subscription.cancel()
     await until(lambda: _depth_is(transport, queue, 1))
 
