@@ -83,7 +83,9 @@ def load(
         typer.Option(min=0, help="Seconds to offer again what a full queue refused; default: open loop 0, else all."),
     ] = None,
     project: Annotated[str, typer.Option(help="Whose they are.")] = "load",
-    seed: Annotated[int | None, typer.Option(help="Draw flavors and UUIDs from this seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw flavors, and which are deleted, from this seed; uuids are new.")
+    ] = None,
     timeout: Timeout = 300.0,
     bus: Annotated[str | None, typer.Option(help="The API bus, amqp://..., instead of the settings'.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record as JSON; - is stdout.")] = None,
@@ -139,8 +141,8 @@ async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: 
 
         task = asyncio.ensure_future(
             recorded(
-                berth, plan, clock=berth.bus.clock, rng=rng, transports=transports, started=started, show=show,
-                bus=hide_password(settings.bus.url), cells=site.cells, **more,
+                berth, plan, clock=berth.bus.clock, rng=rng, chance=random.SystemRandom(), transports=transports,
+                started=started, show=show, bus=hide_password(settings.bus.url), cells=site.cells, **more,
             )
         )  # fmt: skip
 

@@ -93,13 +93,15 @@ def draw_requests(plan: LoadPlan, rng: random.Random) -> list[BuildRequest]:
     return [request for _, request in draw(plan, rng)]
 
 
-def draw(plan: LoadPlan, rng: random.Random) -> Iterator[tuple[Arrival, BuildRequest]]:
-    """The builds of a plan in the order in which they are meant to leave."""
+def draw(
+    plan: LoadPlan, rng: random.Random, chance: random.Random | None = None
+) -> Iterator[tuple[Arrival, BuildRequest]]:
+    """The builds of a plan in the order in which they are meant to leave. chance: draws their uuids (else `rng`)."""
     for number, arrival in enumerate(arrivals(plan, rng)):
         yield (
             arrival,
             BuildRequest(
-                instance_uuid=new_uuid(rng),
+                instance_uuid=new_uuid(chance or rng),
                 flavor=arrival.flavor,
                 project_id=plan.project_id,
                 user_id="load",

@@ -48,10 +48,21 @@ class Offer(Struct):
 
 
 class LoadRun:
-    """One run of a plan. `boots` and `deletes` say at any time what became of what."""
+    """One run of a plan. `boots` and `deletes` say at any time what became of what.
+
+    rng draws what is asked for; chance the rest (uuids, how long to wait), where a run that is repeated with the same
+    seed must not ask for the same machines: those there are already, and nothing would be built.
+    """
 
     def __init__(
-        self, client: BuildClient, plan: LoadPlan, *, clock: Clock, rng: random.Random, keep_tracks: bool = True
+        self,
+        client: BuildClient,
+        plan: LoadPlan,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        chance: random.Random | None = None,
+        keep_tracks: bool = True,
     ) -> None:
         self.plan = plan
         self.boots = Ledger()
@@ -68,6 +79,7 @@ class LoadRun:
         self._client = client
         self._clock = clock
         self._rng = rng
+        self._chance = chance or rng
         self._keep_tracks = keep_tracks
         self._lifetimes: dict[int, float] = {}
         self._to_delete: list[tuple[float, int]] = []  # (due, row of the boot), a heap
@@ -103,7 +115,7 @@ class LoadRun:
         self.boots.start = self.deletes.start = self.last_end = self._last_sent = self.started
         reaper = asyncio.create_task(self._reap())
         try:
-            drawn = draw(self.plan, self._rng)
+            drawn = draw(self.plan, self._rng, self._chance)
             await (self._closed_loop(drawn) if self.plan.mode == "closed" else self._open_loop(drawn))
             await self._all_offered()
             await self._ends(self.plan.timeout_s)
@@ -191,7 +203,7 @@ class LoadRun:
     async def _knock(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
         async with self._door:
             if self._turned_away:
-                await self._clock.sleep(AGAIN_S * (0.5 + self._rng.random() / 2))
+                await self._clock.sleep(AGAIN_S * (0.5 + self._chance.random() / 2))
             return await self._offer_once(offers, ledger)
 
     async def _offer_once(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:

@@ -28,13 +28,14 @@ async def recorded(
     *,
     clock: Clock,
     rng: random.Random,
+    chance: random.Random | None = None,
     transports: Mapping[str, Transport] | None = None,
     started: Callable[[LoadRun], None] = lambda run: None,
     show: Callable[[Sample], None] = lambda sample: None,
     **settings: object,
 ) -> LoadRecord:
     """Fire the plan and return its record. `started`: is handed the run before it begins (to interrupt it)."""
-    run = LoadRun(client, plan, clock=clock, rng=rng, keep_tracks=False)
+    run = LoadRun(client, plan, clock=clock, rng=rng, chance=chance, keep_tracks=False)
     started(run)
     sampler = Sampler(run, client, clock=clock, transports=transports, on_sample=show)
     watching = asyncio.create_task(sampler.watch())

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from berth.client import Track
 from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sampler, sum_up
+from berth.load.plan import draw
 from berth.load.record import decode, encode
 from berth.load.session import recorded
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
@@ -34,6 +35,14 @@ def test_a_seed_draws_the_same_requests_and_weights_are_kept() -> None:
     share = sum(request.flavor == "a" for request in drawn) / 2000
     assert 0.7 < share < 0.8 and all(request.flavor != "never" for request in drawn)
     assert len({request.instance_uuid for request in drawn}) == 2000
+
+
+def test_the_same_seed_asks_for_the_same_flavors_but_never_for_the_same_machines() -> None:
+    """`berth load --seed 2` twice: the second asked for machines that were there, and told their ages as latencies."""
+    plan = LoadPlan(boots=200, mix={"a": 3.0, "b": 1.0}, churn=0.5)
+    one, two = (list(draw(plan, random.Random(2), random.Random(chance))) for chance in (5, 6))
+    assert [arrival for arrival, _ in one] == [arrival for arrival, _ in two]
+    assert {request.instance_uuid for _, request in one}.isdisjoint(request.instance_uuid for _, request in two)
 
 
 def ended(uuid: str, state: BuildState, intended: float, at: float, *, attempt: int = 1, code: str = "") -> Track:
