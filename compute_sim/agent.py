@@ -1,8 +1,8 @@
 """The compute service itself: takes commands, has its driver carry them out, and answers for every attempt.
 
 A command is remembered (`Records`) before its message is acknowledged, so an accepted build survives the service:
-the next start finishes it. Work on one instance on one host goes through one `Chain`, one job at a time; a Destroy
-cancels the build before it. Answers that change nothing on record (to a late or repeated command) may be lost
+the next start finishes it. Work on one instance on one host goes through one chain, one job at a time (`jobs`); a
+Destroy cancels the build before it. Answers that change nothing on record (to a late or repeated command) may be lost
 with the process: whoever waits for one asks again.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import structlog
 import tenacity
@@ -19,14 +18,14 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, Spawn
+from bus.contracts.cell import ComputeResult, Destroy, Spawn
 from compute_sim import metrics
+from compute_sim.answers import Answers
 from compute_sim.domain.attempts import (
     DestroyVerdict,
     Entry,
     Phase,
     SpawnVerdict,
-    answer,
     built,
     destroyed,
     failed,
@@ -35,6 +34,7 @@ from compute_sim.domain.attempts import (
     on_spawn,
 )
 from compute_sim.driver import Build, BuildAbort, BuildFault, Driver, DriverHost, DriverUnavailable, Machine
+from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import EntryRow, Key, Records
 
 log = structlog.get_logger()
@@ -55,23 +55,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     destroy_tries: int
 
 
-class Chain:
-    """The work on one instance on one host: one job holds the lock, others wait in order.
-
-    build: the build that a Destroy would cancel. answers: attempts whose Destroy is answered by the next job that
-    has cleared the host of them. clearing: that build has yet to clear away an older attempt.
-    """
-
-    __slots__ = ("answers", "build", "clearing", "jobs", "lock")
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.jobs = 0
-        self.build: asyncio.Task[None] | None = None
-        self.answers: set[int] = set()
-        self.clearing = False
-
-
 class Agent:
     """One service over one driver. `say` publishes a result some time soon, `on_failures` hears of sick hosts."""
 
@@ -87,26 +70,22 @@ class Agent:
         on_failures: Callable[[str], None] = lambda _: None,
         on_accepted: Callable[[Spawn], None] = lambda _: None,
     ) -> None:
-        self._service = service
         self._driver = driver
         self._records = records
-        self._say = say
+        self._answers = Answers(service, say, clock)
         self._clock = clock
         self._limits = limits
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
-        self._chains: dict[Key, Chain] = {}
+        self._jobs = Jobs()
         self._undone: dict[Key, None] = {}  # destructions that were given up, the oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
         self._accepted = 0
         self._slots = asyncio.Semaphore(limits.builds)
         self._host_slots: dict[str, asyncio.Semaphore] = {}
-        self._fault: asyncio.Future[None] | None = None
         self._verdicts = {
             verdict: metrics.COMMANDS.labels(service, verdict.value) for verdict in (*SpawnVerdict, *DestroyVerdict)
         }
-        self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
         self._build_s = metrics.BUILD_S.labels(service)
         metrics.ACCEPTED.labels(service).set_function(lambda: self._accepted)
 
@@ -128,16 +107,18 @@ class Agent:
         if verdict is SpawnVerdict.UNDERWAY:
             return None
         if verdict is SpawnVerdict.REPEAT:
-            self._answer(key, entry)
+            self._answers.ended(key, entry)
             return None
         if verdict in (SpawnVerdict.FENCED, SpawnVerdict.SUPERSEDED):
-            self._refuse(key, command.attempt, f"spawn.{verdict.value}", "this attempt was given up on this host")
+            self._answers.refuse(
+                key, command.attempt, f"spawn.{verdict.value}", "this attempt was given up on this host"
+            )
             return None
         if command.host_uuid not in self._hosts:
-            self._refuse(key, command.attempt, "host.unknown", "this service has no such host")
+            self._answers.refuse(key, command.attempt, "host.unknown", "this service has no such host")
             return None
         if self._accepted >= self._limits.accepted:
-            self._refuse(key, command.attempt, "service.busy", "too many builds are waiting here")
+            self._answers.refuse(key, command.attempt, "service.busy", "too many builds are waiting here")
             return None
         row = self._records.note(key, entry, command)
         self._records.accepted += 1
@@ -150,69 +131,33 @@ class Agent:
         known = self._records.get(key)
         verdict, entry = on_destroy(known, command.attempt)
         self._verdicts[verdict].inc()
-        chain = self._chains.get(key)
+        chain = self._jobs.chain(key)
         if verdict is DestroyVerdict.DESTROY or (verdict is DestroyVerdict.JOIN and chain is None):
             # Joining what was given up as impossible starts it again.
             self._start_destroy(key, command.attempt)
         elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
         else:
-            self._say_destroyed(key, command.attempt)
+            self._answers.destroyed(key, command.attempt)
         return None if entry == known else self._records.note(key, entry, self._records.spawn_of(key))
 
-    # --- jobs
+    # --- builds and destructions
 
-    def _start_build(self, key: Key, command: Spawn, *, clear: int) -> None:
-        chain = self._cancel_build(key)
+    def _start_build(self, key: Key, command: Spawn, *, clear: int) -> Chain:
+        chain = self._jobs.without_build(key)
         chain.clearing = clear > 0
         self._accepted += 1
-        chain.build = self._start(key, chain, self._build(key, chain, command, clear))
+        chain.build = self._jobs.start(key, chain, self._build(key, chain, command, clear))
         chain.build.add_done_callback(self._build_over)
+        return chain
 
     def _build_over(self, _: asyncio.Task[None]) -> None:
         self._accepted -= 1
 
     def _start_destroy(self, key: Key, attempt: int) -> None:
-        chain = self._cancel_build(key)
+        chain = self._jobs.without_build(key)
         chain.answers.add(attempt)
-        self._start(key, chain, self._clear_away(key, chain, attempt))
-
-    def _cancel_build(self, key: Key) -> Chain:
-        """The chain of this key, with its build (if any) on the way out."""
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = self._chains[key] = Chain()
-        elif chain.build is not None:
-            chain.build.cancel()
-            chain.build = None
-        return chain
-
-    def _start(self, key: Key, chain: Chain, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        chain.jobs += 1
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-
-        def over(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            chain.jobs -= 1
-            if not chain.jobs and self._chains.get(key) is chain:
-                del self._chains[key]
-            if not task.cancelled() and (fault := task.exception()) is not None:
-                self._report(fault)
-
-        task.add_done_callback(over)
-        return task
-
-    def _report(self, fault: BaseException) -> None:
-        """A job of ours must not fail: hand it to `watch`, which takes the process down."""
-        log.error("compute.job_failed", exc_info=fault)
-        if self._fault is not None and not self._fault.done():
-            self._fault.set_exception(fault)
-
-    async def watch(self) -> None:
-        """Raise the first fault of any job."""
-        self._fault = asyncio.get_running_loop().create_future()
-        await self._fault
+        self._jobs.start(key, chain, self._clear_away(key, chain, attempt))
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
         started, begun_at = self._clock.monotonic(), self._clock.time()
@@ -228,7 +173,7 @@ class Agent:
         self._build_s.observe(self._clock.monotonic() - started)
         if not entry.final:
             self._count_failures(key[0], works=entry.phase is Phase.RUNNING)
-        self._answer(key, entry, begun_at)
+        self._answers.ended(key, entry, begun_at)
 
     async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
         """Have the driver build; how it ended, as the entry to remember."""
@@ -237,7 +182,7 @@ class Agent:
             if clear:
                 await self._clear(key, clear)
                 chain.clearing = False
-                self._say_cleared(key, chain)
+                self._answers.cleared(key, chain)
             async with asyncio.timeout(self._limits.build_s):
                 await self._driver.spawn(Build(key[0], command.spec, number, command.allocations))
         except BuildFault as fault:
@@ -261,14 +206,14 @@ class Agent:
                 # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
                 # next start of the service tries again.
                 log.error("destroy.failed", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
-                self._refuse(key, attempt, "destroy.failed", str(fault))
+                self._answers.refuse(key, attempt, "destroy.failed", str(fault))
                 chain.answers.clear()
                 self._undone[key] = None
                 return
             entry = destroyed(self._records.get(key))
             if entry is not None:
                 self._records.put(key, entry)
-            self._say_cleared(key, chain)
+            self._answers.cleared(key, chain)
 
     async def insist(self) -> None:
         """Take up what could not be destroyed, again and again, until cancelled.
@@ -284,7 +229,7 @@ class Agent:
         for key in list(itertools.islice(self._undone, MAX_AGAIN)):
             del self._undone[key]
             entry = self._records.get(key)
-            if entry is not None and entry.phase is Phase.DESTROYING and key not in self._chains:
+            if entry is not None and entry.phase is Phase.DESTROYING and self._jobs.chain(key) is None:
                 self._start_destroy(key, entry.fence)
 
     async def _clear(self, key: Key, attempt: int) -> None:
@@ -298,51 +243,6 @@ class Agent:
             reraise=True,
         )
         await retrying(self._driver.destroy, key[0], key[1], attempt)
-
-    # --- answers
-
-    def _answer(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
-        said = answer(entry)
-        assert said is not None, entry
-        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
-
-    def _refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
-        self._tell(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
-
-    def _say_destroyed(self, key: Key, attempt: int) -> None:
-        self._tell(key, attempt, ComputeOutcome.DESTROYED)
-
-    def _say_cleared(self, key: Key, chain: Chain) -> None:
-        for attempt in sorted(chain.answers):
-            self._say_destroyed(key, attempt)
-        chain.answers.clear()
-
-    def _tell(
-        self,
-        key: Key,
-        attempt: int,
-        outcome: ComputeOutcome,
-        code: str = "",
-        reason: str = "",
-        *,
-        final: bool = False,
-        begun_at: float = 0.0,
-    ) -> None:
-        self._ended[outcome].inc()
-        self._say(
-            ComputeResult(
-                instance_uuid=key[1],
-                attempt=attempt,
-                host_uuid=key[0],
-                service=self._service,
-                outcome=outcome,
-                code=code,
-                reason=reason,
-                at=self._clock.time(),
-                final=final,
-                begun_at=begun_at,
-            )
-        )
 
     def _count_failures(self, host: str, *, works: bool) -> None:
         count = 0 if works else self._records.failed_builds(host) + 1
@@ -374,18 +274,18 @@ class Agent:
             self._start_destroy(key, fence)
             return
         if entry.phase is Phase.BUILDING and command is not None and key[0] in self._hosts:
-            self._start_build(key, command, clear=entry.fence)
+            chain = self._start_build(key, command, clear=entry.fence)
             if entry.fence:
-                self._chains[key].answers.add(entry.fence)
+                chain.answers.add(entry.fence)
         elif entry.phase is Phase.BUILDING:
             gone = failed(entry, entry.attempt, "service.restarted", "its host is not this service's any more")
             assert gone is not None
             self._records.put(key, gone)
-            self._answer(key, gone)
+            self._answers.ended(key, gone)
         elif entry.phase is Phase.RUNNING and machine is None:
             self._records.put(key, lost(entry))
         elif not entry.told:
-            self._answer(key, entry)
+            self._answers.ended(key, entry)
 
     async def learn_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are; from now on builds are taken for these, and only these."""
@@ -411,12 +311,10 @@ class Agent:
                     self._records.put(key, lost(entry))
         return result
 
+    async def watch(self) -> None:
+        """Raise the first fault of any job."""
+        await self._jobs.watch()
+
     async def stop(self, grace_s: float) -> None:
         """Let builds end within the grace time, then leave the rest on record for the next start."""
-        if self._tasks and grace_s > 0:
-            await asyncio.wait(self._tasks, timeout=grace_s)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._jobs.stop(grace_s)

@@ -125,8 +125,8 @@ class Service:
     async def rest(self) -> None:
         """Until nothing is under way."""
         async with asyncio.timeout(20):
-            while self.agent._tasks:
-                await asyncio.wait(self.agent._tasks)
+            while self.agent._jobs.tasks:
+                await asyncio.wait(self.agent._jobs.tasks)
 
 
 def spawn(number: int, attempt: int = 1, host: int = 0) -> Spawn:
@@ -302,7 +302,7 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked
     await service.rest()
     assert service.said[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
-    service.agent._say = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
+    service.agent._answers._say = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
     insisting = asyncio.create_task(service.agent.insist())
     async with asyncio.timeout(20):
         await done.wait()

@@ -1,0 +1,70 @@
+"""What a service answers: one result for every attempt that ended, was refused, or is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bus.clock import Clock
+from bus.contracts.base import MAX_REASON
+from bus.contracts.cell import ComputeOutcome, ComputeResult
+from compute_sim import metrics
+from compute_sim.domain.attempts import Entry, answer
+from compute_sim.jobs import Chain
+from compute_sim.records import Key
+
+
+class Answers:
+    """One service's results. `say` publishes one some time soon."""
+
+    def __init__(self, service: str, say: Callable[[ComputeResult], None], clock: Clock) -> None:
+        self._service = service
+        self._say = say
+        self._clock = clock
+        self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
+
+    def ended(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
+        """How the attempt on record ended."""
+        said = answer(entry)
+        assert said is not None, entry
+        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
+
+    def refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
+        """Not on this host, and why."""
+        self._tell(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
+
+    def destroyed(self, key: Key, attempt: int) -> None:
+        """Nothing is left of it."""
+        self._tell(key, attempt, ComputeOutcome.DESTROYED)
+
+    def cleared(self, key: Key, chain: Chain) -> None:
+        """Nothing is left of all that this chain owes an answer for."""
+        for attempt in sorted(chain.answers):
+            self.destroyed(key, attempt)
+        chain.answers.clear()
+
+    def _tell(
+        self,
+        key: Key,
+        attempt: int,
+        outcome: ComputeOutcome,
+        code: str = "",
+        reason: str = "",
+        *,
+        final: bool = False,
+        begun_at: float = 0.0,
+    ) -> None:
+        self._ended[outcome].inc()
+        self._say(
+            ComputeResult(
+                instance_uuid=key[1],
+                attempt=attempt,
+                host_uuid=key[0],
+                service=self._service,
+                outcome=outcome,
+                code=code,
+                reason=reason,
+                at=self._clock.time(),
+                final=final,
+                begun_at=begun_at,
+            )
+        )
