@@ -10,77 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import ClassColumns, Flags, Looked, Numbers, Rows
+from placement_worker.replica.columns import Flags, Looked, Rows
 from placement_worker.replica.covers import Cover, can_cover
 from placement_worker.replica.entangled import Entangled
 from placement_worker.replica.query import Query
-from placement_worker.replica.request import UNNUMBERED, Slot
 from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.steps import NOT_A_ROOT, Steps, meets_any
 from placement_worker.replica.tables import GIVES
 
 Codes = NDArray[np.uint16]
-
-NOT_A_ROOT = 0
-
-# Plans kept, the least recently used forgotten first. One costs about 12 bytes a row.
-PLANS_KEPT = 64
-
-UNIT = "amount not allowed (min_unit, max_unit, step_size)"
-
-
-class Step(Struct, frozen=True):
-    """What a verdict means: the funnel's step and the reason."""
-
-    step: str
-    reason: str
-
-
-class Asked:
-    """One class of the query: how much, and the codes of the ways to lack it, the nearest miss last."""
-
-    def __init__(self, name: str, amount: int, steps: list[Step]) -> None:
-        self.name = name
-        self.amount = amount
-        self.none = _code(steps, name, "none here")
-        self.never = _code(steps, name, "capacity too small")
-        self.reserved = _code(steps, name, "reserved")
-        self.unit = _code(steps, name, UNIT)
-        self.full = _code(steps, name, "in use")
-        self.column: ClassColumns | None = None
-        self.kinds: Looked | None = None
-
-    def look_up(self, book: Book, passes: int) -> None:
-        """Find the class's columns, once somebody has it."""
-        if self.column is None and (column := book.column(self.name)) is not None:
-            self.column = column
-            self.kinds = Looked(column.kinds, lambda numbers: self._answer(numbers, passes))
-
-    def _answer(self, numbers: Numbers, passes: int) -> int:
-        if numbers.capacity <= 0 and numbers.total == 0:
-            return self.none
-        if numbers.capacity < self.amount:
-            # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
-            return self.reserved if int(numbers.total * numbers.allocation_ratio) >= self.amount else self.never
-        fits = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
-        return passes if fits else self.unit
-
-    def static(self, rows: Rows) -> NDArray[np.int64]:
-        """Codes by inventory alone; `passes` where it could fit on an empty provider."""
-        if self.column is None or self.kinds is None:
-            return np.full(len(rows), self.none, dtype=np.int64)
-        return self.kinds(self.column.kind[rows])
-
-    def lacks_room(self, rows: Rows) -> Flags:
-        """Where less is free than asked."""
-        if self.column is None:
-            return np.ones(len(rows), dtype=np.bool_)
-        return self.column.free[rows] < self.amount
 
 
 class Plan:
@@ -89,55 +31,25 @@ class Plan:
     def __init__(self, book: Book, query: Query) -> None:
         self.book = book
         self.query = query
-        self.steps: list[Step] = [Step("", "")]  # code 0: not a root
         self.entangled = Entangled(book, query)
-        self._name_codes()
-        self.passes = len(self.steps)
+        self.steps = Steps(query, self.entangled.search.slots)
+        self.asked = self.steps.asked
+        self.passes = self.steps.passes
         self.begin()
-
-    def _name_codes(self) -> None:
-        query, steps = self.query, self.steps
-        self.root_lacks = [_code(steps, "traits", f"root lacks {_any_of(group)}") for group in query.root_required]
-        self.root_has = _code(steps, "traits", f"root has {_any_of(query.root_forbidden)}")
-        self.has = _code(steps, "traits", f"has {_any_of(query.forbidden)}")
-        self.lacks = [_code(steps, "traits", f"lacks {_any_of(group)}") for group in query.required]
-        belongs = " and ".join(_any_of(group) for group in query.root_member_of)
-        self.root_not_member = _code(steps, "aggregates", f"not in {belongs}")
-        self.root_bad_member = _code(steps, "aggregates", f"in {_any_of(query.root_forbidden_aggregates)}")
-        wanted = " and ".join(_any_of(group) for group in query.member_of)
-        self.not_member = _code(steps, "aggregates", f"not in {wanted}")
-        self.bad_member = _code(steps, "aggregates", f"in {_any_of(query.forbidden_aggregates)}")
-        asked = sorted((name, amount) for name, amount in query.resources.items() if amount > 0)
-        self.asked = [Asked(name, amount, steps) for name, amount in asked]
-        self.apart = _code(steps, "together", "traits and resources not on the same providers")
-        self.nothing = _code(steps, "resources", "nothing is asked")
-        self.nearness = [self._name_misses(slot) for slot in self.entangled.search.slots]
-        groups = ", ".join(group.suffix.removeprefix("_") for group in query.groups)
-        self.unfit = _code(steps, f"groups {groups}" if groups else "together", "groups do not fit together")
-        self.unknown = _code(steps, "together", "too many combinations to try")
-
-    def _name_misses(self, slot: Slot) -> list[int]:
-        """The codes of a slot of an entangled root, by how near it came (see `tables`)."""
-        for asked in self.asked if slot.suffix == UNNUMBERED else ():
-            if asked.name in slot.resources:
-                return [asked.none, asked.never, asked.unit, self.has, self.not_member, asked.full]
-        name = f"group {slot.suffix.removeprefix('_')}"
-        reasons = ("none here", "capacity too small", UNIT, "traits not met", "aggregates not met", "in use")
-        return [_code(self.steps, name, reason) for reason in reasons]
 
     def begin(self) -> None:
         """Forget all verdicts; the next refresh evaluates every root."""
         book, query = self.book, self.query
         self.epoch = book.epoch
         self.cover = Cover(query.required)
-        self.flat_traits = Looked(book.trait_sets, self._flat_trait_code)
-        self.root_traits = Looked(book.trait_sets, self._root_trait_code)
-        self.clean = Looked(book.trait_sets, lambda traits: int(not _meets_any(traits, query.forbidden)))
+        self.flat_traits = Looked(book.trait_sets, self.steps.of_flat_traits)
+        self.root_traits = Looked(book.trait_sets, self.steps.of_root_traits)
+        self.clean = Looked(book.trait_sets, lambda traits: int(not meets_any(traits, query.forbidden)))
         self.covers = Looked(book.trait_sets, self.cover.number_of)
-        self.member = Looked(book.aggregate_sets, lambda own: int(all(_meets_any(own, g) for g in query.member_of)))
-        self.outcast = Looked(book.aggregate_sets, lambda own: int(_meets_any(own, query.forbidden_aggregates)))
-        self.flat_aggregates = Looked(book.aggregate_sets, self._flat_aggregate_code)
-        self.root_aggregates = Looked(book.aggregate_sets, self._root_aggregate_code)
+        self.member = Looked(book.aggregate_sets, lambda own: int(all(meets_any(own, g) for g in query.member_of)))
+        self.outcast = Looked(book.aggregate_sets, lambda own: int(meets_any(own, query.forbidden_aggregates)))
+        self.flat_aggregates = Looked(book.aggregate_sets, self.steps.of_flat_aggregates)
+        self.root_aggregates = Looked(book.aggregate_sets, self.steps.of_root_aggregates)
         for asked in self.asked:
             asked.column = asked.kinds = None
         self.static: Codes = np.zeros(0, dtype=np.uint16)
@@ -219,7 +131,7 @@ class Plan:
         book = self.book
         codes = np.minimum(self.flat_traits(book.traits[roots]), self.flat_aggregates(book.aggregates[roots]))
         if not self.asked:
-            codes = np.minimum(codes, self.nothing)
+            codes = np.minimum(codes, self.steps.nothing)
         for asked in self.asked:
             codes = np.minimum(codes, asked.static(roots))
         self.static[roots] = codes
@@ -245,7 +157,7 @@ class Plan:
         codes = self._root_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
         verdicts = self.entangled.verdicts(roots[open_ones])
-        codes[open_ones] = np.array([self.unfit, self.passes, self.unknown])[verdicts]
+        codes[open_ones] = np.array([self.steps.unfit, self.passes, self.steps.unknown])[verdicts]
         return codes.astype(np.uint16)
 
     def ways(self, root: int, limit: int) -> Rows | None:
@@ -262,50 +174,20 @@ class Plan:
 
     def explained(self) -> Codes:
         """The verdicts, with the nearest miss of each entangled root that falls."""
-        unfit = np.flatnonzero(self.verdicts == self.unfit)
+        unfit = np.flatnonzero(self.verdicts == self.steps.unfit)
         if not unfit.size or not self.entangled.search.possible:
             return self.verdicts
         misses = self.entangled.misses(unfit)
         codes = self.verdicts.copy()
         for slot in range(len(misses) - 1, -1, -1):  # the first group that nobody satisfies is the reason
             lacking = misses[slot] < GIVES
-            codes[unfit[lacking]] = np.array(self.nearness[slot])[misses[slot][lacking]]
+            codes[unfit[lacking]] = np.array(self.steps.nearness[slot])[misses[slot][lacking]]
         return codes
 
     def _root_codes(self, roots: Rows) -> NDArray[np.int64]:
         """What the roots' own traits and aggregates say."""
         book = self.book
         return np.minimum(self.root_traits(book.traits[roots]), self.root_aggregates(book.aggregates[roots]))
-
-    def _root_aggregate_code(self, own: tuple[str, ...]) -> int:
-        if not all(_meets_any(own, group) for group in self.query.root_member_of):
-            return self.root_not_member
-        return self.root_bad_member if _meets_any(own, self.query.root_forbidden_aggregates) else self.passes
-
-    def _root_trait_code(self, traits: tuple[str, ...]) -> int:
-        for group, code in zip(self.query.root_required, self.root_lacks, strict=True):
-            if not _meets_any(traits, group):
-                return code
-        return self.root_has if _meets_any(traits, self.query.root_forbidden) else self.passes
-
-    def _flat_trait_code(self, traits: tuple[str, ...]) -> int:
-        code = self._root_trait_code(traits)
-        if code != self.passes:
-            return code
-        if _meets_any(traits, self.query.forbidden):
-            return self.has
-        for group, lacking in zip(self.query.required, self.lacks, strict=True):
-            if not _meets_any(traits, group):
-                return lacking
-        return self.passes
-
-    def _flat_aggregate_code(self, own: tuple[str, ...]) -> int:
-        code = self._root_aggregate_code(own)
-        if code != self.passes:
-            return code
-        if not all(_meets_any(own, group) for group in self.query.member_of):
-            return self.not_member
-        return self.bad_member if _meets_any(own, self.query.forbidden_aggregates) else self.passes
 
     # --- nested trees: each class from any one provider of the tree
 
@@ -325,13 +207,13 @@ class Plan:
         count = len(roots)
         codes = self._root_codes(roots)
         clean, member, usable = self.usable(rows, owners, roots)
-        codes = np.minimum(codes, np.where(_some(owners, clean, count), passes, self.has))
+        codes = np.minimum(codes, np.where(_some(owners, clean, count), passes, self.steps.has))
         covers = self.covers(book.traits[rows])  # numbers new covers, so before `having`
-        for bit, code in enumerate(self.lacks):
+        for bit, code in enumerate(self.steps.lacks):
             has = clean & self.cover.having(bit)[covers]
             codes = np.minimum(codes, np.where(_some(owners, has, count), passes, code))
-        codes = np.minimum(codes, np.where(_some(owners, member, count), passes, self.not_member))
-        codes = np.minimum(codes, np.where(_some(owners, usable, count), passes, self.bad_member))
+        codes = np.minimum(codes, np.where(_some(owners, member, count), passes, self.steps.not_member))
+        codes = np.minimum(codes, np.where(_some(owners, usable, count), passes, self.steps.bad_member))
         able = []
         for asked in self.asked:
             kinds = asked.static(rows)
@@ -341,7 +223,7 @@ class Plan:
             codes = np.minimum(codes, nearest)
             able.append(usable & (kinds == passes))
         if not self.asked:
-            codes = np.minimum(codes, self.nothing)
+            codes = np.minimum(codes, self.steps.nothing)
         elif self.query.required:
             self._judge_together(codes, rows, owners, able)
         return codes.astype(np.uint16)
@@ -360,56 +242,7 @@ class Plan:
                 choices[owner][number].add(cover)
         for root, sets in choices.items():
             if not can_cover(self.cover, tuple(tuple(sorted(numbers)) for numbers in sets)):
-                codes[root] = self.apart
-
-
-def plan_of(book: Book, query: Query) -> Plan:
-    """The query's plan, refreshed."""
-    plan = kept_plan(book, query)
-    plan.refresh()
-    return plan
-
-
-def kept_plan(book: Book, query: Query) -> Plan:
-    """The query's plan as it was last; its tables are right, its verdicts may be old."""
-    key = (
-        tuple(sorted(query.resources.items())),
-        query.required,
-        query.forbidden,
-        query.member_of,
-        query.forbidden_aggregates,
-        query.root_required,
-        query.root_forbidden,
-        query.root_member_of,
-        query.root_forbidden_aggregates,
-        query.in_tree,
-        msgspec.msgpack.encode(query.groups),
-        query.group_policy,
-        query.same_subtree,
-    )
-    plan = book.plans.get(key)
-    if plan is None:
-        plan = book.plans[key] = Plan(book, query)
-        while len(book.plans) > PLANS_KEPT:
-            book.plans.popitem(last=False)
-    else:
-        book.plans.move_to_end(key)
-    if plan.epoch != book.epoch:
-        plan.begin()
-    return plan
-
-
-def _code(steps: list[Step], step: str, reason: str) -> int:
-    steps.append(Step(step, reason))
-    return len(steps) - 1
-
-
-def _any_of(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-
-
-def _meets_any(own: Sequence[str], wanted: Sequence[str]) -> bool:
-    return any(name in own for name in wanted)
+                codes[root] = self.steps.apart
 
 
 def _some(owners: Rows, which: Flags, count: int) -> Flags:

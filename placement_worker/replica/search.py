@@ -18,10 +18,12 @@ from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.covers import unions
-from placement_worker.replica.plan import Codes, Plan, kept_plan, plan_of
+from placement_worker.replica.plan import Codes, Plan
+from placement_worker.replica.plans import kept_plan, plan_of
 from placement_worker.replica.query import Found, Query
 from placement_worker.replica.request import Slot
 from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.turns import in_turn
 
 __all__ = ["Found", "Query", "options", "search"]
 
@@ -126,7 +128,7 @@ def _funnel(plan: Plan, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep,
     fell: dict[str, dict[str, int]] = {step: {} for step in _steps(plan)}
     for code in range(1, plan.passes):
         if many := int(counts[code]):
-            step = plan.steps[code]
+            step = plan.steps.named[code]
             fell.setdefault(step.step, {})[step.reason] = many
     for name, reasons in fell.items():
         left -= sum(reasons.values())
@@ -157,15 +159,7 @@ def _ways(book: Book, plan: Plan, root: int) -> Iterator[list[int]]:
     choices = [[masks[row] for row in givers[number]] for number in order]
     # What the classes from each place on can still meet together: no step is taken that cannot end well.
     rest = [unions(choices[place:]) for place in range(len(order) + 1)]
-    walks = [_walk(givers, order, giver, masks, rest) for giver in givers[pivot]]
-    while walks:  # ends: every round takes a way or drops a walk
-        still = []
-        for walk in walks:
-            way = next(walk, None)
-            if way is not None:
-                yield way
-                still.append(walk)
-        walks = still
+    return in_turn(_walk(givers, order, giver, masks, rest) for giver in givers[pivot])
 
 
 def _givers(book: Book, plan: Plan, root: int) -> list[list[int]]:

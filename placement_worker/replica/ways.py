@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from placement_worker.replica.matching import can_match
 from placement_worker.replica.patience import Patience
+from placement_worker.replica.turns import in_turn
 
 Way = tuple[int, ...]  # per slot, the member that gives it
 
@@ -117,15 +118,7 @@ class Ways:
 
     def _spread(self) -> Iterator[Way]:
         """In turn by the member that gives the slot with the widest choice: the second way is a real alternative."""
-        walks = [self._walk(member) for member in self.site.eligible[self._order[0]]]
-        while walks:  # ends: every round takes a way or drops a walk
-            still = []
-            for walk in walks:
-                way = next(walk, None)
-                if way is not None:
-                    yield way
-                    still.append(walk)
-            walks = still
+        yield from in_turn(self._walk(member) for member in self.site.eligible[self._order[0]])
 
     def _walk(self, first: int) -> Iterator[Way]:
         """All ways in which `first` gives the first slot in order; members already in use come first."""

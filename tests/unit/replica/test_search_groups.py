@@ -12,7 +12,7 @@ from msgspec import structs
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from placement_worker.replica.plan import plan_of
+from placement_worker.replica.plans import plan_of
 from placement_worker.replica.query import Query, asked_in_all, request_of
 from placement_worker.replica.request import Group
 from placement_worker.replica.search import options, search
@@ -76,7 +76,7 @@ def check(book: Book, states: list[ProviderState], query: Query) -> None:
     assert {book.uuid_of(int(row)) for row in answer.roots} == set(wanted)
     assert answer.funnel[0].left + sum(answer.funnel[0].fell.values()) == len(book.rows_of_roots())
     assert answer.funnel[-1].left == len(wanted)
-    assert plan_of(book, query).unknown not in plan_of(book, query).verdicts
+    assert plan_of(book, query).steps.unknown not in plan_of(book, query).verdicts
     for row in answer.roots.tolist():
         found = [
             frozenset((one, name, n) for one, given in option.allocations.items() for name, n in given.items())

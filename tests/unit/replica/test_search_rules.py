@@ -9,7 +9,7 @@ from bus.contracts.placement import ProviderState
 from placement_worker.replica import covers
 from placement_worker.replica.book import Book
 from placement_worker.replica.covers import QueryTooWide
-from placement_worker.replica.plan import PLANS_KEPT
+from placement_worker.replica.plans import PLANS_KEPT
 from placement_worker.replica.search import Query, options, search
 from tests.unit.replica.books import inventory, provider, used, uuid
 
