@@ -194,15 +194,15 @@ async def free_hosts(book: Database) -> list[FreeHost]:
     return list(found.values())
 
 
-def first_rejection(record: LoadRecord, requests: Sequence[Request], gpus: float) -> dict[str, float]:
-    """How many had arrived before the first that found no host, and what they had been given; {}: none was rejected."""
+def first_rejection(record: LoadRecord, watch: Watch) -> dict[str, float]:
+    """Arrivals before the first that found no host, and the share of GPUs that was given away then; {}: none was."""
     boots = record.boots
     failed = [row for row in range(len(boots)) if boots.outcome_of(row) in {"failed", "refused"}]
     if not failed:
         return {}
-    first = min(failed)
-    given = sum(one.asked.gpus * one.asked.gpu_milli for one in requests[:first]) / WHOLE_GPU
-    return {"arrivals": float(first), "gpu_share": round(given / gpus, 4)}
+    first = min(failed, key=lambda row: boots.ended_s[row] or 0.0)
+    seen = min(watch.seen, key=lambda look: abs(look[0] - (boots.ended_s[first] or 0.0)))
+    return {"arrivals": float(first), "gpu_share": round(seen[1]["gpus"] / seen[2]["gpus"], 4)}
 
 
 def pieces(requests: Sequence[Request], watch: Watch, *, speed: float, deletes: bool) -> list[Piece]:
@@ -277,7 +277,7 @@ async def replay(here: Site, requests: list[Request], hosts: int, options: argpa
         outcomes=totals.outcomes,
         why_not=totals.by_code,
         delete_outcomes=totals.delete_outcomes,
-        first_rejected_at=first_rejection(record, requests, capacity["gpus"]),
+        first_rejected_at=first_rejection(record, watch),
         latency_ms=totals.latency_ms,
         delete_ms=totals.delete_ms,
         capacity=capacity,
@@ -335,7 +335,7 @@ def say(found: Replay) -> None:
         print(f"given away, {what}:", ", ".join(f"{name} {part:.2%}" for name, part in share.items()))
     if found.first_rejected_at:
         at = found.first_rejected_at
-        print(f"first rejection after {at['arrivals']:.0f} arrivals, {at['gpu_share']:.1%} of the GPUs given away")
+        print(f"first rejection: arrival {at['arrivals']:.0f}, {at['gpu_share']:.1%} of the GPUs given away")
     print(f"GPUs free {found.free_gpu_share:.2%}, of no use to a GPU request as they come {found.fragmented_share:.2%}")
     print("| until s | arrivals | cores asked | given | GPUs asked | given |\n" + "| --- " * 6 + "|")
     for one in found.pieces:
