@@ -90,12 +90,12 @@ async def test_delete_before_its_build_frees_the_claim(cell: Cell) -> None:
 
 async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroyed(cell: Cell) -> None:
     cell.around.hangs = {cell.host(1)}
-    build = cell.build(1, 2, timeout_s=30.0)
+    build = cell.build(1, 2, timeout_s=600.0)
     uuid = build.spec.instance_uuid
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: len(cell.around.spawns) == 1)
     assert await cell.engine.sweep() == 0
-    cell.clock.offset += 31.0
+    cell.clock.offset += 601.0
     assert await cell.engine.sweep() == 1
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     assert [(s.attempt, s.host_uuid) for s in cell.around.spawns] == [(1, cell.host(1)), (2, cell.host(2))]
@@ -235,10 +235,10 @@ async def test_reports_repair_lost_results_lost_machines_and_orphans(cell: Cell)
 
 async def test_two_conductors_sweep_each_instance_once(cell: Cell) -> None:
     cell.around.hangs = {cell.host(1)}
-    builds = [cell.build(1, 2, timeout_s=5.0) for _ in range(40)]
+    builds = [cell.build(1, 2, timeout_s=60.0) for _ in range(40)]
     await cell.around.bus.publish_all([(b, "") for b in builds])
     await cell.around.until(lambda: len(cell.around.spawns) == 40)
-    cell.clock.offset += 6.0
+    cell.clock.offset += 61.0
     swept = await asyncio.gather(*[engine.sweep() for engine in (cell.engine, cell.new_engine()) for _ in range(4)])
     assert sum(swept) == 40
     await cell.around.until(lambda: all(cell.around.ends(b.spec.instance_uuid) for b in builds))

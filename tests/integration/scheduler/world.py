@@ -28,10 +28,11 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from placement_worker.app import build as build_placement
 from placement_worker.config import PlacementConfig
+from placement_worker.replica.book import Book
 from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CELLS = ("c1", "c2")
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class World:
         self.brokers = {name: MemoryBroker(self.clock) for name in (API, *CELLS)}
         self.url = postgres_url
         self.services: dict[str, tuple[Service, asyncio.Event, asyncio.Task[None]]] = {}
+        self.replicas: dict[str, Book] = {}
         self.events: list[BuildEvent] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
@@ -90,7 +92,10 @@ class World:
         return await self.start(name, build_placement(self.environment(name), PlacementConfig(), CELLS))
 
     async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> Service:
-        return await self.start(name, build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS))
+        book = Book()
+        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, book=book)
+        self.replicas[name] = book
+        return await self.start(name, service)
 
     async def start(self, name: str, service: Service) -> Service:
         stop = asyncio.Event()
@@ -104,15 +109,19 @@ class World:
         return service
 
     async def stop(self, name: str) -> None:
-        _, stop, task = self.services.pop(name)
+        _, stop, task = self._gone(name)
         stop.set()
         await task
 
     async def kill(self, name: str) -> None:
         """End it without draining, or see the end of what has died by itself."""
-        _, _, task = self.services.pop(name)
+        _, _, task = self._gone(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    def _gone(self, name: str) -> tuple[Service, asyncio.Event, asyncio.Task[None]]:
+        self.replicas.pop(name, None)
+        return self.services.pop(name)
 
     async def _consume(self, bus: str, queue: str, handler: Callable[..., Any]) -> None:
         consumer = self.buses[bus].consumer(queue, handler, max_batch=1000, concurrency=1)
@@ -159,7 +168,7 @@ class World:
     # --- hosts
 
     async def add_hosts(self, cell: str, count: int, **inventory: int) -> list[str]:
-        """New hosts with these amounts, in the book and announced. Returns their uuids."""
+        """New hosts with these amounts, in the book, in every scheduler's copy of it, and announced. Their uuids."""
         amounts = inventory or {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
         uuids = []
         for _ in range(count):
@@ -169,6 +178,7 @@ class World:
             await self.report(uuid, name, amounts)
             uuids.append(uuid)
         await self.announce(cell)
+        await self.eventually(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
         return uuids
 
     async def report(self, uuid: str, name: str, amounts: dict[str, int], traits: tuple[str, ...] = ()) -> None:
