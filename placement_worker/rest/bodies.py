@@ -28,13 +28,19 @@ MAX_CAPACITY = 2**53
 # Deeper than any body of ours, and far from the interpreter's own limit.
 MAX_DEPTH = 20
 
-ClassKey = Annotated[str, Bound(pattern=schemas.NAME)]
-UuidKey = Annotated[str, Bound(pattern=schemas.UUID_KEY)]
+
+def _whole(pattern: str) -> str:
+    """A schema's pattern as Python needs it: `$` would let a line end follow."""
+    return pattern.removesuffix("$") + r"\Z"
+
+
+ClassKey = Annotated[str, Bound(pattern=_whole(schemas.NAME))]
+UuidKey = Annotated[str, Bound(pattern=_whole(schemas.UUID_KEY))]
 Owner = Annotated[str, Bound(min_length=1, max_length=255)]
 Positive = Annotated[int, Bound(ge=1)]
 Whole = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
 Counting = Annotated[int, Bound(ge=1, le=MAX_AMOUNT)]
-CanonicalUuid = Annotated[str, Bound(pattern="^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$")]
+CanonicalUuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z")]
 ProviderName = Annotated[str, Bound(max_length=200)]
 Resources = Annotated[dict[ClassKey, Positive], Bound(min_length=1)]
 
@@ -130,7 +136,7 @@ class ProviderTraits(_Strict, frozen=True):
 class ClassBody(_Strict, frozen=True):
     """POST and PUT (below 1.7) of a resource class."""
 
-    name: Annotated[str, Bound(pattern=schemas.CUSTOM_NAME, max_length=255)]
+    name: Annotated[str, Bound(pattern=_whole(schemas.CUSTOM_NAME), max_length=255)]
 
 
 class _ProviderRef(_Strict, frozen=True):
@@ -202,7 +208,7 @@ class Allocations38(_Strict, frozen=True):
     project_id: Owner
     user_id: Owner
     consumer_generation: int | None
-    consumer_type: Annotated[str, Bound(pattern=schemas.NAME, max_length=255)]
+    consumer_type: Annotated[str, Bound(pattern=_whole(schemas.NAME), max_length=255)]
     mappings: Mappings | UnsetType = UNSET
 
 

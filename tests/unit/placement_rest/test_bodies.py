@@ -123,6 +123,30 @@ def test_an_inventory_among_others_has_a_generation_that_is_a_number_or_none_at_
         )
 
 
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (bodies.RESOURCE_CLASS, {"name": "CUSTOM_A\n"}),
+        (bodies.POST_PROVIDER, {"name": "a", "uuid": f"{HOST}\n"}),
+        (bodies.POST_INVENTORY, {"resource_class": "VCPU\n", "total": 1}),
+        (
+            at(bodies.PUT_ALLOCATIONS, 39),
+            {
+                "allocations": {},
+                "project_id": "p",
+                "user_id": "u",
+                "consumer_generation": None,
+                "consumer_type": "INSTANCE\n",
+            },
+        ),
+    ],
+)
+def test_a_name_ends_where_it_ends(body: bodies.Body[Any], value: dict[str, Any]) -> None:
+    with pytest.raises(Fault) as caught:
+        body.parse(json.dumps(value).encode())
+    assert caught.value.status == 400
+
+
 def test_amounts_beyond_all_bounds_are_amounts() -> None:
     assert resources_of("VCPU:" + "9" * 100)["VCPU"] > 2**53
 
