@@ -18,6 +18,7 @@ from placement_worker.rest.auth import Auth
 from placement_worker.rest.cors import Cors
 from placement_worker.rest.faults import STATUS, About, Fault, best, render
 from placement_worker.rest.http import JSON, Request, Response
+from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import USAGES, Policy
 from placement_worker.rest.routes import ROUTES, Route, Router, parts_of
@@ -32,6 +33,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 # As oslo.middleware has it; what looks otherwise is nobody's id, and goes no further.
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 RETRY_AFTER_S = "1"
+
+# A client that sends, but ever so little at a time, is given up after so many times the time-out of one wait.
+BODY_TIMEOUTS = 10
 
 
 class Gone(Exception):
@@ -49,6 +53,7 @@ class Application:
         self._auth = auth
         self._policy = policy
         self._cors = cors
+        self._gathering = 0  # bytes of bodies that are not whole yet
         self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,23 +115,40 @@ class Application:
             raise Fault(413, f"At most {limit} bytes")
         if not length:
             return b""
-        message = await self._next(receive)
+        message = await self._next(receive, self._api.config.body_timeout_s)
         body: bytes = message.get("body", b"")
-        if not message.get("more_body"):
-            return body
+        return await self._rest(receive, body) if message.get("more_body") else body
+
+    async def _rest(self, receive: Receive, body: bytes) -> bytes:
+        """What comes after the first part of a body, and that part before it."""
+        config, clock = self._api.config, self._api.clock
+        until = clock.monotonic() + BODY_TIMEOUTS * config.body_timeout_s
         parts, size = [body], len(body)
-        while message.get("more_body"):  # ends: bounded in bytes, and each wait in time
-            message = await self._next(receive)
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise Fault(413, f"At most {limit} bytes")
-            parts.append(part)
+        self._gather(size)
+        try:
+            more = True
+            while more:  # ends: bounded in bytes, and in time
+                message = await self._next(receive, min(config.body_timeout_s, until - clock.monotonic()))
+                part = message.get("body", b"")
+                size += len(part)
+                self._gather(len(part))
+                if size > config.max_body_bytes:
+                    raise Fault(413, f"At most {config.max_body_bytes} bytes")
+                if self._gathering > config.max_bodies_bytes:
+                    raise Fault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
+                parts.append(part)
+                more = message.get("more_body", False)
+        finally:
+            self._gather(-size)
         return b"".join(parts)
 
-    async def _next(self, receive: Receive) -> MutableMapping[str, Any]:
+    def _gather(self, size: int) -> None:
+        self._gathering += size
+        metrics.GATHERING.set(self._gathering)
+
+    async def _next(self, receive: Receive, patience_s: float) -> MutableMapping[str, Any]:
         try:
-            async with asyncio.timeout(self._api.config.body_timeout_s):
+            async with asyncio.timeout(patience_s):
                 message = await receive()
         except TimeoutError:
             raise Fault(408) from None
@@ -211,6 +233,9 @@ def _unexpected(error: Exception) -> Fault:
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
         return Fault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
+    if isinstance(error, KeystoneForbidden):
+        log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
+        return Fault(503, "Who is calling cannot be found out.")
     if isinstance(error, asyncpg.DataError):
         log.info("rest.bad_data", reason=str(error))
         return Fault(400, "A value cannot be stored.")

@@ -32,7 +32,8 @@ async def search(api: Api, request: Request) -> Response:
     asked = asked_of(request.query, request.version)
     await _check_names(api, asked, await api.replica.fresh())
     config = api.config
-    limit = asked.limit if asked.limit is not None else config.default_limit if config.default_limit > 0 else None
+    most = config.default_limit if config.default_limit > 0 else None
+    limit = min((bound for bound in (asked.limit, most) if bound is not None), default=None)
     seed = api.rng.getrandbits(64) if config.randomize else None
 
     def answer(book: Book, patience: Patience) -> bytes:

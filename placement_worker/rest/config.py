@@ -58,10 +58,11 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auth_strategy, [keystone_authtoken], [oslo_policy], [cors] and [placement] are read over what is set here.
     auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
     says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it.
-    incomplete_*: who holds what was allocated below 1.8. randomize: a sample of the candidates instead of the first.
-    budget, search_s: what a candidate search may look at, and how long. group_max, waiting_max: writes in one
-    transaction, and waiting for one. write_timeout_s: how long a client may read nothing of its answer. openapi: serve
-    the OpenAPI document at /openapi.json, where Placement has nothing.
+    incomplete_*: who holds what was allocated below 1.8. default_limit: the most candidates an answer has, whatever is
+    asked for (-1: no bound). randomize: a sample of the candidates instead of the first. budget, search_s: what a
+    candidate search may look at, and how long. group_max, waiting_max: writes in one transaction, and waiting for one.
+    max_bodies_bytes: of all bodies that are not whole yet. write_timeout_s: how long a client may read nothing of its
+    answer. openapi: serve the OpenAPI document at /openapi.json, where Placement has nothing.
     """
 
     listen: str = ""
@@ -82,6 +83,7 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_max: Annotated[int, Bound(ge=1, le=1000)] = 64
     waiting_max: Annotated[int, Bound(ge=1)] = 4096
     max_body_bytes: Annotated[int, Bound(ge=1024)] = 16 * 2**20
+    max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
     body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0
     write_timeout_s: Annotated[float, Bound(gt=0)] = 30.0

@@ -36,7 +36,7 @@ class KeystoneUnavailable(Transient):
 
 
 class KeystoneForbidden(Fault):
-    """Keystone does not take our own credentials. Waiting does not help."""
+    """Keystone does not take our own credentials. Waiting does not help, but whoever calls us can do nothing else."""
 
     code = "rest.keystone_forbidden"
 

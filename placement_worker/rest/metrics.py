@@ -23,7 +23,7 @@ REPLICA = Gauge("berth_placement_rest_replica_sequence", "The feed number that t
 
 LONG_READS = Counter("berth_placement_rest_long_reads", "Searches too long for the event loop, done in a thread.")
 LET_GO = Counter("berth_placement_rest_let_go", "Clients that were let go, by what they were too slow at.", ["at"])
-
+GATHERING = Gauge("berth_placement_rest_gathering_bytes", "Bytes of request bodies that are not whole yet.")
 
 # Looking labels up costs as much as all the rest of counting, and there are few: methods times routes times statuses.
 _requests: dict[tuple[str, str, int], Counter] = {}

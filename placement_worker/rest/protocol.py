@@ -19,6 +19,11 @@ WRITE_TIMEOUTS = 10
 MAX_UNSENT_BYTES = 256 * 2**20
 
 
+# Bytes that bring nothing: no end of a head, no part of a body. The longest query and room for headers beside it; one
+# turn of the loop may bring more. Beyond it the parser would gather them for ever, more slowly with every turn.
+MAX_IDLE_BYTES = 128 * 2**10
+
+
 class Unsent:
     """What all connections of one server have to send and cannot, the one that has waited longest first."""
 
@@ -49,6 +54,7 @@ class Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _looks = 0
+    _idle_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: it has so long to send its first request's head."""
@@ -65,6 +71,19 @@ class Protocol(HttpToolsProtocol):
 
     # --- what the client says
 
+    def data_received(self, data: bytes) -> None:
+        """Something came: at most so much of it in a row that is the middle of a head."""
+        self._idle_bytes += len(data)
+        super().data_received(data)
+        if self._idle_bytes > MAX_IDLE_BYTES and not self.transport.is_closing():
+            metrics.LET_GO.labels("size").inc()
+            self.send_400_response(f"More than {MAX_IDLE_BYTES} bytes of request line and headers.")
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body is here."""
+        self._idle_bytes = 0
+        super().on_body(body)
+
     def on_message_begin(self) -> None:
         """The next request's first bytes are here."""
         self._head_since = self.loop.time()
@@ -73,6 +92,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole; the body has a time limit of its own."""
         self._head_since = None
+        self._idle_bytes = 0
         super().on_headers_complete()
 
     def _look_at_head(self) -> None:

@@ -20,6 +20,7 @@ from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfi
 from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import RESHAPE, USAGES, Policy
+from tests.integration.placement_rest.conftest import Placement
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 
 ADMIN = Caller(user_id="a", project_id="p", roles=("admin",))
@@ -226,3 +227,18 @@ async def test_who_we_are_may_be_said_by_domain_ids(stand_in: tuple[KeystoneStan
     assert said["identity"]["password"]["user"]["domain"] == {"id": "users"}
     assert said["scope"]["project"]["domain"] == {"id": "projects"}
     await auth.close()
+
+
+@pytest.mark.postgres
+async def test_credentials_of_ours_that_keystone_does_not_take_are_nobody_elses_error(
+    stand_in: tuple[KeystoneStandIn, str], postgres_url: str
+) -> None:
+    keystone = KeystoneConfig(auth_url=stand_in[1], password="wrong")
+    placement = Placement(
+        postgres_url, RestConfig(listen=f"127.0.0.1:{free_port()}", auth="keystone", keystone=keystone)
+    )
+    await placement.start()
+    try:
+        await placement.call("GET", "/resource_providers", status=503)
+    finally:
+        await placement.stop()
