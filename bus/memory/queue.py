@@ -92,7 +92,7 @@ class Consumption:
         if requeue:
             self.queue.take_back(stored)
         else:
-            self.queue.bury(stored, "rejected")
+            self.queue.die(stored, "rejected")
         self.queue.wake()
 
     def give_all_back(self) -> None:
@@ -114,6 +114,7 @@ class Queue:
         self.returned: list[tuple[int, Stored]] = []
         self.consumers: list[Consumption] = []
         self.holders: list[Consumption] = []  # cancelled, or single gets, with something unacknowledged
+        self.dying: deque[tuple[Stored, str]] = deque()  # given up, and no room for it among the dead letters
         self.bytes = 0  # of the bodies in line
         self.next_number = 0
         self.woken = False
@@ -127,12 +128,13 @@ class Queue:
         """Whether a publish is refused."""
         if self.plan.drop_head:
             return False
-        return len(self) >= self.plan.max_length or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
+        held = len(self) + len(self.dying)  # as RabbitMQ counts, so those are bounded too
+        return held >= self.plan.max_length or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
 
     def put(self, message: Outgoing, now: float, died: str = "") -> None:
         """A new message, last in line."""
         if self.plan.drop_head and len(self) >= self.plan.max_length:
-            self.bury(self.pop(), "maxlen")
+            self.die(self.pop(), "maxlen")
         waits = [wait for wait in (self.plan.ttl_s, message.expiration_s) if wait is not None]
         stored = Stored(message, self.next_number, now + min(waits) if waits else None)
         stored.died = died
@@ -168,10 +170,16 @@ class Queue:
         stored.redelivered = True
         limit = self.plan.delivery_limit
         if limit is not None and stored.returns > limit:
-            self.bury(stored, "delivery_limit")
+            self.die(stored, "delivery_limit")
         else:
             heapq.heappush(self.returned, (stored.number, stored))
             self.bytes += len(stored.message.body)
+
+    def die(self, stored: Stored, reason: str) -> None:
+        """To the dead letters; while they are full it waits here, as in RabbitMQ (at-least-once)."""
+        if self.dying or not self.bury(stored, reason):
+            self.dying.append((stored, reason))
+            self.broker.alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
 
     def bury(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: there is no room for it; who ignores it loses it."""
@@ -179,6 +187,10 @@ class Queue:
 
     def expire(self, now: float) -> None:
         """What is past its time leaves from the head of the line, as in RabbitMQ; never for a queue that is full."""
+        while self.dying and self.bury(*self.dying[0]):
+            self.dying.popleft()
+        if self.dying:
+            self.broker.alarm(self, now + ROOM_AGAIN_S)
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
             if not self.bury(first, "expired"):
                 first.expires_at = now + ROOM_AGAIN_S

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from bus import topology
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueKind, QueueRow, Where
 from bus.port import (
     BusUnavailable,
+    Delivery,
     Outgoing,
     PublishRefused,
     QueueMissing,
@@ -163,6 +165,41 @@ async def test_what_waits_for_its_retry_comes_back_to_a_full_queue(rig: Rig) -> 
     got = Collector()
     await transport.consume(queue, got, prefetch=1)
     await until(lambda: b"again" in got.bodies, ROOM_S)
+
+
+@pytest.mark.timeout(ROOM_S + 60)
+@pytest.mark.parametrize("requeue", [True, False])
+async def test_what_a_queue_gives_up_waits_for_room_among_the_dead_letters(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, *, requeue: bool
+) -> None:
+    """Returned too often, or let die: the memory broker lost it when the parking queue was full."""
+    monkeypatch.setattr(topology, "MAX_PARKED", 1)
+    transport = await rig.transport()
+    queue = await declare(transport, delivery_limit=0)
+    filler = Outgoing(exchange="", routing_key=dead_queue(queue), body=b"filler", mandatory=True)
+    with pytest.raises(PublishRefused):
+        for _ in range(100):
+            await transport.publish(filler)
+    given_up: list[bytes] = []
+
+    def give_up(delivery: Delivery) -> None:
+        delivery.nack(requeue=requeue)
+        given_up.append(delivery.body)
+
+    await transport.consume(queue, give_up, prefetch=1)
+    await transport.publish(command(b"poison"))
+    await transport.publish(command(b"poison"))
+    await until(lambda: len(given_up) >= 2)  # with a limit of no return each is handed out once
+    parked: list[bytes] = []
+
+    async def both_are_parked() -> bool:
+        while (letter := await transport.get(dead_queue(queue))) is not None:
+            parked.append(letter.body)
+            letter.ack()
+        return parked.count(b"poison") == 2
+
+    await until(both_are_parked, ROOM_S)
+    assert await transport.depth(queue) == 0
 
 
 async def test_a_private_queue_drops_its_oldest(rig: Rig) -> None:
