@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 
 from msgspec import Struct
 
 from bus.port import Delivery, Outgoing, Transport, dead_queue
-from bus.wire import ATTEMPT, CAUSE, DEADLINE, JSON, ORIGINAL_KEY, TRACEPARENT
+from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT
 
 # Why a message was given up, on the dead letter.
 CODE = "berth-code"
@@ -20,12 +20,16 @@ DIED_AT = "berth-died-at-ms"
 # Letters looked at in one go; the others wait for the next.
 MAX_LOOKED_AT = 10_000
 
-# What goes back with a letter. A deadline has long passed, and its retries begin anew.
+# What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin
+# anew.
 _KEPT = (CAUSE, TRACEPARENT, ORIGINAL_KEY)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """One message that a queue gave up, and why. `position` counts from the oldest; the body may hold secrets."""
+    """One message that a queue gave up, and why. `position` counts from the oldest; the body may hold secrets.
+
+    sent_at: when it was sent, at the latest; None when nothing says so. batch: the body holds several messages.
+    """
 
     position: int
     id: str
@@ -36,6 +40,8 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     routing_key: str
     cause: str
     died_at: float | None
+    sent_at: float | None
+    batch: bool
     body: bytes
     headers: Mapping[str, object]
 
@@ -52,10 +58,21 @@ async def list_dead(transport: Transport, queue: str, limit: int = 100) -> list[
     return [read_letter(position, delivery) for position, delivery in enumerate(held)]
 
 
-async def replay(transport: Transport, queue: str, ids: Collection[str] | None = None) -> list[str]:
+def _any(letter: DeadLetter) -> bool:
+    return True
+
+
+async def replay(
+    transport: Transport,
+    queue: str,
+    ids: Collection[str] | None = None,
+    *,
+    may_go: Callable[[DeadLetter], bool] = _any,
+) -> list[str]:
     """Send dead letters (those with these ids, or all) back to the queue they died in; returns the ids sent.
 
-    Each is confirmed there before it leaves here, so a crash in between may double one, never lose it.
+    Each is confirmed there before it leaves here, so a crash in between may double one, never lose it. What may not
+    go stays where it is.
     """
     wanted = None if ids is None else set(ids)
     passed_over: list[Delivery] = []
@@ -68,6 +85,9 @@ async def replay(transport: Transport, queue: str, ids: Collection[str] | None =
                 break
             name = delivery.message_id or ""
             if wanted is not None and name not in wanted:
+                passed_over.append(delivery)
+                continue
+            if not may_go(read_letter(0, delivery)):
                 passed_over.append(delivery)
                 continue
             await _send_back(transport, queue, delivery, passed_over)
@@ -95,7 +115,13 @@ async def _send_back(transport: Transport, queue: str, delivery: Delivery, kept:
 
 
 def _revived(queue: str, delivery: Delivery) -> Outgoing:
-    headers = {name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str)}
+    headers: dict[str, str | int | float] = {
+        name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str)
+    }
+    # Who takes it has to see how old it is: what was said of it since (a delete, a release) may be forgotten.
+    sent_at = _sent_at(delivery.headers)
+    if sent_at is not None:
+        headers[SENT_AT] = int(sent_at * 1000)
     return Outgoing(
         exchange="",
         routing_key=queue,
@@ -123,6 +149,8 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         routing_key=_text(delivery, ORIGINAL_KEY) or delivery.routing_key,
         cause=_text(delivery, CAUSE),
         died_at=_died_at(delivery.headers),
+        sent_at=_sent_at(delivery.headers),
+        batch=delivery.content_type == BATCH,
         body=delivery.body,
         headers={name: value for name, value in delivery.headers.items() if name not in (QUEUE, DEADLINE)},
     )
@@ -133,10 +161,18 @@ def _text(delivery: Delivery, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _sent_at(headers: Mapping[str, object]) -> float | None:
+    """When it was sent, or else died: it was sent no later than that."""
+    written = headers.get(SENT_AT)
+    if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
+        return written / 1000
+    return _died_at(headers)
+
+
 def _died_at(headers: Mapping[str, object]) -> float | None:
     """By our consumer's header, or by the broker's own record of its first death."""
     written = headers.get(DIED_AT)
-    if isinstance(written, int | float):
+    if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
         return written / 1000
     deaths = headers.get("x-death")
     if isinstance(deaths, list) and deaths and isinstance(deaths[-1], dict):

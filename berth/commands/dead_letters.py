@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
+from berth.commands.outlived import send_back
 from berth.render import printable, render_rows
 from berth.site import Site
 from bus import dead_letters as letters
@@ -19,6 +20,7 @@ from bus.dead_letters import DeadLetter
 from bus.port import QueueMissing, Transport, dead_queue
 
 MAX_SHOWN = 10_000
+MAX_NAMED = 10  # letters in one sentence
 
 T = TypeVar("T")
 
@@ -84,22 +86,32 @@ def replay(
     queue: Queue,
     ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    old: Annotated[bool, typer.Option("--old", help="The too old, too: they may build what was deleted.")] = False,
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
-    """Send dead letters back to their queue."""
+    """Send dead letters back to their queue; not what is so old that a delete of it may be forgotten."""
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")
 
     async def body() -> None:
         wanted = None if every else ids
-        sent = await _on(Site(settings_of(context)), bus, lambda transport: letters.replay(transport, queue, wanted))
+        site = Site(settings_of(context))
+        back = await _on(
+            site,
+            bus,
+            lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
+        )
         if as_json:
-            print_json({"replayed": sent})
+            print_json({"replayed": back.sent, "too_old": back.too_old})
         else:
-            out.print(f"{len(sent)} sent back to {queue}")
-        if ids and len(sent) < len(set(ids)):
-            raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(sorted(set(ids) - set(sent)))}")
+            out.print(f"{len(back.sent)} sent back to {queue}")
+        if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old}):
+            raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
+        if back.too_old:
+            shown = ", ".join(back.too_old[:MAX_NAMED]) + (", ..." if len(back.too_old) > MAX_NAMED else "")
+            reason = "older than deletes and releases are remembered, so left where they are (--old sends them, too)"
+            raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {shown}")
 
     run(body)
 
@@ -180,6 +192,7 @@ def _plain(letter: DeadLetter) -> dict[str, object]:
         "exchange": letter.exchange,
         "routing_key": letter.routing_key,
         "cause": letter.cause,
+        "sent_at": letter.sent_at,
         "died_at": letter.died_at,
         "body": letter.body.decode(errors="replace"),
     }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from bus import dead_letters
 from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.contracts.build import BuildState
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.catalogue import DEAD
+from bus.wire import pack, single
 from scheduler_worker import handlers
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.forgetting import forget, longest_way_s
@@ -19,6 +23,7 @@ from tests.integration.scheduler.world import World
 pytestmark = pytest.mark.postgres
 
 DAY_S = 86_400.0
+REQUESTS = "scheduler.requests"
 CONFIG = SchedulerConfig(hosts_warmup_s=0.001, ended_keep_s=DAY_S)
 
 
@@ -54,7 +59,21 @@ def test_a_request_is_refused_before_the_record_of_it_can_be_gone() -> None:
         assert 0 < longest_way_s(SchedulerConfig(ended_keep_s=keep_s)) < keep_s
 
 
-async def test_a_late_copy_of_a_forgotten_build_builds_nothing(world: World, late: Bus) -> None:
+async def publish(late: Bus, request: BuildRequest) -> None:
+    await late.publish(request)
+
+
+async def replay(late: Bus, request: BuildRequest) -> None:
+    """It was given up two days ago, and an operator sends it back."""
+    packed = pack(request, Meta(id="m1", sent_at=late.clock.time()))
+    await late.transport.publish(single(packed, DEAD, REQUESTS, mandatory=True))
+    assert await dead_letters.replay(late.transport, REQUESTS) == ["m1"]
+
+
+@pytest.mark.parametrize("bring", [publish, replay])
+async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
+    world: World, late: Bus, bring: Callable[[Bus, BuildRequest], Awaitable[None]]
+) -> None:
     await world.scheduler("s1", CONFIG)
     await world.add_hosts("c1", 1)
     request = world.request()
@@ -74,7 +93,7 @@ async def test_a_late_copy_of_a_forgotten_build_builds_nothing(world: World, lat
     await store.close()
     assert await world.show(request.instance_uuid) is None
 
-    await late.publish(request)
+    await bring(late, request)
     refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.code, len(world.builds), service.not_ready()) == ("request.too_old", 1, [])
 

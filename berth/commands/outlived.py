@@ -1,0 +1,88 @@
+"""Dead letters that are older than what was said of them since is remembered: sent back they would undo it.
+
+A build's delete is remembered by its cell for `conductor.deleted_keep_s`, a release of its claim by placement for
+`placement.fence_keep_s`. A request for a build needs no look here: the schedulers refuse it (`request.too_old`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+from msgspec import Struct
+
+from berth.settings import Settings
+from bus import dead_letters
+from bus.contracts.base import tag_of
+from bus.contracts.cell import CellBuild
+from bus.contracts.placement import Claim, Swap
+from bus.dead_letters import DeadLetter
+from bus.port import Transport
+from scheduler_worker.forgetting import CLOCK_SLACK_S
+
+KEPT_S: Mapping[str, Callable[[Settings], float]] = {
+    tag_of(CellBuild): lambda settings: settings.conductor.deleted_keep_s,
+    tag_of(Claim): lambda settings: settings.placement.fence_keep_s,
+    tag_of(Swap): lambda settings: settings.placement.fence_keep_s,
+}
+
+
+class SentBack(Struct, frozen=True):
+    """Which letters were sent back, and which are too old and stayed."""
+
+    sent: list[str]
+    too_old: list[str]
+
+
+class _Meta(Struct):
+    sent_at: float = 0.0
+
+
+class _Body(Struct):
+    type: str = ""
+
+
+class _Item(Struct):
+    meta: _Meta
+    body: _Body
+
+
+_items = msgspec.json.Decoder(list[_Item]).decode
+_body = msgspec.json.Decoder(_Body).decode
+
+
+async def send_back(
+    transport: Transport, queue: str, ids: Collection[str] | None, settings: Settings, *, now: float, old: bool
+) -> SentBack:
+    """Send letters (those named, or all) back to their queue; the too old only when `old` ones are asked for."""
+    kept: list[str] = []
+
+    def may_go(letter: DeadLetter) -> bool:
+        if old or not is_outlived(letter, settings, now):
+            return True
+        kept.append(letter.id)
+        return False
+
+    return SentBack(await dead_letters.replay(transport, queue, ids, may_go=may_go), kept)
+
+
+def is_outlived(letter: DeadLetter, settings: Settings, now: float) -> bool:
+    """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be."""
+    for name, sent_at in _messages(letter):
+        if name in KEPT_S:
+            keep_s = KEPT_S[name](settings)
+            # Whose clock stamped it may be off; as when the schedulers judge a request.
+            longest_s = max(keep_s - CLOCK_SLACK_S, keep_s / 2)
+            if not sent_at or now - sent_at > longest_s:
+                return True
+    return False
+
+
+def _messages(letter: DeadLetter) -> list[tuple[str, float | None]]:
+    """(type, when it was sent) of each message in a letter; of what cannot be read nothing: its queue refuses it."""
+    try:
+        if letter.batch:
+            return [(item.body.type, item.meta.sent_at or letter.died_at) for item in _items(letter.body)]
+        return [(letter.type or _body(letter.body).type, letter.sent_at)]
+    except (msgspec.DecodeError, RecursionError):
+        return []
