@@ -219,9 +219,11 @@ class BuildClient:
         """Ask a scheduler about builds. Raises RequestTimeout when none answers."""
         return await self.bus.request(query, BuildPage, timeout_s=timeout_s)
 
-    async def hosts(self, *, limit: int, timeout_s: float) -> HostsPage:
-        """Ask a scheduler about hosts. Raises RequestTimeout when none answers."""
-        return await self.bus.request(HostsQuery(limit=limit), HostsPage, timeout_s=timeout_s)
+    async def hosts(
+        self, *, limit: int, timeout_s: float, cell: str | None = None, up: bool | None = None
+    ) -> HostsPage:
+        """Ask a scheduler about hosts, of one cell or of all, up or not. Raises RequestTimeout when none answers."""
+        return await self.bus.request(HostsQuery(limit=limit, cell=cell, up=up), HostsPage, timeout_s=timeout_s)
 
     async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]

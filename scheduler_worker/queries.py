@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
 from bus.outcome import Done, Outcome, Received
-from scheduler_worker.domain.hosts import NOBODY
+from scheduler_worker.domain.hosts import NOBODY, Mask
 from scheduler_worker.domain.select import Selector
 from scheduler_worker.store.port import SchedulerStore
 
@@ -33,13 +33,14 @@ class QueryHandler:
         if isinstance(message, BuildQuery):
             return BuildPage(builds=tuple(map(_in_order, await self._store.builds(message))))
         assert isinstance(message, HostsQuery)
-        return self.hosts(message.limit)
+        return self.hosts(message)
 
-    def hosts(self, limit: int) -> HostsPage:
+    def hosts(self, query: HostsQuery) -> HostsPage:
         """The hosts of the replica, by name, beside what their compute services say of them."""
         book, table = self._selector.book, self._selector.table
         down = table.down(self._clock.monotonic(), self._service_down_time_s)
-        rows = sorted(book.rows_of_roots().tolist(), key=book.name_of)[:limit]
+        rows = [row for row in book.rows_of_roots().tolist() if self._is_asked_for(row, query, down)]
+        rows = sorted(rows, key=book.name_of)[: query.limit]
         asked = np.array(rows, dtype=np.intp)
         amounts = {
             name: (book.usage(name, asked).tolist(), book.totals(name, asked).tolist())
@@ -67,6 +68,15 @@ class QueryHandler:
                 )
             )
         return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)
+
+    def _is_asked_for(self, row: int, query: HostsQuery, down: Mask) -> bool:
+        if query.cell is None and query.up is None:
+            return True
+        table = self._selector.table
+        index = table.index_of(self._selector.book.uuid_of(row))
+        cell = None if index is None else table.cells[int(table.cell[index])]
+        up = not bool(down[NOBODY if index is None else int(table.service[index])])
+        return query.cell in (None, cell) and query.up in (None, up)
 
 
 def _in_order(build: BuildRecord) -> BuildRecord:

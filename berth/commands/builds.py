@@ -26,6 +26,7 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.render import printable, render_funnel, render_rows, render_stages
+from berth.site import Site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.port import BusUnavailable, PublishRefused
@@ -151,13 +152,20 @@ def list_builds(
 def hosts(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
+    cell: Annotated[str | None, typer.Option(help="Only this cell's.")] = None,
+    up: Annotated[
+        bool | None, typer.Option("--up/--down", help="Only those whose compute service is up, or not.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List hosts as a scheduler sees them: up or not, and what is used of each resource."""
 
     async def body() -> None:
-        async with client(settings_of(context)) as berth:
-            page = await berth.hosts(limit=limit, timeout_s=QUERY_TIMEOUT_S)
+        settings = settings_of(context)
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        async with client(settings) as berth:
+            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(page.hosts)
             return

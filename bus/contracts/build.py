@@ -156,8 +156,13 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, tag="hosts.query.v1"):
-    """Ask a scheduler what it knows of the hosts: its replica and what it heard from compute services."""
+    """Ask a scheduler what it knows of the hosts: its replica and what it heard from compute services.
 
+    cell: only this cell's. up: only those whose compute service is up, or only those whose is not.
+    """
+
+    cell: Word | None = None
+    up: bool | None = None
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
 

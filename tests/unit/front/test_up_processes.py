@@ -6,16 +6,20 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from berth import supervisor as supervisor_module
 from berth.crew import Crew, Worker
 from berth.embedded.process import Account, GuardedProcess, ServerFailed
-from berth.settings import UpSettings
+from berth.settings import Settings, UpSettings
+from berth.site import Brokers, Site
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import Numbers, numbers
+from berth.up_processes import HOSTS_WAIT_S, Numbers, _hosts_known, numbers
+from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
+from tests.unit.scheduler.hosts import Hosts
 
 NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "conductors": None, "computes": None}
 
@@ -113,3 +117,21 @@ async def test_supervision_ends_when_asked_or_when_it_fails(crew: ShortLived) ->
     clock = HandClock()
     with pytest.raises(ServerFailed):
         await supervised(Supervisor(crew, clock=clock, say=lambda said: None), asyncio.Event())
+
+
+async def test_every_cell_has_hosts_however_many_another_one_has() -> None:
+    """It asked for the first thousand by name: of a cell whose hosts come after those it never heard, and waited."""
+    clock = HandClock()
+    here = Site(Settings(), brokers=Brokers(clock), clock=clock, seed=1)
+    last = 999  # h999 is the last name of 1,002
+    hosts = Hosts([{"VCPU": 1}] * 1002, cells=["cell2" if at == last else "cell1" for at in range(1002)])
+    handler = QueryHandler(cast("Any", None), hosts.selector, clock=clock, service_down_time_s=1e6)
+    bus = here.bus("scheduler1")
+    await bus.open()
+    consumer = bus.consumer("scheduler.queries", handler)
+    await consumer.start()
+    asked_at = clock.now
+    await _hosts_known(here)
+    assert clock.now - asked_at < HOSTS_WAIT_S / 2
+    await consumer.drain(1.0)
+    await bus.close()

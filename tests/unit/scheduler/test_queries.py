@@ -1,0 +1,39 @@
+"""What a scheduler says of hosts when it is asked for some of them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from bus.contracts.build import HostsQuery
+from scheduler_worker.queries import QueryHandler
+from tests.unit.front.world import HandClock
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+
+SERVICE_DOWN_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        (HostsQuery(), ["h0", "h1", "h2", "h3", "h4"]),
+        (HostsQuery(limit=2), ["h0", "h1"]),
+        (HostsQuery(cell="c2"), ["h3", "h4"]),
+        (HostsQuery(cell="c2", limit=1), ["h3"]),
+        (HostsQuery(cell="c3"), []),
+        (HostsQuery(up=True), ["h3", "h4"]),
+        (HostsQuery(up=False), ["h0", "h1", "h2"]),
+        (HostsQuery(cell="c1", up=True), []),
+    ],
+)
+def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) -> None:
+    """The bound counts what was asked for, not what comes before it: c1 has been silent for long, c2 has not."""
+    hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
+    clock = HandClock()
+    clock.now = SERVICE_DOWN_S * 10
+    of_c2 = hosts.table.index_of(hosts.uuids[3])
+    assert of_c2 is not None
+    hosts.table.services[int(hosts.table.service[of_c2])].heard_s = clock.now
+    handler = QueryHandler(cast("Any", None), hosts.selector, clock=clock, service_down_time_s=SERVICE_DOWN_S)
+    assert [host.name for host in handler.hosts(query).hosts] == names
