@@ -74,7 +74,7 @@ class Running(Struct, frozen=True, kw_only=True):
     crew: Crew
     site: Site
     logs: Path
-    own_broker: bool
+    ironic_url: str
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +101,7 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
-                    yield Running(crew=crew, site=here, logs=logs, own_broker=bool(buses))
+                    yield Running(crew=crew, site=here, logs=logs, ironic_url=ironic_url)
                 finally:
                     forget()
             finally:

@@ -35,12 +35,13 @@ from berth.commands.common import (
     tell,
 )
 from berth.commands.placement import with_api
+from berth.commands.up_said import as_processes, block, one_process
 from berth.metal import kept_in, simulated_ironic
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
 from berth.supervisor import Supervisor, supervised
 from berth.up import Street, serve, site
-from berth.up_processes import Numbers, Running, numbers, running
+from berth.up_processes import numbers, running
 from bus.contracts.base import Word
 from bus.service.environment import Environment
 from bus.service.main import run_process
@@ -101,7 +102,7 @@ def up(
             await street.start(ironic_url=ironic_url)
             try:
                 async with serve(here, ironic_url):
-                    _say_up(here, street, as_json)
+                    _say(one_process(here, street.computes, ironic_url), as_json)
                     stopped = asyncio.create_task(stop.wait())
                     waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +143,7 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
             supervisor = Supervisor(
                 started.crew, clock=started.site.clock, say=lambda said: err.print(said, soft_wrap=True, markup=False)
             )
-            _say_processes(started, count, cpus, as_json)
+            _say(as_processes(started, count, cpus), as_json)
             await supervised(supervisor, stop)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -288,30 +289,8 @@ def _http(text: str | None) -> tuple[str, int] | None:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _say_up(here: Site, street: Street, as_json: bool) -> None:
+def _say(said: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json({"up": True, "cells": here.cells, "computes": street.computes, "socket": str(here.settings.socket)})
-        return
-    out.print(
-        f"[green]berth is up[/green]: cells {', '.join(here.cells)}; compute services {', '.join(street.computes)}.\n"
-        "In another terminal: berth boot --flavor m1.small --count 50 --wait. Ctrl-C stops it.",
-        soft_wrap=True,
-    )
-
-
-def _say_processes(started: Running, count: Numbers, cpus: int, as_json: bool) -> None:
-    cells = started.site.cells
-    workers = {
-        name: {"pid": worker.process.pid, "log": str(worker.log)} for name, worker in started.crew.workers.items()
-    }
-    if as_json:
-        print_json({"up": True, "cells": cells, "cpus": cpus, "numbers": count, "workers": workers})
-        return
-    server = "a RabbitMQ of its own" if started.own_broker else "the broker of the settings"
-    out.print(
-        f"[green]berth is up[/green]: {len(workers)} processes for {cpus} CPUs on {server}: {count.schedulers} "
-        f"scheduler(s), {count.placements} placement; in each of {len(cells)} cells {count.conductors} conductor(s) "
-        f"and {count.computes} compute. Logs: {started.logs}.\n"
-        "In another terminal: berth load --boots 1000. Ctrl-C stops it.",
-        soft_wrap=True,
-    )
+        print_json(said)
+    else:
+        out.print(block(said), soft_wrap=True, markup=False)

@@ -1,0 +1,75 @@
+"""What `berth up` says when it is up: to people one short block on standard output, to programs one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from berth.settings import MEMORY, Settings
+from berth.site import Site
+from berth.up_processes import Numbers, Running
+from bus.service.settings import hide_password
+
+NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
+END = "Ctrl-C drains and ends it."
+
+
+def one_process(here: Site, computes: Sequence[str], ironic_url: str | None) -> dict[str, Any]:
+    """All in this process."""
+    settings = here.settings
+    return {
+        "up": True,
+        "cells": here.cells,
+        "computes": computes,
+        "socket": str(settings.socket),
+        "bus": hide_password(settings.bus.url),
+        **_servers(settings, here.database_url, ironic_url),
+    }
+
+
+def as_processes(started: Running, count: Numbers, cpus: int) -> dict[str, Any]:
+    """Each worker a process."""
+    workers = started.crew.workers.values()
+    settings = started.site.settings
+    return {
+        "up": True,
+        "cells": started.site.cells,
+        "cpus": cpus,
+        "numbers": count,
+        "workers": {one.name: {"pid": one.process.pid, "port": one.port, "log": str(one.log)} for one in workers},
+        "logs": str(started.logs),
+        "bus": hide_password(settings.bus.url),
+        **_servers(settings, started.site.database_url, started.ironic_url),
+    }
+
+
+def _servers(settings: Settings, database_url: str | None, ironic_url: str | None) -> dict[str, Any]:
+    listen = settings.placement.rest.listen
+    return {
+        "database": hide_password(database_url or ""),
+        "placement_api": f"http://{listen}" if listen else None,
+        "ironic": ironic_url or None,
+    }
+
+
+def block(said: Mapping[str, Any]) -> str:
+    """For people: what runs, where it answers, what to type next."""
+    workers: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
+    runs = f"{len(workers)} processes for {said['cpus']} CPUs" if workers else "one process"
+    bus = f"in this process; other terminals reach it at {said['socket']}" if said["bus"] == MEMORY else said["bus"]
+    rows = [
+        ("cells", ", ".join(said["cells"])),
+        ("computes", ", ".join(said.get("computes", ()))),
+        ("RabbitMQ" if said["bus"] != MEMORY else "bus", bus),
+        ("PostgreSQL", said["database"]),
+        ("Placement", said["placement_api"] or "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"),
+        ("Ironic", f"{said['ironic']} (simulated)" if said["ironic"] else ""),
+        ("/metrics", ", ".join(f"{name} {worker['port']}" for name, worker in workers.items())),
+        ("logs", said.get("logs", "")),
+    ]
+    return _lines(f"berth is up: {runs}", rows)
+
+
+def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    shown = [f"  {name:<11} {value}" for name, value in rows if value]
+    return "\n".join(["", head, *shown, "", "Next, in another terminal:", *(f"  {one}" for one in NEXT), "", END, ""])

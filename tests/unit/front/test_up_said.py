@@ -1,0 +1,58 @@
+"""What `berth up` says to people: where everything answers, what to type next, and no password."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from berth.commands.up_said import block, one_process
+from berth.settings import Settings
+from berth.site import Site
+from placement_worker.rest.config import RestConfig
+
+URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"
+
+
+def said(settings: Settings, ironic_url: str | None = None) -> dict[str, Any]:
+    here = Site(settings, database_url=URL)
+    return one_process(here, ("cell1-c1", "cell2-c1"), ironic_url)
+
+
+def test_it_says_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
+    settings = Settings(state_dir=str(tmp_path))
+    served = replace(settings, placement=replace(settings.placement, rest=RestConfig(listen="127.0.0.1:8778")))
+    text = block(said(served, "http://127.0.0.1:6385"))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[1] == "berth is up: one process"
+    for expected in (
+        "cells cell1, cell2",
+        "computes cell1-c1, cell2-c1",
+        f"bus in this process; other terminals reach it at {tmp_path}/bus.sock",
+        "PostgreSQL postgresql://berth:***@127.0.0.1:5433/postgres",
+        "Placement http://127.0.0.1:8778",
+        "Ironic http://127.0.0.1:6385 (simulated)",
+        "berth boot --flavor m1.small --count 50 --wait",
+        "Ctrl-C drains and ends it.",
+    ):
+        assert expected in lines, text
+    assert "hunter2" not in text
+
+
+def test_what_is_not_there_is_not_said(tmp_path: Path) -> None:
+    text = block(said(Settings(state_dir=str(tmp_path))))
+    assert "Ironic" not in text and "logs" not in text and "/metrics" not in text
+    assert "BERTH_PLACEMENT__REST__LISTEN" in text
+
+
+def test_processes_are_said_with_their_ports() -> None:
+    workers = {"scheduler1": {"pid": 1, "port": 4001, "log": "/x"}, "placement1": {"pid": 2, "port": 4002, "log": "/y"}}
+    text = block(
+        {
+            "up": True, "cells": ("a",), "cpus": 2, "numbers": None, "workers": workers, "logs": "/state/logs",
+            "bus": "amqp://u:***@h/berth", "database": "d", "placement_api": None, "ironic": None,
+        }
+    )  # fmt: skip
+    assert "berth is up: 2 processes for 2 CPUs" in text
+    assert "scheduler1 4001, placement1 4002" in text and "/state/logs" in text and "amqp://u:***@h/berth" in text
