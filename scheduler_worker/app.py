@@ -88,17 +88,18 @@ def build(
     *,
     store: SchedulerStore | None = None,
     book: Book | None = None,
+    table: HostTable | None = None,
 ) -> Service:
     """One scheduler over these cells. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database. book: the columns that become the replica,
-    for whoever wants to look into it.
+    store: instead of the schema `scheduler` in the environment's database. book, table: the columns that become the
+    replica, and what is heard of the hosts, for whoever wants to look into them.
     """
     service = Service("scheduler", clock=env.clock)
     asked = {name: parse(name, flavor) for name, flavor in config.flavors.items()}
     selector = Selector(
         Book() if book is None else book,
-        HostTable(),
+        HostTable() if table is None else table,
         config,
         asked=asked,
         filters=plugins.filters(config),

@@ -22,7 +22,7 @@ from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildSt
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.stages import Stamps
-from bus.faults import Fault
+from bus.faults import Fault, Transient
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.port import BusError
@@ -349,9 +349,10 @@ class RequestHandler:
             return
         async with self._store.unit() as unit:
             known = await unit.read([item.request.instance_uuid for item in items])
-        undone = [
-            item for item in items if (found := known.get(item.request.instance_uuid)) is not None and _is_undone(found)
-        ]
+        if len(known) < len({item.request.instance_uuid for item in items}):
+            # A record waits for no disk, and the database has crashed since: the batch is recorded and decided anew.
+            raise Transient("a request is not on record any more", code="request.forgotten")
+        undone = [item for item in items if _is_undone(known[item.request.instance_uuid])]
         await self._release(undone)
         author = self._author()
         async with self._store.unit() as unit:

@@ -23,7 +23,7 @@ from berth.sim.story import Story
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 # What is told whatever the breach is about.
-ALWAYS = ("blow", "kill", "start", "stop", "cut", "store", "order", "calm", "breach", "rest", "unseen")
+ALWAYS = ("blow", "kill", "start", "stop", "cut", "store", "forgot", "order", "calm", "breach", "rest", "unseen")
 MAX_STORY_LINES = 400
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from berth.ironic_stand_in.farm import Behaviour
-from berth.sim.plan import LOAD_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
+from berth.sim.plan import LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
 
@@ -50,6 +50,7 @@ def plan_of(seed: int) -> Plan:
         blows=(),
         rates=_rates(rng),
     )
+    plan = replace(plan, feed_keep=_pick(rng, (1000, 1000, 30)), keep_s=_pick(rng, (0.0, 0.0, 50.0)))
     plan = with_metal(rng, plan) if rng.random() < METAL_SHARE else plan
     plan = replace(plan, flat=tuple(service for _, service in plan.services if rng.random() < FLAT_SHARE))
     plan = replace(plan, orders=_orders(rng, plan))
@@ -113,6 +114,7 @@ def _rates(rng: random.Random) -> Rates:
         commit_lost_before=some(0.02),
         commit_lost_after=some(0.02),
         crash=some(0.002),
+        store_crash=some(0.004),
     )
 
 
@@ -182,12 +184,12 @@ def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
     buses = ["api", *(cell.name for cell in plan.cells)]
     schemas = ["placement", "scheduler", *(f"cell_{cell.name}" for cell in plan.cells)]
     schemas += ["ironic_sync"] if plan.metal else []
-    targets = {Kind.BROKER: buses, Kind.DATABASE: schemas, Kind.IRONIC: ["ironic"]}
+    targets = {Kind.BROKER: buses, Kind.FULL: buses, Kind.DATABASE: schemas, Kind.IRONIC: ["ironic"]}
     blows = []
     for _ in range(rng.randint(0, 20)):
         kind = _pick(rng, kinds)
         target = _pick(rng, targets.get(kind, plan.processes))
-        seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else 8.0)
+        seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else MOST_BLOW_S)
         blows.append(Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=target, seconds=seconds))
     return tuple(sorted(blows, key=lambda blow: blow.at))
 

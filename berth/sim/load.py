@@ -7,7 +7,7 @@ import random
 
 from berth.sim.loop import Process
 from berth.sim.network import REPAIR_S, SimTransport
-from berth.sim.plan import Act, Blow, Kind, Order
+from berth.sim.plan import MOST_BLOW_S, Act, Blow, Kind, Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
@@ -120,6 +120,8 @@ class Chaos:
             Kind.BROKER: self._broker,
             Kind.DATABASE: self._database,
             Kind.IRONIC: self._ironic,
+            Kind.FULL: self._full,
+            Kind.CLOCK: self._clock,
         }[blow.kind]
         return asyncio.create_task(what(blow.target, blow.seconds), name=f"blow {blow.kind} {blow.target}")
 
@@ -156,14 +158,9 @@ class Chaos:
             broker.start()
 
     async def _database(self, name: str, seconds: float) -> None:
-        world = self._world
-        world.away[name] = world.away.get(name, 0) + 1
-        for life in world.lives.values():
-            for session in life.sessions:
-                if session.database is world.schemas[name]:
-                    session.cut()
+        up = self._world.fall(name)
         await asyncio.sleep(seconds)
-        world.away[name] -= 1
+        up()
 
     async def _ironic(self, _: str, seconds: float) -> None:
         ironic = self._world.ironic
@@ -171,6 +168,16 @@ class Chaos:
         ironic.away += 1
         await asyncio.sleep(seconds)
         ironic.away -= 1
+
+    async def _full(self, name: str, seconds: float) -> None:
+        empty = self._world.brokers[name].fill(self._world.rng)
+        await asyncio.sleep(seconds)
+        empty()
+
+    async def _clock(self, name: str, seconds: float) -> None:
+        life = self._world.lives.get(name)
+        if life is not None:
+            life.clock.skew_s = self._world.plan.skew_s * (2 * seconds / MOST_BLOW_S - 1)
 
     async def _pause(self, name: str, seconds: float) -> None:
         life = self._world.lives.get(name)

@@ -63,6 +63,19 @@ class Broker(MemoryBroker):
     story: Story
     on_message: Callable[[str, Outgoing], None] | None = None
 
+    def fill(self, rng: random.Random) -> Callable[[], None]:
+        """Half of the queues that have a bound refuse what is published to them, until the result is called."""
+        full = [queue for _, queue in sorted(self._queues.items()) if queue.plan.durable and not queue.plan.drop_head]
+        full = [queue for queue in full if rng.random() < 0.5]
+        for queue in full:
+            queue.shut += 1
+
+        def empty() -> None:
+            for queue in full:
+                queue.shut -= 1
+
+        return empty
+
     def route(self, message: Outgoing, died: str = "") -> None:
         """Put a message into its queues."""
         what = "dead" if died else "message"

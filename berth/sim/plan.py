@@ -15,6 +15,7 @@ from compute_sim.domain.faults import Faults
 T = TypeVar("T")
 
 LOAD_S = 60.0  # requests and faults happen in this time; afterwards the system has to come to rest
+MOST_BLOW_S = 8.0  # how long a fault lasts, but a process that stands still
 SIZES = (
     HostSize(vcpus=3, memory_mb=32_768, disk_gb=400, cpu_ratio=1.0),
     HostSize(vcpus=8, memory_mb=16_896, disk_gb=200, cpu_ratio=1.5),
@@ -65,8 +66,10 @@ class Kind(StrEnum):
     SLOW = "slow"  # a process is slow for `seconds`
     CUT = "cut"  # one process loses all its connections to brokers
     BROKER = "broker"  # one broker is away for `seconds`: only durable queues survive
-    DATABASE = "database"  # one schema cannot be reached for `seconds`, transactions under way are lost
+    DATABASE = "database"  # one schema's server dies: transactions under way are lost, and commits not yet on disk
     IRONIC = "ironic"  # Ironic's API is away for `seconds`
+    FULL = "full"  # half of a broker's bounded queues are full for `seconds`: they refuse what is published
+    CLOCK = "clock"  # somebody sets a process's clock; `seconds` says where to
 
 
 class Blow(Struct, frozen=True, kw_only=True):
@@ -90,6 +93,7 @@ class Rates(Struct, frozen=True, kw_only=True):
     store_lost: float = 0.0
     commit_lost_before: float = 0.0
     commit_lost_after: float = 0.0
+    store_crash: float = 0.0  # the server dies at this very statement, and is back within two seconds
     crash: float = 0.0  # the process is killed at this very await
     notice_lost: float = 0.0  # a notification of Ironic's is never heard
     ironic_lost: float = 0.0  # a request to Ironic, or its answer
@@ -129,6 +133,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     rates: Rates
     metal: Metal | None = None
     flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
+    feed_keep: int = 1000  # changes of the feed that are kept
+    keep_s: float = 0.0  # how long fences, silent sources and deleted instances are kept; 0: as long as ever
     load_s: float = LOAD_S
 
     @property

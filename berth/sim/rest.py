@@ -35,6 +35,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_leftovers(world))
     found += list(_holdings(world, client))
     found += list(_inventories(world))
+    found += list(_heard(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -110,6 +111,21 @@ def _inventories(world: World) -> Iterator[str]:
             for report in reports:
                 if words := _reported_differs(report, world.book.providers.get(report.uuid)):
                     yield f"book_has_the_hosts: {report.name}: {words}"
+
+
+def _heard(world: World) -> Iterator[str]:
+    """Every scheduler knows every host as it is: whose it is, and whether it may be chosen."""
+    for name, life in world.lives.items():
+        table = life.hosts
+        for service, fleet in world.fleets.items() if table is not None else ():
+            assert table is not None
+            for host in fleet.hosts if service not in world.dead else ():
+                index = table.index_of(host.plan.uuid)
+                holder = -1 if index is None else int(table.service[index])
+                if index is None or holder < 0 or table.services[holder].name != service:
+                    yield f"schedulers_know_the_hosts: {name} does not know {host.plan.name} of {service}"
+                elif bool(table.enabled[index]) is not host.enabled:
+                    yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
 
 
 def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 import cell_conductor.app
 import compute_sim.app
@@ -17,7 +18,7 @@ from berth.sim.loop import Process
 from berth.sim.metal import URL, IronicTransport
 from berth.sim.metal_watch import MetalWatch, WatchedPositions
 from berth.sim.network import SimTransport
-from berth.sim.plan import SIZES
+from berth.sim.plan import SIZES, Plan
 from bus.service.environment import Environment
 from bus.service.memory_database import Session
 from bus.service.service import Service
@@ -32,6 +33,7 @@ from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBook
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 BUILD_TIMEOUT_S = 20.0
 DOWN_S = 10.0  # five heartbeats
 
-PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=20.0, feed_keep=1000, cell_wait_s=1.0)
+PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_s=1.0)
 CONDUCTOR = ConductorConfig(
     ask_timeout_s=3.0,
     ask_again_s=5.0,
@@ -48,9 +50,21 @@ CONDUCTOR = ConductorConfig(
     report_grace_s=10.0,
     report_every_s=30.0,
     sweep_every_s=1.0,
+    forget_every_s=5.0,
 )
 IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, retell_s=60.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
 METAL_LIMIT_S = 120.0
+
+
+def placement(plan: Plan) -> PlacementConfig:
+    """Its settings in this run."""
+    config = replace(PLACEMENT, feed_keep=plan.feed_keep)
+    return replace(config, fence_keep_s=plan.keep_s, source_keep_s=plan.keep_s) if plan.keep_s else config
+
+
+def conductor(plan: Plan) -> ConductorConfig:
+    """Its settings in this run."""
+    return replace(CONDUCTOR, deleted_keep_s=plan.keep_s) if plan.keep_s else CONDUCTOR
 
 
 class Seat(Struct, frozen=True):
@@ -60,6 +74,7 @@ class Seat(Struct, frozen=True):
     transports: list[SimTransport]
     session: Callable[[str], Session]
     book: Book | None
+    hosts: HostTable | None
 
 
 class Wiring:
@@ -74,7 +89,9 @@ class Wiring:
         cells = list(world.cells)
         if kind == "conductor":
             cell = rest.rpartition("-")[0]
-            return cell_conductor.app.build(env, CONDUCTOR, cell, store=MemoryInstances(seat.session(f"cell_{cell}")))
+            return cell_conductor.app.build(
+                env, conductor(world.plan), cell, store=MemoryInstances(seat.session(f"cell_{cell}"))
+            )
         if kind == "compute":
             return self._compute(env, rest, seat)
         if kind.startswith("scheduler"):
@@ -84,10 +101,12 @@ class Wiring:
                 service_down_time_s=DOWN_S,
             )
             store = MemoryBuilds(seat.session("scheduler"))
-            return scheduler_worker.app.build(env, config, cells, store=store, book=seat.book)
+            return scheduler_worker.app.build(env, config, cells, store=store, book=seat.book, table=seat.hosts)
         if kind.startswith("ironic"):
             return self._ironic(env, seat)
-        return placement_worker.app.build(env, PLACEMENT, cells, store=MemoryBook(seat.session("placement")))
+        return placement_worker.app.build(
+            env, placement(world.plan), cells, store=MemoryBook(seat.session("placement"))
+        )
 
     def config(self, service: str) -> ComputeConfig:
         """The settings of a compute service, as they are now."""

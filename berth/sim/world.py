@@ -33,6 +33,7 @@ from cell_conductor.store.memory import MemoryInstanceTable
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuildTable
 
 log = structlog.get_logger("sim")
@@ -41,6 +42,7 @@ EPOCH = 1_800_000_000.0  # virtual time 0 on the wall
 STATEMENT_S = 0.0005
 # Each redelivery after a crash counts: more crashes than this over one message, and RabbitMQ gives it up (20).
 MAX_CRASHES = 5
+MOST_AWAY_S = 2.0  # a server that died by itself is back by then
 RESTART_S = 0.5  # a supervisor starts what died by itself after this
 
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
@@ -91,7 +93,9 @@ class Life(Struct):
     task: asyncio.Task[None]
     transports: list[SimTransport]
     sessions: list[Session]
+    clock: SimClock
     book: Book | None = None
+    hosts: HostTable | None = None
     killed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
@@ -151,11 +155,12 @@ class World:
             transports.append(SimTransport(self.brokers[bus], process, self.weather, self.story))
             return transports[-1]
 
+        clock = SimClock(clock_error_s(self.plan.seed, name, self.plan.skew_s))
         environment = Environment(
             f"{name}-{count}",
             transports=transport,
             cells=tuple(self.cells),
-            clock=SimClock(clock_error_s(self.plan.seed, name, self.plan.skew_s)),
+            clock=clock,
             rng=random.Random(seed),
         )
 
@@ -165,11 +170,11 @@ class World:
             return sessions[-1]
 
         stop = asyncio.Event()
-        book = Book() if name.startswith("scheduler") else None
-        service = self.wiring.build(name, environment, Seat(process, transports, session, book))
+        book, hosts = (Book(), HostTable()) if name.startswith("scheduler") else (None, None)
+        service = self.wiring.build(name, environment, Seat(process, transports, session, book, hosts))
         self.story.tell("start", f"{name} {count}")
         task = process.spawn(service.run(stop), name)
-        life = Life(process, service, stop, task, transports, sessions, book)
+        life = Life(process, service, stop, task, transports, sessions, clock, book, hosts)
         self.lives[name] = life
         task.add_done_callback(partial(self._ended, name, life))
         return life
@@ -287,6 +292,11 @@ class World:
         if self.away.get(schema):
             raise DatabaseUnavailable(f"{schema} is away")
         rates, strikes = self.weather.rates, self.weather.strikes
+        if strikes(rates.store_crash):
+            seconds = self.weather.between(0.05, MOST_AWAY_S)
+            asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NOBODY)
+            await asyncio.sleep(0)  # by then its sessions are cut
+            raise DatabaseUnavailable(f"{schema} has died")
         if point == "statement":
             if strikes(rates.conflict):
                 self._hit(schema, "conflict")
@@ -297,6 +307,28 @@ class World:
         elif strikes(rates.commit_lost_before if point == "commit" else rates.commit_lost_after):
             self._hit(schema, f"lost {'before' if point == 'commit' else 'after'} commit")
             raise DatabaseUnavailable(f"the connection was lost at the {point}")
+
+    def fall(self, schema: str) -> Callable[[], None]:
+        """A server dies: sessions are cut, what is not on its disk is forgotten. Back when the result is called."""
+        table = self.schemas[schema]
+        for life in self.lives.values():
+            for session in life.sessions:
+                if session.database is table:
+                    session.cut()
+        before = table.taken_back
+        table.crash()
+        if table.taken_back != before:
+            self.story.tell("forgot", f"{schema} {table.taken_back - before} commits")
+        self.away[schema] = self.away.get(schema, 0) + 1
+
+        def up() -> None:
+            self.away[schema] -= 1
+
+        return up
+
+    def _fall_briefly(self, schema: str, seconds: float) -> None:
+        self._hit(schema, "died")
+        asyncio.get_running_loop().call_later(seconds, self.fall(schema), context=NOBODY)
 
     def _hit(self, schema: str, what: str) -> None:
         process = PROCESS.get()

@@ -118,6 +118,7 @@ class Queue:
         self.bytes = 0  # of the bodies in line
         self.next_number = 0
         self.woken = False
+        self.shut = 0  # how many planned faults say that it is full
         self.alarm_at: float | None = None
 
     def __len__(self) -> int:
@@ -128,8 +129,11 @@ class Queue:
         """Whether a publish is refused."""
         if self.plan.drop_head:
             return False
-        held = len(self) + len(self.dying)  # as RabbitMQ counts, so those are bounded too
-        return held >= self.plan.max_length or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
+        return (
+            self.shut > 0
+            or len(self) + len(self.dying) >= self.plan.max_length  # as RabbitMQ counts, so those are bounded too
+            or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
+        )
 
     def put(self, message: Outgoing, now: float, died: str = "") -> None:
         """A new message, last in line."""

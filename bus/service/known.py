@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from typing import Generic, TypeVar
-
-from bus.service.database import Database
+from typing import Generic, Protocol, TypeVar
 
 Record = TypeVar("Record")
 
 # Records kept: more than are on their way at once, few enough to weigh little.
 MAX_KNOWN = 5_000
+
+
+class Connections(Protocol):
+    """What counts the connections that were lost (`bus.service.database`, a session of `memory_database`)."""
+
+    @property
+    def losses(self) -> int:
+        """How many connections have ended by themselves."""
 
 
 class Known(Generic[Record]):
@@ -21,7 +27,7 @@ class Known(Generic[Record]):
     of a row that was forgotten may be that of what another process wrote there since.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Connections) -> None:
         self._database = database
         self._losses = database.losses
         self._rows: OrderedDict[str, tuple[int, Record]] = OrderedDict()

@@ -2,7 +2,9 @@
 
 It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, who
 waits in a circle is told so, what is written becomes visible all at once at the commit, and a connection that is lost
-leaves nothing behind that was not committed. One process, one event loop; several `Session`s share a `MemoryDatabase`.
+leaves nothing behind that was not committed. A server that crashes takes back what was committed in no hurry and is not
+on disk yet, and gives the numbers of those transactions again. One process, one event loop; several `Session`s share a
+`MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from bus.faults import DatabaseUnavailable, Transient
 from bus.outbox import Addressed, encode_row
 
 LOCK_TIMEOUT_S = 25.0  # as bus.service.database: the server gives a waiting statement up after this
+# What is committed in no hurry is on disk after this at the latest: three turns of PostgreSQL's WAL writer.
+UNFLUSHED_S = 0.6
 
 # Called at each statement ("statement"), before ("commit") and after ("committed") each commit: it may wait, and it may
 # raise what a database raises there.
@@ -32,11 +36,18 @@ async def turn(_: str) -> None:
     await asyncio.sleep(0)
 
 
-class Row(Struct):
+class Row(Struct, frozen=True):
     """One outbox row."""
 
     body: bytes
     taken_at: float
+
+
+class _Image(Struct, frozen=True):
+    """The rows as they are on disk, and since when those in memory are newer."""
+
+    since: float
+    rows: dict[str, Any]
 
 
 class _Lock:
@@ -48,26 +59,65 @@ class _Lock:
 
 
 class MemoryDatabase:
-    """The server's side of one schema: committed rows and locks. It outlives the processes that use it."""
+    """The server's side of one schema: committed rows and locks. It outlives the processes that use it.
+
+    ROWS: the attributes that hold rows; who derives adds its own. row_versions: who wrote a row last, as xmin.
+    """
+
+    ROWS: tuple[str, ...] = ("outbox", "handled", "row_versions", "commits")
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.outbox: dict[int, Row] = {}
         self.handled: dict[tuple[str, str], float] = {}
+        self.row_versions: dict[Hashable, int] = {}
         self.deadlocks = 0
-        self.commits = 0
+        self.commits = 0  # the number of the last transaction that wrote
+        self.taken_back = 0  # commits that crashes have undone
         self.on_commit: list[Callable[[], None]] = []
         self._locks: dict[Hashable, _Lock] = {}
         self._last_row = 0
+        self._image: _Image | None = None
 
     def session(self, pause: Pause = turn) -> Session:
         """One process's connections to this database."""
         return Session(self, pause)
 
     def next_row(self) -> int:
-        """A new outbox row's id: drawn like a sequence, so one that is rolled back leaves a hole."""
+        """A new outbox row's id: rolled back it leaves a hole, and no crash gives it again (bus.outbox.NEW_ID)."""
         self._last_row += 1
         return self._last_row
+
+    def crash(self) -> None:
+        """The server dies and comes back with what is on disk. Its sessions are to be cut first."""
+        image, self._image = self._image, None
+        if image is None or self.clock.monotonic() - image.since > UNFLUSHED_S:
+            return
+        self.taken_back += self.commits - int(image.rows["commits"])
+        for name, before in image.rows.items():
+            now = getattr(self, name)
+            if isinstance(now, dict | set):
+                now.clear()
+                now.update(before)
+            elif isinstance(now, list):
+                now[:] = before
+            else:
+                setattr(self, name, before)
+
+    def write(self, writes: Sequence[Callable[[], None]], keys: Iterable[Hashable], *, durable: bool) -> int:
+        """Commit: all writes at once; returns the transaction's number. Durable: the log is flushed up to here."""
+        now = self.clock.monotonic()
+        if durable:
+            self._image = None
+        elif self._image is None or now - self._image.since > UNFLUSHED_S:
+            self._image = _Image(now, {name: _copy(getattr(self, name)) for name in self.ROWS})
+        for write in writes:
+            write()
+        self.commits += 1
+        self.row_versions.update(dict.fromkeys(keys, self.commits))
+        for listener in self.on_commit:
+            listener()
+        return self.commits
 
     def is_locked(self, key: Hashable) -> bool:
         """Whether somebody holds this row."""
@@ -129,6 +179,9 @@ class Transaction:
         self._session = session
         self._database = session.database
         self._writes: list[Callable[[], None]] = []
+        self._written: dict[Hashable, None] = {}
+        self.durable = True  # False: a crash of the server may take it back
+        self.number = 0  # once it has written
         self.held: dict[Hashable, None] = {}
         self.waits_for: _Lock | None = None
         self.ended = False
@@ -145,9 +198,10 @@ class Transaction:
             self._check()
             self.held[key] = None
 
-    def will(self, write: Callable[[], None]) -> None:
-        """Do this at the commit."""
+    def will(self, write: Callable[[], None], *keys: Hashable) -> None:
+        """Do this at the commit. keys: of the rows that are written, for who wants to know their versions."""
         self._writes.append(write)
+        self._written.update(dict.fromkeys(keys))
 
     def is_free(self, key: Hashable) -> bool:
         """Whether nobody else holds this row (for SKIP LOCKED)."""
@@ -177,12 +231,8 @@ class Transaction:
         """All writes at once. Raises DatabaseUnavailable when the connection is lost before or after it."""
         await self._session.pause("commit")
         self._check()
-        for write in self._writes:
-            write()
-        self._database.commits += 1
         if self._writes:
-            for listener in self._database.on_commit:
-                listener()
+            self.number = self._database.write(self._writes, self._written, durable=self.durable)
         self.end()
         await self._session.pause("committed")
 
@@ -207,6 +257,7 @@ class Session:
         self.database = database
         self.pause = pause
         self.transactions: dict[Transaction, None] = {}
+        self.losses = 0  # connections that ended by themselves, as bus.service.database counts them
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         """Commits at the end, rolls back on an exception."""
@@ -220,11 +271,20 @@ class Session:
             await transaction.statement()  # BEGIN; a pool that has no connection is found out here
             yield transaction
             await transaction.commit()
+        except DatabaseUnavailable:
+            self.losses += 1
+            raise
         finally:
             transaction.end()
 
+    async def flush(self) -> None:
+        """Return when all that was committed is on disk: one more commit, which waits for it."""
+        async with self.transaction() as transaction:
+            transaction.will(lambda: None)
+
     def cut(self) -> None:
         """The connections are lost: whatever has not committed never happened."""
+        self.losses += 1
         for transaction in list(self.transactions):
             transaction.end()
 
@@ -239,6 +299,7 @@ class MemoryRows:
         """Delete rows whose messages are confirmed."""
         outbox, gone = self._session.database.outbox, list(row_ids)
         async with self._session.transaction() as transaction:
+            transaction.durable = False  # forgotten in a crash, a sweep repeats them
             transaction.will(lambda: _drop(outbox, gone))
 
     async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
@@ -274,4 +335,8 @@ def _drop(rows: dict[Any, Any], keys: Iterable[Hashable]) -> None:
 def _renew(outbox: dict[int, Row], row_id: int, now: float) -> None:
     row = outbox.get(row_id)
     if row is not None:
-        row.taken_at = now
+        outbox[row_id] = Row(row.body, now)
+
+
+def _copy(rows: Any) -> Any:
+    return rows.copy() if isinstance(rows, dict | set | list) else rows

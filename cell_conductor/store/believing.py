@@ -1,58 +1,61 @@
-"""A transaction on what this process believes of its instances: one statement at its end, which holds only if it is so.
+"""A transaction on what this process believes of its instances: written at its end, which holds only if it is so.
 
 Most messages find their instance where this conductor has left it a moment ago. What is known is kept here with the
-row's version (its xmin: the transaction that wrote it); a row that another conductor has written since makes the
-statement undo itself, and the batch is done again with locks. Nothing here may be guessed that is not checked at the
-end: every row that was looked at is locked in its version, whether it changes or not.
+row's version; a row that another conductor has written since makes the end write nothing, and the batch is done again
+with locks. Nothing here may be guessed that is not checked at the end: every row that was looked at is locked in its
+version, whether it changes or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
-import asyncpg
+from msgspec import Struct
 
-from bus import outbox
 from bus.outbox import Addressed
-from bus.service.database import Database
 from bus.service.known import Known
-from bus.service.once import Mistaken, Once
+from bus.service.once import Mistaken
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.table import IllegalStep
 
-from . import rows
 from .port import StaleWrite
 
-LOOK = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
-# Locks what was looked at, in uuid order, where it is still the same.
-HELD = """
-SELECT i.uuid FROM instances i JOIN unnest({}::uuid[], {}::xid[]) AS b (uuid, version) ON i.uuid = b.uuid
-WHERE i.xmin = b.version ORDER BY i.uuid FOR UPDATE OF i
-"""
+class Belief(Struct, frozen=True, kw_only=True):
+    """All that one transaction writes, if it is as believed. held: the version of every row that was looked at."""
 
-INSERT = f"""
-INSERT INTO instances ({rows.NAMES}) SELECT * FROM {rows.GIVEN} ON CONFLICT (uuid) DO NOTHING RETURNING 1
-"""
+    message_ids: Sequence[str]
+    held: Mapping[str, int]
+    created: Sequence[Instance]
+    changed: Sequence[Instance]
+    outgoing: Sequence[Addressed]
+    durable: bool
 
-# All or nothing. Not joined with what is held: planned by key, two lists of values are compared pair by pair.
-UPDATE = f"""
-UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES})
-WHERE instances.uuid = n.uuid AND (SELECT count(*) FROM held) = {{}}::bigint RETURNING 1
-"""
 
-UPDATE_ONE = f"""
-UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES})
-WHERE instances.uuid = n.uuid AND instances.xmin = {{}}::xid RETURNING 1
-"""
+class Written(Struct, frozen=True):
+    """What came of it: the version of the rows that were written, and the outbox row."""
+
+    version: int
+    row: int | None
+
+
+class Ground(Protocol):
+    """The rows themselves. Adapters: `store.one_statement`, `store.memory`."""
+
+    async def look(self, uuids: Sequence[str]) -> list[tuple[int, Instance]]:
+        """Instances with the versions of their rows, without locks."""
+
+    async def write(self, belief: Belief) -> Written:
+        """All of it or nothing, locking messages before instances, each by id. Raises Mistaken."""
 
 
 class BelievingTransaction:
     """Reads from memory, keeps what is to be written, and writes it all at once."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known[Instance], new: Collection[str]) -> None:
-        self._connection = connection
+    def __init__(self, ground: Ground, known: Known[Instance], new: Collection[str]) -> None:
+        self._ground = ground
         self._known = known
         self._new = frozenset(new)
         self._message_ids: list[str] = []
@@ -79,8 +82,7 @@ class BelievingTransaction:
             elif uuid not in self._new:
                 unknown.append(uuid)
         if unknown:
-            for version, record in await self._connection.fetch(LOOK, unknown):
-                instance = rows.decode(record)
+            for version, instance in await self._ground.look(unknown):
                 self._versions[instance.uuid], found[instance.uuid] = version, instance
         return found
 
@@ -105,43 +107,33 @@ class BelievingTransaction:
         """The whole transaction. Raises StaleWrite when anything was not as believed."""
         if self._new - self._versions.keys() - {instance.uuid for instance in self._created}:
             raise StaleWrite  # believed absent, and nothing is written that would prove it
-        once = Once()
-        held = sorted(self._versions)
-        versions = [self._versions[uuid] for uuid in held]
-        # One row needs no order of locks, so it is checked where it is changed.
-        alone = len(held) == 1 and len(self._changed) == 1
-        # Messages before instances, as with locks.
-        if self._message_ids:
-            once.part("seen", rows.SEEN, self._message_ids, rows=len(self._message_ids))
-        if held and not alone:
-            once.part("held", HELD, held, versions, rows=len(held))
-        if self._created:
-            once.part("created", INSERT, *rows.columns(self._created), rows=len(self._created))
-        if alone:
-            once.part("changed", UPDATE_ONE, *rows.columns(self._changed), versions[0], rows=1)
-        elif self._changed:
-            once.part("changed", UPDATE, *rows.columns(self._changed), len(held), rows=len(self._changed))
-        outbox.add_once(once, self._outgoing)
-        once.column("pg_current_xact_id()::xid AS version")
         self.doubt()  # whatever comes of it, cancelled or the connection lost
         try:
-            written = await once.run(self._connection, durable=self.durable)
+            written = await self._ground.write(
+                Belief(
+                    message_ids=self._message_ids,
+                    held=self._versions,
+                    created=self._created,
+                    changed=self._changed,
+                    outgoing=self._outgoing,
+                    durable=self.durable,
+                )
+            )
         except Mistaken:
             raise StaleWrite from None
-        self.row = written["said"]
-        self._known.put(written["version"], {one.uuid: one for one in (*self._created, *self._changed)})
+        self.row = written.row
+        self._known.put(written.version, {one.uuid: one for one in (*self._created, *self._changed)})
 
 
 @asynccontextmanager
 async def believing(
-    database: Database, known: Known[Instance], new: Collection[str]
+    ground: Ground, known: Known[Instance], new: Collection[str]
 ) -> AsyncIterator[BelievingTransaction]:
     """Writes at its end, nothing on an exception. new: instances that are believed not to be on record."""
-    async with database.single() as connection:
-        transaction = BelievingTransaction(connection, known, new)
-        try:
-            yield transaction
-        except IllegalStep:  # by what is believed; with locks it is seen whether it is so
-            transaction.doubt()
-            raise StaleWrite from None
-        await transaction.write()
+    transaction = BelievingTransaction(ground, known, new)
+    try:
+        yield transaction
+    except IllegalStep:  # by what is believed; with locks it is seen whether it is so
+        transaction.doubt()
+        raise StaleWrite from None
+    await transaction.write()

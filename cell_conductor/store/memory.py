@@ -7,9 +7,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from bus.outbox import Addressed
+from bus.service.known import Known
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.service.once import Mistaken
 from cell_conductor.domain.instance import Instance, State
 
+from .believing import Belief, BelievingTransaction, Written, believing
 from .port import Brief, StaleWrite
 
 HANDLER = "conductor"
@@ -17,6 +20,8 @@ HANDLER = "conductor"
 
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
+
+    ROWS = (*MemoryDatabase.ROWS, "instances")
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -80,8 +85,57 @@ class MemoryTransaction:
         return self.row
 
     def _write(self, instances: Sequence[Instance]) -> None:
+        _keep(self._table, self._transaction, instances)
+
+
+class MemoryGround:
+    """What `believing` stands on here: one transaction that looks, and one that locks, compares and writes."""
+
+    def __init__(self, table: MemoryInstanceTable, session: Session) -> None:
+        self._table = table
+        self._session = session
+
+    async def look(self, uuids: Sequence[str]) -> list[tuple[int, Instance]]:
+        """Instances with the versions of their rows, without locks."""
+        async with self._session.transaction():
+            table = self._table
+            return [
+                (table.row_versions[_key(uuid)], table.instances[uuid])
+                for uuid in sorted(uuids)
+                if uuid in table.instances
+            ]
+
+    async def write(self, belief: Belief) -> Written:
+        """All of it or nothing. As in PostgreSQL only what is written tells whether somebody else was first."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            transaction.durable = belief.durable
+            if belief.message_ids:
+                fresh = await transaction.first_time(HANDLER, belief.message_ids)
+                if len(fresh) != len(belief.message_ids):
+                    raise Mistaken
+            await transaction.lock([_key(uuid) for uuid in sorted(belief.held)])
+            if any(uuid not in table.instances for uuid in belief.held):
+                raise Mistaken
+            if any(table.row_versions[_key(uuid)] != version for uuid, version in belief.held.items()):
+                raise Mistaken
+            created = sorted(instance.uuid for instance in belief.created)
+            await transaction.lock([_key(uuid) for uuid in created])
+            if any(uuid in table.instances for uuid in created):
+                raise Mistaken
+            _keep(table, transaction, [*belief.created, *belief.changed])
+            row = await transaction.send_later(belief.outgoing)
+        return Written(transaction.number, row)
+
+
+def _key(uuid: str) -> tuple[str, str]:
+    return "instance", uuid
+
+
+def _keep(table: MemoryInstanceTable, transaction: Transaction, instances: Sequence[Instance]) -> None:
+    if instances:
         rows = {instance.uuid: instance for instance in instances}
-        self._transaction.will(lambda: self._table.instances.update(rows))
+        transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
 
 
 class MemoryInstances:
@@ -91,6 +145,7 @@ class MemoryInstances:
         assert isinstance(session.database, MemoryInstanceTable)
         self._table = session.database
         self._session = session
+        self._known: Known[Instance] = Known(session)
         self.outbox = MemoryRows(session)
         self.ready = False
 
@@ -107,9 +162,9 @@ class MemoryInstances:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
-    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[MemoryTransaction]:
-        """Here a look costs nothing, so nothing is believed."""
-        return self._transaction()
+    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[BelievingTransaction]:
+        """On what this process believes."""
+        return believing(MemoryGround(self._table, self._session), self._known, new)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
@@ -117,7 +172,8 @@ class MemoryInstances:
             yield MemoryTransaction(self._table, transaction)
 
     async def flush(self) -> None:
-        """What is committed here is as safe as it will be."""
+        """Return when all that was committed is on disk."""
+        await self._session.flush()
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts, and these instances whatever they are."""

@@ -18,6 +18,7 @@ from cell_conductor.domain.instance import Instance, State
 
 from . import rows
 from .believing import BelievingTransaction, believing
+from .one_statement import OneStatement
 from .port import Brief, StaleWrite
 
 MIGRATIONS = "cell_conductor.store.migrations"
@@ -126,7 +127,12 @@ class PostgresInstances:
 
     def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[BelievingTransaction]:
         """The same in one round trip, on what this process believes."""
-        return believing(self._database, self._known, new)
+        return self._believing(new)
+
+    @asynccontextmanager
+    async def _believing(self, new: Collection[str]) -> AsyncIterator[BelievingTransaction]:
+        async with self._database.single() as connection, believing(OneStatement(connection), self._known, new) as mine:
+            yield mine
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[PostgresTransaction]:

@@ -1,59 +1,74 @@
-"""A unit on what this process believes of its builds: one statement at its end, which holds only if it is so.
+"""A unit on what this process believes of its builds: written at its end, which holds only if it is so.
 
 A request is new, a decision finds its request waiting, an announcement finds its build where this process has left it:
-nearly always. So each is written at once and checked in the same statement; where it is not so nothing is written,
-`Stale` is raised, and the unit is done again with locks. Rows that were looked at are held in the version (xmin: the
-transaction that wrote it) in which they were seen, whether they change or not.
+nearly always. So each is written at once and checked in the same act; where it is not so nothing is written, `Stale` is
+raised, and the unit is done again with locks. Rows that were looked at are held in the version in which they were seen,
+whether they change or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-import asyncpg
+from msgspec import Struct
 from msgspec.structs import replace
 
-from bus import outbox
 from bus.outbox import Addressed
 from bus.service.known import Known
-from bus.service.once import Mistaken, Once
+from bus.service.once import Mistaken
 from scheduler_worker.domain.records import Standing
-from scheduler_worker.store import rows
 from scheduler_worker.store.port import Change, Decided, Kept, NewBuild, OnRecord, Stale
 
-LOOK = f"SELECT xmin, {rows.KEPT} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
-# Locks what was looked at, in uuid order, where it is still the same.
-HELD = """
-SELECT b.instance_uuid FROM build_requests b
-JOIN unnest({}::uuid[], {}::xid[]) AS k (instance_uuid, version) ON b.instance_uuid = k.instance_uuid
-WHERE b.xmin = k.version ORDER BY b.instance_uuid FOR UPDATE OF b
-"""
+class Belief(Struct, frozen=True, kw_only=True):
+    """All that one unit writes, if it is as believed. held: the version of every row that was looked at."""
 
-# All or nothing. Not joined with what is held: planned by key, two lists of values are compared pair by pair.
-CHANGE = f"{rows.CHANGE} AND (SELECT count(*) FROM held) = {{}}::bigint RETURNING 1"
-CHANGE_ONE = f"{rows.CHANGE} AND b.xmin = {{}}::xid RETURNING 1"
+    fresh: Sequence[NewBuild]
+    decided: Sequence[Decided]
+    held: Mapping[str, int]
+    changed: Sequence[Change]
+    said: Sequence[Addressed]
+    at: float
+    durable: bool
+
+
+class Written(Struct, frozen=True):
+    """What came of it: the version of the rows that were written, and the outbox row."""
+
+    version: int
+    row: int | None
+
+
+class Ground(Protocol):
+    """The rows themselves. Adapters: `store.one_statement`, `store.memory`."""
+
+    async def look(self, instances: Sequence[str]) -> list[tuple[int, Kept]]:
+        """Records with the versions of their rows, without locks."""
+
+    async def write(self, belief: Belief) -> Written:
+        """All of it or nothing, locking in uuid order. Raises Mistaken."""
 
 
 class BelievingUnit:
     """Reads from memory, keeps what is to be written, and writes it all at once."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known[Kept]) -> None:
-        self._connection = connection
+    def __init__(self, ground: Ground, known: Known[Kept]) -> None:
+        self._ground = ground
         self._known = known
+        self._fresh: Sequence[NewBuild] = ()
+        self._decided: Sequence[Decided] = ()
         self._versions: dict[str, int] = {}
+        self._changed: Sequence[Change] = ()
         self._after: dict[str, Kept] = {}
-        self._once = Once()
-        self._empty = True
+        self._at = 0.0
         self.said: list[Addressed] = []
         self.row: int | None = None
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """Believed to be new, all of them."""
-        if builds:
-            ordered = sorted(builds, key=lambda build: build.request.instance_uuid)
-            self._part("fresh", rows.INSERT, *rows.new(ordered), now, count=len(ordered))
-            self._after.update((kept.standing.instance_uuid, kept) for kept in map(_accepted, ordered))
+        self._fresh, self._at = builds, now
+        self._after.update((kept.standing.instance_uuid, kept) for kept in map(_accepted, builds))
         return {build.request.instance_uuid for build in builds}
 
     async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
@@ -64,16 +79,11 @@ class BelievingUnit:
 
     async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
         """Believed to wait for it, all of them."""
-        if decided:
-            ordered = sorted(decided, key=lambda one: one.instance_uuid)
-            self._part("decided", rows.DECIDE, *rows.decided(ordered), now, count=len(ordered))
-            placed = [one for one in ordered if one.host_uuid is not None]
-            if placed:
-                self._part("mapped", rows.MAP, *rows.mapping(placed), now, count=len(placed))
-            for one in ordered:
-                known = self._known.get(one.instance_uuid)
-                if known is not None:
-                    self._after[one.instance_uuid] = _decided(known[1], one)
+        self._decided, self._at = decided, now
+        for one in decided:
+            known = self._known.get(one.instance_uuid)
+            if known is not None:
+                self._after[one.instance_uuid] = _decided(known[1], one)
         return {one.instance_uuid for one in decided}
 
     async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
@@ -87,23 +97,14 @@ class BelievingUnit:
             else:
                 self._versions[instance], found[instance] = known
         if unknown:
-            for row in await self._connection.fetch(LOOK, unknown):
-                kept = rows.kept(row)
-                self._versions[kept.standing.instance_uuid] = row["xmin"]
+            for version, kept in await self._ground.look(unknown):
+                self._versions[kept.standing.instance_uuid] = version
                 found[kept.standing.instance_uuid] = kept
         return found
 
     async def change(self, changes: Sequence[Change], now: float) -> None:
         """Kept for the end."""
-        held = sorted(self._versions)
-        versions = [self._versions[one] for one in held]
-        # One row needs no order of locks, so it is checked where it is changed.
-        if len(held) == len(changes) == 1:
-            self._part("changed", CHANGE_ONE, *rows.changed(changes), now, versions[0], count=1)
-        elif held:
-            self._part("held", HELD, held, versions, count=len(held))
-            if changes:
-                self._part("changed", CHANGE, *rows.changed(changes), now, len(held), count=len(changes))
+        self._changed, self._at = changes, now
         for change in changes:
             kept = Kept(standing=change.standing, delete_requested=change.delete_requested)
             self._after[change.standing.instance_uuid] = kept
@@ -114,22 +115,25 @@ class BelievingUnit:
 
     async def write(self, *, durable: bool) -> None:
         """The whole unit. Raises Stale when anything was not as believed."""
-        touched = {*self._versions, *self._after}
-        outbox.add_once(self._once, self.said)
-        if self._empty and not self.said:
+        if not (self._fresh or self._decided or self._versions or self.said):
             return
-        self._once.column("pg_current_xact_id()::xid AS version")
-        self._known.forget(touched)  # whatever comes of it, cancelled or the connection lost
+        self._known.forget({*self._versions, *self._after})  # whatever comes of it, cancelled or the connection lost
         try:
-            written = await self._once.run(self._connection, durable=durable)
+            written = await self._ground.write(
+                Belief(
+                    fresh=self._fresh,
+                    decided=self._decided,
+                    held=self._versions,
+                    changed=self._changed,
+                    said=self.said,
+                    at=self._at,
+                    durable=durable,
+                )
+            )
         except Mistaken:
             raise Stale from None
-        self.row = written["said"]
-        self._known.put(written["version"], self._after)
-
-    def _part(self, name: str, statement: str, *values: object, count: int) -> None:
-        self._empty = False
-        self._once.part(name, statement, *values, rows=count)
+        self.row = written.row
+        self._known.put(written.version, self._after)
 
 
 def _accepted(build: NewBuild) -> Kept:

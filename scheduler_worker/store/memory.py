@@ -11,8 +11,11 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, StoryLine
 from bus.outbox import Addressed, Relay
+from bus.service.known import Known
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.service.once import Mistaken
 from scheduler_worker.domain.records import Standing
+from scheduler_worker.store.believing import Belief, BelievingUnit, Written
 from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
 
 log = structlog.get_logger(__name__)
@@ -20,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 class MemoryBuildTable(MemoryDatabase):
     """The committed requests and the instance-to-cell map; they outlive the schedulers."""
+
+    ROWS = (*MemoryDatabase.ROWS, "records", "standings", "digests", "deleting", "cells")
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -47,8 +52,8 @@ class MemoryUnit:
         # Only of rows that are not there: an insert that meets a committed row waits for nobody.
         await self._transaction.lock([("build", uuid) for uuid in sorted(rows) if uuid not in self._table.standings])
         fresh = {uuid: build for uuid, build in rows.items() if uuid not in self._table.standings}
-        for build in fresh.values():
-            self._transaction.will(partial(_put, self._table, build, now))
+        for uuid, build in fresh.items():
+            self._transaction.will(partial(_put, self._table, build, now), ("build", uuid))
         return set(fresh)
 
     async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
@@ -85,8 +90,8 @@ class MemoryUnit:
             and table.standings[uuid].state is BuildState.ACCEPTED
             and uuid not in table.deleting
         }
-        for one in written.values():
-            self._transaction.will(partial(_decide, table, one, now))
+        for uuid, one in written.items():
+            self._transaction.will(partial(_decide, table, one, now), ("build", uuid))
         return set(written)
 
     async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
@@ -102,11 +107,51 @@ class MemoryUnit:
         if changes:
             await self._transaction.statement()
             for change in changes:
-                self._transaction.will(partial(_change, self._table, change, now))
+                key = ("build", change.standing.instance_uuid)
+                self._transaction.will(partial(_change, self._table, change, now), key)
 
     def say(self, message: Addressed) -> None:
         """Kept in the outbox with everything else of this unit."""
         self.said.append(message)
+
+
+class MemoryGround:
+    """What a `BelievingUnit` stands on here: one transaction that looks, and one that locks, compares and writes."""
+
+    def __init__(self, table: MemoryBuildTable, session: Session) -> None:
+        self._table = table
+        self._session = session
+
+    async def look(self, instances: Sequence[str]) -> list[tuple[int, Kept]]:
+        """Records with the versions of their rows, without locks."""
+        async with self._session.transaction():
+            table = self._table
+            return [
+                (
+                    table.row_versions["build", uuid],
+                    Kept(standing=table.standings[uuid], delete_requested=uuid in table.deleting),
+                )
+                for uuid in sorted(instances)
+                if uuid in table.standings
+            ]
+
+    async def write(self, belief: Belief) -> Written:
+        """All of it or nothing."""
+        table = self._table
+        async with self._session.transaction() as transaction:
+            transaction.durable = belief.durable
+            unit = MemoryUnit(table, transaction)
+            if len(await unit.insert(belief.fresh, belief.at)) != len(belief.fresh):
+                raise Mistaken
+            if len(await unit.decide(belief.decided, belief.at)) != len(belief.decided):
+                raise Mistaken
+            if belief.held and len(await unit.lock(list(belief.held))) != len(belief.held):
+                raise Mistaken
+            if any(table.row_versions["build", uuid] != version for uuid, version in belief.held.items()):
+                raise Mistaken
+            await unit.change(belief.changed, belief.at)
+            row = await transaction.send_later(belief.said)
+        return Written(transaction.number, row)
 
 
 class MemoryBuilds:
@@ -116,6 +161,7 @@ class MemoryBuilds:
         assert isinstance(session.database, MemoryBuildTable)
         self._table = session.database
         self._session = session
+        self._known: Known[Kept] = Known(session)
         self._relay: Relay | None = None
         self.outbox = MemoryRows(session)
         self.ready = False
@@ -134,14 +180,24 @@ class MemoryBuilds:
         self._relay = relay
 
     def unit(self, *, durable: bool = True, believing: bool = False) -> AbstractAsyncContextManager[Unit]:
-        """A transaction; the relay gets what it said once it has committed. Nothing is believed here."""
-        return self._unit()
+        """A transaction; the relay gets what it said once it has committed."""
+        return self._believing(durable) if believing else self._unit(durable)
 
     @asynccontextmanager
-    async def _unit(self) -> AsyncIterator[Unit]:
+    async def _believing(self, durable: bool) -> AsyncIterator[Unit]:
+        assert self._relay is not None, "publish_through() first"
+        await self._relay.room()
+        unit = BelievingUnit(MemoryGround(self._table, self._session), self._known)
+        yield unit
+        await unit.write(durable=durable)
+        self._relay.send(unit.row, unit.said)
+
+    @asynccontextmanager
+    async def _unit(self, durable: bool) -> AsyncIterator[Unit]:
         assert self._relay is not None, "publish_through() first"
         await self._relay.room()
         async with self._session.transaction() as transaction:
+            transaction.durable = durable
             unit = MemoryUnit(self._table, transaction)
             yield unit
             row = await transaction.send_later(unit.said)
@@ -163,7 +219,8 @@ class MemoryBuilds:
             return Forgotten(len(gone), gone[-1].created_at if gone else start)
 
     async def flush(self) -> None:
-        """What is committed here is as safe as it will be."""
+        """Return when all that was committed is on disk."""
+        await self._session.flush()
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

@@ -15,6 +15,7 @@ from bus.service.database import Database
 from bus.service.known import Known
 from scheduler_worker.store import rows
 from scheduler_worker.store.believing import BelievingUnit
+from scheduler_worker.store.one_statement import OneStatement
 from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
 
 log = structlog.get_logger(__name__)
@@ -154,7 +155,7 @@ class PostgresStore:
         assert self._relay is not None, "publish_through() first"
         await self._relay.room()
         async with self._database.single() as connection:
-            unit = BelievingUnit(connection, self._known)
+            unit = BelievingUnit(OneStatement(connection), self._known)
             yield unit
             await unit.write(durable=durable)
         self._relay.send(unit.row, unit.said)

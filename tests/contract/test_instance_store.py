@@ -228,9 +228,8 @@ async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: M
     assert {uuid: one.attempt for uuid, one in (await recorded(store)).items()} == {A: 9, B: 5}
 
 
-@pytest.mark.postgres
-async def test_a_wrong_belief_writes_nothing(postgres_url: str) -> None:
-    one, other = (PostgresInstances(Database(postgres_url, "cell_c1")) for _ in range(2))
+async def test_a_wrong_belief_writes_nothing(make: Make) -> None:
+    one, other = make(), make()
     await one.open()
     await other.open()
     await insert(one, instance(C))
@@ -250,8 +249,42 @@ async def test_a_wrong_belief_writes_nothing(postgres_url: str) -> None:
     async with one.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
     assert len(await one.outbox.take_old(-1.0, 10)) == 1
-    await one.close()
-    await other.close()
+
+
+async def test_who_waits_in_a_circle_is_told(make: Make, store: InstanceStore) -> None:
+    """One of them, and the other goes on."""
+    other = make()
+    await other.open()
+    await insert(store, instance(A), instance(B))
+    both = asyncio.Barrier(2)
+
+    async def lock(mine: InstanceStore, first: str, second: str) -> None:
+        async with mine.transaction() as transaction:
+            await transaction.lock([first])
+            await both.wait()
+            found = await transaction.lock([second])
+            await transaction.update([replace(one, attempt=9) for one in found.values()])
+
+    outcomes = await asyncio.gather(lock(store, A, B), lock(other, B, A), return_exceptions=True)
+    assert [getattr(fault, "code", "") for fault in outcomes if fault is not None] == ["database.deadlock"]
+    assert sorted(one.attempt for one in (await recorded(store)).values()) == [1, 9]
+
+
+async def test_what_is_not_committed_is_seen_by_nobody_else(make: Make, store: InstanceStore) -> None:
+    """Not even by who believes: it reads without locks, and is told at its end."""
+    other = make()
+    await other.open()
+    await insert(store, instance(A))
+    with pytest.raises(StaleWrite):
+        async with other.believing(set()) as believing:
+            async with store.transaction() as transaction:
+                known = await transaction.lock([A])
+                await transaction.update([replace(known[A], attempt=2)])
+                seen = await believing.lock([A])
+                assert [brief.attempt for brief in await other.briefs([], [A])] == [1]
+            assert seen[A].attempt == 1
+            await believing.update([replace(seen[A], attempt=7)])
+    assert (await recorded(store))[A].attempt == 2
 
 
 async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:

@@ -280,6 +280,36 @@ async def test_past_its_delivery_limit_a_message_is_a_dead_letter(rig: Rig) -> N
     assert letter.headers["x-first-death-reason"] == "delivery_limit"
 
 
+async def test_what_is_lost_with_its_connection_counts_as_given_back(rig: Rig) -> None:
+    """A message that takes its worker down again and again comes to its delivery limit, too."""
+    other = await rig.transport("looker")
+    queue = await declare(other, delivery_limit=1)
+    await other.publish(command(b"poison"))
+    counts: list[int] = []
+    for name in ("one", "two"):
+        transport = await rig.transport(name)
+        held = Collector(ack=False)
+        await transport.consume(queue, held, prefetch=1)
+        counts.append((await held.wait(1))[0].delivery_count)
+        await transport.close()
+    assert counts == [0, 1]
+    await until(lambda: _depth_is(other, dead_queue(queue), 1))
+
+
+async def test_what_one_of_two_queues_refuses_the_other_has(rig: Rig) -> None:
+    """The publisher is told that it was refused, and says it again: who listens hears it twice."""
+    transport = await rig.transport()
+    roomy = await declare(transport, name="roomy")
+    await declare(transport, QueueKind.TRANSIENT, name="narrow", max_length=1)
+    for body in (b"1", b"2"):
+        with pytest.raises(PublishRefused) if body == b"2" else contextlib.nullcontext():
+            await transport.publish(command(body))
+    got = Collector()
+    await transport.consume(roomy, got, prefetch=10)
+    await got.wait(2)
+    assert got.bodies == [b"1", b"2"]
+
+
 async def test_what_is_given_up_is_a_dead_letter(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)

@@ -28,7 +28,9 @@ from placement_worker.replica.follower import Follower
 from placement_worker.store.group import Group
 from scheduler_worker import announcements
 from scheduler_worker.handlers import RequestHandler
+from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
+from tests.sim.mutants_of_words import MUTANTS_OF_WORDS
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -356,5 +358,7 @@ MUTANTS: dict[str, Mutant] = {
         delete_releases_any_attempt,
         no_answer_is_no,
         *MUTANTS_OF_HOSTS,
+        *MUTANTS_OF_DISKS,
+        *MUTANTS_OF_WORDS,
     )
 }

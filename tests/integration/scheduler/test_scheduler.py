@@ -21,6 +21,7 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.faults import DatabaseUnavailable, RequestRefused
+from bus.service.database import Database
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.believing import BelievingUnit
@@ -335,6 +336,30 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     # The same request again changes nothing.
     await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
     assert await world.used() == {} and world.builds == []
+
+
+async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_recorded_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record waits for no disk. Gone at the decision it was taken for deleted: a boot lost, its claim leaked."""
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    decide, crashes = BelievingUnit.decide, iter(("one",))
+
+    async def after_a_crash(self: BelievingUnit, *arguments: Any) -> set[str]:
+        if next(crashes, None) is not None:
+            database = Database(world.url, "scheduler")
+            async with database.raw() as connection:
+                await connection.execute("DELETE FROM build_requests; DELETE FROM outbox")
+            await database.close()
+        return await decide(self, *arguments)
+
+    monkeypatch.setattr(BelievingUnit, "decide", after_a_crash)
+    request = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert [build.spec.instance_uuid for _, build in world.builds] == [request.instance_uuid]
+    assert list(await world.used()) == [world.builds[0][1].selections[0].host_uuid]
 
 
 async def test_nothing_is_lost_or_doubled_when_connections_break(world: World) -> None:

@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from bus.clock import SystemClock
+from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, Transient
-from bus.service.memory_database import MemoryDatabase, Session
+from bus.outbox import Addressed
+from bus.service.memory_database import UNFLUSHED_S, MemoryDatabase, Session
 
 
 async def change(session: Session, rows: list[str], *keys: str) -> None:
@@ -63,3 +65,71 @@ async def test_a_fault_after_the_commit_leaves_it_committed() -> None:
     with pytest.raises(Transient):
         await change(database.session(pause), rows, "a")
     assert rows == ["a"]
+
+
+class Hands:
+    """A clock that is moved by hand."""
+
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def handle(session: Session, message: str, *, durable: bool) -> int:
+    async with session.transaction() as transaction:
+        transaction.durable = durable
+        assert await transaction.first_time("h", [message]) == {message}
+    return transaction.number
+
+
+async def test_a_crash_takes_back_what_is_not_on_disk_and_gives_its_numbers_again() -> None:
+    database = MemoryDatabase(Hands())
+    session = database.session()
+    await handle(session, "kept", durable=True)
+    lost = [await handle(session, message, durable=False) for message in ("one", "two")]
+    losses = session.losses
+    session.cut()
+    database.crash()
+    assert [message for _, message in database.handled] == ["kept"]
+    assert database.taken_back == 2
+    assert await handle(session, "one", durable=False) == lost[0]
+    assert session.losses == losses + 1
+
+
+@pytest.mark.parametrize("how", ["by a commit that waits for the disk", "by a flush", "by the time"])
+async def test_what_has_come_to_the_disk_survives_a_crash(how: str) -> None:
+    database = MemoryDatabase(clock := Hands())
+    session = database.session()
+    await handle(session, "early", durable=False)
+    if how == "by the time":
+        await clock.sleep(UNFLUSHED_S + 0.1)
+    elif how == "by a flush":
+        await session.flush()
+    else:
+        await handle(session, "late", durable=True)
+    database.crash()
+    assert ("h", "early") in database.handled
+    assert database.taken_back == 0
+
+
+async def test_a_number_of_the_outbox_never_comes_again() -> None:
+    """A relay that still holds the old row under it would forget the new one."""
+    database = MemoryDatabase(Hands())
+    said = [Addressed("api", Release(consumer="a"))]
+
+    async def say() -> int | None:
+        async with database.session().transaction() as transaction:
+            transaction.durable = False
+            return await transaction.send_later(said)
+
+    before = await say()
+    database.crash()
+    assert not database.outbox
+    assert await say() != before

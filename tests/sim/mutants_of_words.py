@@ -1,0 +1,170 @@
+"""Deliberate defects about messages: confirmed too soon, given up too soon, believed too long, or not said again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from unittest.mock import patch
+
+from bus import consumer as consuming
+from bus import outbox
+from bus.consumer import Consumer
+from bus.faults import Transient
+from bus.link import Waiter
+from bus.port import BusError
+from cell_conductor import engine
+from cell_conductor.domain.report import Newest
+from cell_conductor.engine import Engine
+from compute_sim.agent import Agent
+from placement_worker.domain import claims
+from scheduler_worker.adoption import Adoption
+from scheduler_worker.app import HostsListener
+from scheduler_worker.handlers import RequestHandler
+
+
+def retry_not_confirmed() -> AbstractContextManager[Any]:
+    """A message that is to be tried again is acknowledged before the broker has its copy."""
+    sent = Consumer._sent
+
+    async def unsure(self: Consumer, moves: Waiter, replies: Waiter, buried: Sequence[Any]) -> None:
+        await sent(self, Waiter(), replies, buried)
+
+    return patch.object(Consumer, "_sent", unsure)
+
+
+def parcel_acked_at_its_first() -> AbstractContextManager[Any]:
+    """A broker message that holds many is acknowledged when the first of them is done."""
+
+    def settle(self: Any) -> None:
+        if self.delivery is not None:
+            self.delivery.ack()
+            self.delivery = None
+        self.open -= 1
+
+    return patch.object(consuming._Parcel, "settle", settle)
+
+
+def full_queue_forgets() -> AbstractContextManager[Any]:
+    """What a full queue has refused is forgotten like what it has taken."""
+
+    async def one_by_one(self: Any, items: list[Any]) -> None:
+        for item in items:
+            with suppress(BusError):
+                await self._bus.publish(item[1], cause=item[2])
+            self._settle([item])
+
+    return patch.object(outbox._Lane, "_one_by_one", one_by_one)
+
+
+def progress_lingers_for_ever() -> AbstractContextManager[Any]:
+    """What may wait for the next message waits for it, however long that takes."""
+
+    async def ripen(self: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    return patch.object(outbox._Lane, "ripen", ripen)
+
+
+def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
+    """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
+    released = RequestHandler._release
+
+    async def release(self: RequestHandler, items: Sequence[Any]) -> None:
+        await released(self, [item for item in items if item.outcome is None])  # those of a delete
+
+    return patch.object(RequestHandler, "_release", release)
+
+
+def taken_for_new() -> AbstractContextManager[Any]:
+    """A request that is not on record has never run, and so holds nothing: also after a crash of the database."""
+    return patch.object(RequestHandler, "_may_have_run", lambda self, item: False)
+
+
+def release_leaves_no_fence() -> AbstractContextManager[Any]:
+    """A release that comes before the claim which it is to undo leaves nothing that would turn that away."""
+    released = claims._release
+
+    def release(ledger: Any, message: Any) -> Any:
+        known = ledger.consumer(message.consumer)
+        if known is None or not known.holding:
+            return claims.Verdict(outcome="absent")
+        return released(ledger, message)
+
+    return patch.object(claims, "_release", release)
+
+
+def draining_acknowledges() -> AbstractContextManager[Any]:
+    """A worker that stops acknowledges what it has not looked at yet."""
+    drain = Consumer.drain
+
+    async def forgetful(self: Consumer, grace_s: float) -> None:
+        while self._deliveries:
+            self._deliveries.popleft().ack()
+        await drain(self, grace_s)
+
+    return patch.object(Consumer, "drain", forgetful)
+
+
+def destroys_given_up() -> AbstractContextManager[Any]:
+    """What a compute service could not destroy at once it does not try again by itself."""
+    return patch.object(Agent, "take_up_again", lambda self: None)
+
+
+def whatever_is_held_is_what_was_asked() -> AbstractContextManager[Any]:
+    """A claim that an earlier run made is taken for the option of the same number that is offered now."""
+
+    def option(self: Adoption, offered: list[Any], answer: Any) -> int | None:
+        return answer.option if answer.option is not None and answer.option < len(offered) else 0
+
+    return patch.object(Adoption, "_option", option)
+
+
+def alternate_that_left() -> AbstractContextManager[Any]:
+    """Alternates are named as they were chosen: nobody looks whether they left while the claim was under way."""
+    return patch.object(Adoption, "_is_still_in", lambda self, cell, alternate: True)
+
+
+def overtaken_report_believed() -> AbstractContextManager[Any]:
+    """A conductor believes every report of a host, also one that a newer one has overtaken."""
+    return patch.object(Newest, "take", lambda self, report: True)
+
+
+def hosts_not_asked_after_a_loss() -> AbstractContextManager[Any]:
+    """A scheduler whose connection was lost does not ask the hosts what they said meanwhile."""
+    return patch.object(HostsListener, "reconnected", lambda self: None)
+
+
+def overtaken_write_given_up() -> AbstractContextManager[Any]:
+    """A conductor that finds somebody else's write where it meant to write takes its own for done."""
+    apply = Engine._apply
+
+    async def once(self: Engine, arrivals: Any) -> Any:
+        with patch.object(engine, "MAX_STALE", 1):
+            try:
+                return await apply(self, arrivals)
+            except Transient as error:
+                if error.code == "instance.contended":
+                    return []
+                raise
+
+    return patch.object(Engine, "_apply", once)
+
+
+MUTANTS_OF_WORDS = (
+    retry_not_confirmed,
+    parcel_acked_at_its_first,
+    full_queue_forgets,
+    progress_lingers_for_ever,
+    failed_build_keeps_its_claim,
+    taken_for_new,
+    release_leaves_no_fence,
+    draining_acknowledges,
+    destroys_given_up,
+    whatever_is_held_is_what_was_asked,
+    alternate_that_left,
+    overtaken_report_believed,
+    hosts_not_asked_after_a_loss,
+    overtaken_write_given_up,
+)
