@@ -44,14 +44,8 @@ async def show(api: Api, request: Request) -> Response:
 
 async def of_provider(api: Api, request: Request) -> Response:
     """GET of one provider."""
-    uuid = request.parts[1]
-    found = None
-    if is_canonical(uuid):
-        async with api.read() as connection:
-            found = await allocations_of_provider(connection, uuid)
-    if found is None:
-        raise Fault(404, f"Resource provider '{uuid}' not found: {no_provider(uuid).words}")
-    generation, rows = found
+    words = "Resource provider '{uuid}' not found: {0}"
+    generation, rows = await api.of_provider(request.parts[1], allocations_of_provider, words=words)
     held: dict[str, Any] = {}
     for row in rows:
         of_consumer = held.setdefault(row.consumer, {"resources": {}})

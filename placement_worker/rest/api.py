@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import asyncpg
 from msgspec.structs import replace
@@ -24,6 +25,8 @@ from placement_worker.rest.groups import Groups
 from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest import RestStore
 from placement_worker.store.rest_reads import Listing, ProviderRow, providers
+
+T = TypeVar("T")
 
 # One transaction of each kind at a time: what gathers meanwhile makes a larger group, and that saves more than a
 # second one beside it would gain (measured: 30 % less CPU). More processes serve more.
@@ -108,6 +111,17 @@ class Api:
             if rows:
                 return rows[0]
         raise no_provider(uuid)
+
+    async def of_provider(
+        self, uuid: str, read: Callable[[asyncpg.Connection, str], Awaitable[T | None]], *, words: str = "{0}"
+    ) -> T:
+        """What is read of a provider. Raises Fault 404, in words of its own where the real Placement has such."""
+        if is_canonical(uuid):
+            async with self.read() as connection:
+                found = await read(connection, uuid)
+            if found is not None:
+                return found
+        raise Fault(404, words.format(no_provider(uuid).words, uuid=uuid))
 
 
 def no_provider(uuid: str) -> Fault:

@@ -8,11 +8,10 @@ from placement_worker.domain.refusal import Refusal, Why
 from placement_worker.domain.trees import AddStock, DropStock, PutStock, SetStocks
 from placement_worker.domain.values import Stock
 from placement_worker.rest import bodies
-from placement_worker.rest.api import Api, no_provider, written
+from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import Body, InventoryBody, T
 from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, Fault, refused
 from placement_worker.rest.http import Request, Response, json_response
-from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest_reads import InventoryRow, inventories
 
 SINCE_RESERVED_MAY_BE_TOTAL = 26
@@ -51,13 +50,7 @@ async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
 
 
 async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRow]]:
-    if is_canonical(uuid):
-        async with api.read() as connection:
-            found = await inventories(connection, uuid)
-        if found is not None:
-            return found
-    fault = no_provider(uuid)
-    raise Fault(404, f"{fault.words} : {fault.words}")
+    return await api.of_provider(uuid, inventories, words="{0} : {0}")
 
 
 async def show_all(api: Api, request: Request) -> Response:

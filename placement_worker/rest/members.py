@@ -6,11 +6,10 @@ from typing import Any
 
 from placement_worker.domain.trees import SetAggregates, SetTraits
 from placement_worker.rest import bodies
-from placement_worker.rest.api import Api, no_provider, written
+from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import text_of
 from placement_worker.rest.faults import Fault
 from placement_worker.rest.http import Request, Response, json_response
-from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest_reads import aggregates, traits
 
 SINCE_AGGREGATE_GENERATION = 19
@@ -18,14 +17,8 @@ SINCE_AGGREGATE_GENERATION = 19
 
 async def show_aggregates(api: Api, request: Request) -> Response:
     """GET aggregates."""
-    uuid = request.parts[1]
-    found = None
-    if is_canonical(uuid):
-        async with api.read() as connection:
-            found = await aggregates(connection, uuid)
-    if found is None:
-        raise no_provider(uuid)
-    return _aggregates(api, request, found[1], found[0])
+    generation, listed = await api.of_provider(request.parts[1], aggregates)
+    return _aggregates(api, request, listed, generation)
 
 
 async def set_aggregates(api: Api, request: Request) -> Response:
@@ -54,15 +47,7 @@ def _aggregates(api: Api, request: Request, listed: list[str], generation: int) 
 
 async def show_traits(api: Api, request: Request) -> Response:
     """GET traits."""
-    uuid = request.parts[1]
-    found = None
-    if is_canonical(uuid):
-        async with api.read() as connection:
-            found = await traits(connection, uuid)
-    if found is None:
-        fault = no_provider(uuid)
-        raise Fault(404, f"{fault.words}: {fault.words}")
-    generation, named = found
+    generation, named = await api.of_provider(request.parts[1], traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
     return json_response(data).modified(request, max(named.values(), default=api.clock.time()))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from placement_worker.rest import schemas
-from placement_worker.rest.api import Api, no_provider
-from placement_worker.rest.faults import Fault
+from placement_worker.rest.api import Api
 from placement_worker.rest.http import Request, Response, json_response
-from placement_worker.rest.query import Checked, is_canonical
+from placement_worker.rest.query import Checked
 from placement_worker.store.rest_reads import UsageRow, totals, usages
 
 SINCE_CONSUMER_TYPES = 38
@@ -19,15 +18,8 @@ _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 async def of_provider(api: Api, request: Request) -> Response:
     """GET of one provider."""
-    uuid = request.parts[1]
-    found = None
-    if is_canonical(uuid):
-        async with api.read() as connection:
-            found = await usages(connection, uuid)
-    if found is None:
-        fault = no_provider(uuid)
-        raise Fault(404, f"{fault.words}: {fault.words}")
-    data = {"resource_provider_generation": found[0], "usages": found[1]}
+    generation, used = await api.of_provider(request.parts[1], usages, words="{0}: {0}")
+    data = {"resource_provider_generation": generation, "usages": used}
     return json_response(data).modified(request, api.clock.time())
 
 
