@@ -6,7 +6,8 @@
 
 Small batches cost more a boot than full ones, so each part is charged what it was measured to cost at the boots a
 second that it would see: a cell's parts their cell's share, all others everything. Between two measured rates the cost
-is taken on the line between them (by the logarithm of the rate), beyond the measured ones the nearest. Where parts
+is taken on the line between them (by the logarithm of the rate), beyond the measured ones the nearest. What a part uses
+while nothing is booted (heartbeats, reports) is apart, and grows with the hosts it was measured with. Where parts
 share a process that was measured as one (RabbitMQ's virtual hosts, PostgreSQL's schemas), each of theirs is charged the
 whole: it is an upper bound. No process and no machine is filled beyond FILL.
 """
@@ -24,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.scale import Scale
-from benchmarks.street import Costs, Result, positive
+from benchmarks.street import Result, positive
 
 FILL = 0.7
 # Each host's whole inventory is repeated so often (compute_sim: report_s, every tenth time).
@@ -67,11 +68,11 @@ def role_of(process: str) -> str:
     return process.partition("-")[0].rstrip("0123456789")
 
 
-def by_role(costs: Costs) -> dict[str, float]:
-    """CPU ms a boot of each role, all its processes together."""
+def by_role(used: Mapping[str, float]) -> dict[str, float]:
+    """What processes use, of each role all together."""
     found: dict[str, float] = {}
-    for process, used in costs.cpu_s_per_1000_boots.items():
-        found[role_of(process)] = found.get(role_of(process), 0.0) + used
+    for process, amount in used.items():
+        found[role_of(process)] = found.get(role_of(process), 0.0) + amount
     return found
 
 
@@ -82,9 +83,11 @@ def curves(result: Result) -> Curves:
     measured = [(result.boots_per_s, result.costs)]
     measured += [(result.at_rates[share]["rate_per_s"], costs) for share, costs in result.costs_at_rates.items()]
     found: dict[str, list[Point]] = {}
+    background = by_role(result.background_cores)
     for rate, costs in sorted(measured, key=lambda pair: pair[0]):
-        for role, ms in by_role(costs).items():
-            found.setdefault(role, []).append(Point(rate / (result.cells if role in IN_CELL else 1), ms))
+        for role, ms in by_role(costs.cpu_s_per_1000_boots).items():
+            of_boots = max(ms - 1000 * background.get(role, 0.0) / rate, 0.0)
+            found.setdefault(role, []).append(Point(rate / (result.cells if role in IN_CELL else 1), of_boots))
     return found
 
 
@@ -162,6 +165,7 @@ def report(result: Result, scale: Scale, options: argparse.Namespace) -> str:
     """All of it in words."""
     known = curves(result)
     assert result.costs is not None
+    background = {role: cores for role, cores in by_role(result.background_cores).items() if role not in NOT_THEIRS}
     lines = [
         f"Measured {result.boots_per_s:,.0f} boots a second. CPU ms a boot of each part, by the boots a second it saw:",
         *(f"  {role}: " + ", ".join(f"{p.ms:.3f} at {p.per_s:,.0f}" for p in points) for role, points in known.items()),
@@ -176,9 +180,14 @@ def report(result: Result, scale: Scale, options: argparse.Namespace) -> str:
         f"{options.rate:,.0f} boots a second, {options.cells} cells, {options.hosts:,} hosts:",
         *rows_of(needs(known, options.rate, options.cells)),
     ]
-    whole = sum(need.cores for need in needs(known, options.rate, options.cells))
+    of_boots = sum(need.cores for need in needs(known, options.rate, options.cells))
+    at_rest = sum(background.values()) * options.hosts / result.hosts
+    whole = of_boots + at_rest
     lines += [
-        f"All of it: {whole:.1f} cores busy, so {math.ceil(whole / FILL)} cores; at full batches "
+        f"Boots {of_boots:.1f} cores, and at rest {at_rest:.1f} ("
+        + ", ".join(f"{role} {cores * options.hosts / result.hosts:.2f}" for role, cores in background.items())
+        + f"; measured with {result.hosts:,} hosts, taken to grow with them): {math.ceil(whole / FILL)} to be bought",
+        "At full batches "
         f"{result.costs.transactions_per_boot * options.rate:,.0f} transactions and "
         f"{result.costs.broker_messages_per_boot * options.rate:,.0f} broker messages a second",
         f"Inventories repeated: {options.hosts / REPEAT_S:,.0f} a second",

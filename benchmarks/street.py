@@ -56,6 +56,7 @@ ANNOUNCED_S = 2.0  # compute services announce their hosts while they report the
 KNOWN = "SELECT (SELECT count(*) FROM providers WHERE id = root_id), (SELECT number FROM feed_head)"
 RATE_S = 10.0  # how long each rate is held
 RATES = (0.5, 0.8)
+BACKGROUND_S = 5.0  # how long it is looked at what the processes use while nothing is booted
 CALM = 0.05  # and so little, where batches are small: what a boot costs then is what one of many cells pays
 MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 BIG = HostSize(vcpus=128, memory_mb=2**20, disk_gb=100_000)
@@ -106,6 +107,7 @@ class Result(Struct, frozen=True, kw_only=True):
     at_rates: dict[str, dict[str, float]] = {}
     costs: Costs | None = None
     costs_at_rates: dict[str, Costs] = {}
+    background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
 
 
 class Measured(Struct, kw_only=True):
@@ -130,6 +132,7 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     idle = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
     progress(f"idle boot p50 {statistics.median(latencies):.1f} ms; {what.boots:,} boots at once")
+    background = await at_rest(here, what)
     report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
     at_rates, costs_at_rates = {}, {}
@@ -175,7 +178,18 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         at_rates=at_rates,
         costs=costs,
         costs_at_rates=costs_at_rates,
+        background_cores=background,
     )
+
+
+async def at_rest(here: Site, what: Measured) -> dict[str, float]:
+    """Cores that each process uses while nothing is booted; {} where nobody can say."""
+    if what.before is None or what.after is None or not what.rates:
+        return {}
+    await what.before()
+    await here.clock.sleep(BACKGROUND_S)
+    costs = await what.after(1)
+    return {name: round(used / 1000 / BACKGROUND_S, 5) for name, used in costs.cpu_s_per_1000_boots.items()}
 
 
 async def costed(
@@ -491,6 +505,8 @@ def say(result: Result, seconds: float) -> None:
             end="",
         )
         print(f"; in each stage, p50: {stages}")
+    if result.background_cores:
+        print(f"  cores used while nothing is booted: {sum(result.background_cores.values()):.3f}")
     for share, spending in result.costs_at_rates.items():
         print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
     costs = result.costs

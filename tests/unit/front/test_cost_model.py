@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.model import FILL, Point, carried, cost_ms, curves, first_full, needs, role_of
 from benchmarks.street import Costs, Result
@@ -47,6 +48,14 @@ def test_a_cells_parts_see_their_cells_share() -> None:
     assert "client" not in plan, "the load generator is not to be bought"
     assert (plan["conductor"].per_s, plan["conductor"].ms, plan["conductor"].cores) == (50.0, 1.0, 5.0)
     assert plan["conductor"].processes == 100 and plan["scheduler"].processes == 4, "2.5 cores, each filled to 70 %"
+
+
+def test_what_a_part_uses_at_rest_is_not_charged_to_boots() -> None:
+    known = curves(replace(result(), background_cores={"scheduler1": 0.05, "conductor-cell1-1": 0.2}))
+    assert known["scheduler"] == [Point(100.0, 0.5), Point(1000.0, 0.45)], (
+        "0.05 cores are 0.5 ms a boot at 100 a second"
+    )
+    assert known["conductor"][0] == Point(50.0, 0.0), "never less than nothing"
 
 
 def test_what_cores_carry_fills_them_and_no_more() -> None:
