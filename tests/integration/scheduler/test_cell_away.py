@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from bus.contracts.build import BuildState
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 async def test_a_scheduler_that_starts_while_a_cell_is_away_serves_the_others(world: World) -> None:

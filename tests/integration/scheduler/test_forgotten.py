@@ -35,17 +35,6 @@ class Yesterdays(SystemClock):
 
 
 @pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
-
-
-@pytest.fixture
 async def late(world: World) -> AsyncIterator[Bus]:
     """A client whose messages were two days under way."""
     bus = Bus(API, world.brokers[API].transport(API), process="late", clock=Yesterdays(), rng=world.rng)

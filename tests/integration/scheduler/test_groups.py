@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -28,17 +27,6 @@ FLAVOR = Flavor(
         "group_policy": "none",
     },
 )
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 def stock(**amounts: int) -> dict[str, Inventory]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -32,17 +31,6 @@ pytestmark = pytest.mark.postgres
 
 def world_delete(request: BuildRequest) -> DeleteRequest:
     return DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import asyncpg
@@ -24,17 +24,6 @@ pytestmark = pytest.mark.postgres
 
 CONFIG = SchedulerConfig(hosts_warmup_s=0.001, concurrency=1)
 ROOM_FOR_ONE = {"VCPU": 1, "MEMORY_MB": 4096, "DISK_GB": 100}
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 class Gate:
