@@ -29,6 +29,9 @@ CHANGE = rows.numbered(rows.CHANGE)
 
 LOCK = f"SELECT {rows.KEPT} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
+# Whatever plan an UPDATE gets: of a large batch it may go along the table, and lock in that order.
+LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
+
 READ = """
 SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
@@ -90,10 +93,15 @@ class PostgresUnit:
         }
 
     async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
-        """The guard in the statement is what makes two schedulers with the same request dispatch it once."""
+        """The guard in the statement is what makes two schedulers with the same request dispatch it once.
+
+        Locked by uuid first, so that those two never wait for each other in a circle.
+        """
         if not decided:
             return set()
         ordered = sorted(decided, key=lambda one: one.instance_uuid)
+        if len(ordered) > 1:
+            await self._connection.execute(LOCK_ONLY, [one.instance_uuid for one in ordered])
         written = {row[0] for row in await self._connection.fetch(DECIDE, *rows.decided(ordered), now)}
         self._known.forget(written)
         placed = [one for one in ordered if one.host_uuid is not None and one.instance_uuid in written]

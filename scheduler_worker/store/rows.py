@@ -29,6 +29,8 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
+# Planned by key, as a unit that believes has it, the values are looked for one by one: rows are locked in the values'
+# order (tests/integration/scheduler/test_lock_order.py). Anybody else locks them first.
 DECIDE = """
 UPDATE build_requests b
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,

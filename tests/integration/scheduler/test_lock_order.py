@@ -1,0 +1,88 @@
+"""Whoever writes several builds locks them by uuid, whatever plan the database makes: nobody waits in a circle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+from bus.contracts.build import BuildRequest, BuildState
+from bus.service.database import Database
+from scheduler_worker.store.port import Decided, NewBuild, Unit
+from scheduler_worker.store.postgres import PostgresStore, PostgresUnit
+from tests.contract.rig import until
+from tests.contract.test_build_store import Sent
+
+pytestmark = pytest.mark.postgres
+
+HOST = "10000000-0000-4000-8000-000000000000"
+FIRST, LAST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
+# The plan of a large batch: rows as they come in the table, each looked for among the values.
+BY_TABLE = "SET LOCAL enable_nestloop = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_indexscan = off"
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%build_requests%'"
+LOCK = "SELECT FROM build_requests WHERE instance_uuid = $1 FOR UPDATE"
+
+
+def new(uuid: str) -> NewBuild:
+    request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
+    return NewBuild(request=request, digest=b"1", state=BuildState.ACCEPTED, sequence=1)
+
+
+def placed(uuid: str) -> Decided:
+    return Decided(instance_uuid=uuid, state=BuildState.SCHEDULED, sequence=2, cell="c1", host="h", host_uuid=HOST)
+
+
+@pytest.fixture
+async def database(postgres_url: str) -> AsyncIterator[Database]:
+    made = Database(postgres_url, "scheduler")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def store(database: Database) -> PostgresStore:
+    """The later uuid comes first in the table."""
+    made = PostgresStore(database)
+    made.publish_through(Sent())  # type: ignore[arg-type]
+    await made.open()
+    for uuid in (LAST, FIRST):
+        async with made.unit() as unit:
+            await unit.insert([new(uuid)], 1.0)
+    return made
+
+
+async def decide(unit: Unit) -> set[str]:
+    return await unit.decide([placed(LAST), placed(FIRST)], 2.0)
+
+
+@pytest.mark.parametrize("believing", [False, True])
+async def test_decisions_lock_in_the_order_of_their_uuids(
+    store: PostgresStore, database: Database, *, believing: bool
+) -> None:
+    """While one waits for the first row it must not hold the second: who has the first may want that next."""
+
+    async def decided() -> set[str]:
+        async with store.unit(believing=believing) as unit:
+            if isinstance(unit, PostgresUnit):
+                await unit._connection.execute(BY_TABLE)
+            return await decide(unit)
+
+    async def waits() -> bool:
+        return bool(await elsewhere(WAITING))
+
+    async def elsewhere(statement: str) -> int:
+        async with database.raw() as connection:
+            count: int = await connection.fetchval(statement)
+            return count
+
+    async with database.raw() as connection:
+        await connection.execute(LOCK, FIRST)
+        deciding = asyncio.create_task(decided())
+        await until(waits)
+        try:
+            await connection.execute(LOCK + " NOWAIT", LAST)
+        except asyncpg.LockNotAvailableError:
+            pytest.fail("the second row was locked before the first")
+    assert await deciding == {FIRST, LAST}
