@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -29,32 +29,21 @@ from bus.service.memory_database import turn
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import ClaimItem, PlacementStore, Refused
 from placement_worker.store.postgres import PostgresStore
-
-Make = Callable[[], PlacementStore]
+from tests.contract.books import KINDS, Books, books
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 5)]
 CHILD = "a0000000-0000-4000-8000-000000000000"
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
-    """Another store on the same book, as another process has it."""
-    made: list[PlacementStore] = []
-    table = MemoryBookTable(SystemClock())
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-
-    def another() -> PlacementStore:
-        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
-        return made[-1]
-
-    yield another
-    for store in made:
-        await store.close()
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
+    async with books(request) as made:
+        yield made
 
 
 @pytest.fixture
-async def store(make: Make) -> PlacementStore:
+async def store(make: Books) -> PlacementStore:
     made = make()
     await made.open()
     return made
@@ -107,7 +96,7 @@ async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced
     assert await outcomes(store, claim(CONSUMERS[0], HOSTS[0], attempt=4)) == ["claimed"]
 
 
-async def test_an_older_report_loses_whoever_brings_it(make: Make, store: PlacementStore) -> None:
+async def test_an_older_report_loses_whoever_brings_it(make: Books, store: PlacementStore) -> None:
     other = make()
     await other.open()
     await store.report([report(HOSTS[0], 5, VCPU=2)])
@@ -167,7 +156,7 @@ async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> 
     assert left[-1].sequence == 4
 
 
-async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Make, store: PlacementStore) -> None:
+async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, store: PlacementStore) -> None:
     await store.report([report(host, 1, VCPU=5) for host in HOSTS])
     stores = [store, make(), make()]
     for one in stores[1:]:

@@ -28,9 +28,9 @@ from bus.service.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import Handlers
 from placement_worker.store.cells import move_host
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import ClaimItem, PlacementStore, Refused
 from placement_worker.store.postgres import PostgresStore
+from tests.contract.books import KINDS, books
 
 MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
 CHILD = "a0000000-0000-4000-8000-000000000000"
@@ -38,15 +38,12 @@ SOMEBODY = "c0000000-0000-4000-8000-000000000000"
 MAX_VERSION = 2**62
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=KINDS)
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-    made: PlacementStore = (
-        PostgresStore(Database(url, "placement")) if url else MemoryBook(MemoryBookTable(SystemClock()).session())
-    )
-    await made.open()
-    yield made
-    await made.close()
+    async with books(request) as make:
+        made = make()
+        await made.open()
+        yield made
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.clock import SystemClock
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
@@ -19,40 +18,29 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.faults import Transient
-from bus.service.database import Database
 from placement_worker.store import audit
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
+from tests.contract.books import KINDS, Books, books
 from tests.contract.rig import PATIENCE_S
-
-Make = Callable[[], PlacementStore]
 
 ROOT, LEFT, RIGHT, POOL = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(8)]
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
-    """Another store on the same book, as another process has it."""
-    made: list[PlacementStore] = []
-    table = MemoryBookTable(SystemClock())
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-
-    def another() -> PlacementStore:
-        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
-        return made[-1]
-
-    yield another
-    for store in made:
-        if isinstance(store, PostgresStore):
-            async with store.database.raw() as connection:
-                assert await audit.findings(connection) == []
-        await store.close()
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
+    """Books that the audit has nothing to say of, whatever was done to them."""
+    async with books(request) as made:
+        yield made
+        for store in made.made:
+            if isinstance(store, PostgresStore):
+                async with store.database.raw() as connection:
+                    assert await audit.findings(connection) == []
 
 
 @pytest.fixture
-async def store(make: Make) -> PlacementStore:
+async def store(make: Books) -> PlacementStore:
     made = make()
     await made.open()
     return made
@@ -160,7 +148,7 @@ async def test_what_finds_no_room_goes_later(store: PlacementStore) -> None:
     assert await used(store) == {ROOT: {}, LEFT: {"VGPU": 1}}
 
 
-async def test_boots_and_deletes_go_on_beside_it(make: Make, store: PlacementStore) -> None:
+async def test_boots_and_deletes_go_on_beside_it(make: Books, store: PlacementStore) -> None:
     others = [make() for _ in range(3)]
     for other in others:
         await other.open()

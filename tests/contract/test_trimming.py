@@ -18,10 +18,8 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.service.database import Database
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from tests.contract.books import KINDS, books
 
 KEPT, GONE = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
 CHILD = "a0000000-0000-4000-8000-000000000000"
@@ -39,15 +37,12 @@ class Ticking(SystemClock):
         return self._seen
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=KINDS)
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-    made: PlacementStore = (
-        PostgresStore(Database(url, "placement")) if url else MemoryBook(MemoryBookTable(Ticking()).session())
-    )
-    await made.open()
-    yield made
-    await made.close()
+    async with books(request, Ticking()) as make:
+        made = make()
+        await made.open()
+        yield made
 
 
 async def say(store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False) -> str:

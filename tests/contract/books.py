@@ -1,0 +1,40 @@
+"""The book in memory and in PostgreSQL, for the suites that both pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bus.clock import Clock, SystemClock
+from bus.service.database import Database
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
+
+KINDS = ["memory", pytest.param("postgres", marks=pytest.mark.postgres)]
+
+
+class Books:
+    """Called, it makes another store on the same book, as another process has it."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        self.made: list[PlacementStore] = []
+        self._url = url
+        self._table = MemoryBookTable(clock)
+
+    def __call__(self) -> PlacementStore:
+        url, table = self._url, self._table
+        self.made.append(PostgresStore(Database(url, "placement")) if url else MemoryBook(table.session()))
+        return self.made[-1]
+
+
+@asynccontextmanager
+async def books(request: pytest.FixtureRequest, clock: Clock | None = None) -> AsyncIterator[Books]:
+    """A book of the kind that the fixture's parameter names; what is made on it is closed at the end."""
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+    found = Books(url, clock or SystemClock())
+    yield found
+    for store in found.made:
+        await store.close()
