@@ -1,0 +1,394 @@
+"""What a consumer makes of outcomes, faults and what cannot be read, over both transports alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus import dead_letters, metrics, topology
+from bus.consumer import Malformed
+from bus.contracts.base import Message
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS
+from bus.contracts.cell import CellDelete
+from bus.faults import BrokenInvariant, DatabaseUnavailable
+from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.port import BusForbidden, Outgoing
+from bus.service.database import DatabaseForbidden
+from bus.wire import BATCH
+from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
+from tests.contract.rig import PATIENCE_S, Collector, until
+
+pytestmark = KINDS
+
+
+async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=(0.02, 0.03)))
+    bus = await house.bus()
+    handler = Answering(lambda _: Retry("not.yet", "come back"))
+    await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1), cause="why")
+    await settled(bus, dead=1)
+    assert [one.meta.attempt for one in handler.got] == [0, 1, 2]
+    assert len({one.meta.id for one in handler.got}) == 1
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason, letter.cause, letter.type) == (
+        "not.yet",
+        "come back",
+        "why",
+        "build.request.v1",
+    )
+
+
+async def test_a_refused_command_that_nobody_waits_for_is_a_dead_letter(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("request.invalid", "because")))
+    before = bus.clock.time()
+    await bus.publish(boot(1), cause="why")
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason, letter.cause) == ("request.invalid", "because", "why")
+    assert (letter.exchange, letter.routing_key) == (COMMANDS, "build.request.p")
+    assert letter.died_at is not None and abs(letter.died_at - before) < 60
+    assert json.loads(letter.body)["flavor"] == "m1.small"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "message.malformed"),
+        (b"\xff\xfe", "message.malformed"),
+        (b'{"deep":' * 100_000, "message.malformed"),
+        (b"[]", "message.invalid"),
+        (b'{"type":"no.such.v1"}', "message.unknown_type"),
+        (b'{"type":"placement.claim.v1"}', "message.unknown_type"),
+        (b'{"type":7}', "message.invalid"),
+        (b'{"flavor":"x","project_id":"p","instance_uuid":"short"}', "message.invalid"),
+        (b'{"project_id":"p"}', "message.invalid"),
+    ],
+)
+async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, body: bytes, code: str) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body))
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.body) == (code, body)
+    assert handler.uuids == [boot(1).instance_uuid]
+
+
+async def test_whoever_asks_badly_is_told(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering())
+    await bus.transport.declare_reply_queue("somebodys")
+    answers = Collector()
+    await bus.transport.consume("somebodys", answers, prefetch=10)
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{}", reply_to="somebodys", correlation_id="1")
+    )
+    (answer,) = await answers.wait(1)
+    assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
+    assert json.loads(answer.body)["code"] == "message.invalid"
+    await settled(bus)
+
+
+async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House) -> None:
+    bus = await house.bus()
+    queue = await bus.declare("client.builds.{process}")
+    events = Collector()
+    await bus.transport.consume(queue, events, prefetch=10)
+
+    def answer(bad: Malformed) -> list[Message]:
+        if b"crash" in bad.body:
+            raise ValueError("hostile")
+        event = BuildEvent(
+            instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.REFUSED, sequence=0, code=bad.code
+        )
+        return [event]
+
+    await house.consume(bus, REQUESTS, Answering(), on_malformed=answer)
+    for body in (b'{"crash":1}', b"{}"):
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body))
+    (event,) = await events.wait(1)
+    assert json.loads(event.body)["code"] == "message.invalid"
+    await settled(bus, dead=1)
+
+
+async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    good = [
+        json.dumps(
+            {
+                "meta": {"id": str(number)},
+                "body": {"type": "build.delete.v1", "instance_uuid": boot(number).instance_uuid, "project_id": "p"},
+            }
+        )
+        for number in (1, 2)
+    ]
+    bad = ['{"meta":{"id":7},"body":{}}', '{"meta":{"id":"8"},"body":{"type":"x"}}', '{"meta":{"id":"9"}}', "{}"]
+    body = f"[{','.join([good[0], *bad, good[1]])}]".encode()
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body, content_type=BATCH)
+    )
+    await settled(bus, dead=len(bad))
+    await handler.wait(len(good))  # they are handled after the bad ones are parked
+    assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"id": "i" * 300},
+        {"id": "ü" * 200},
+        {"id": "1", "reply_to": "r" * 256},
+        {"id": "1", "correlation_id": "c" * 300},
+        {"id": "1", "sent_at": 1e308},
+        {"id": "1", "deadline": 1e308},
+        {"id": "1", "attempt": 10**24},
+        {"id": "1", "attempt": -1},
+    ],
+    ids="-".join,
+)
+async def test_metadata_that_cannot_travel_ends_its_message_and_not_the_worker(
+    house: House, meta: dict[str, object]
+) -> None:
+    bus = await house.bus()
+    handler = Answering(lambda _: Done(BuildAccepted(instance_uuid=boot(1).instance_uuid)))
+    await house.consume(bus, REQUESTS, handler)
+    body = {"type": "build.request.v1", "instance_uuid": boot(1).instance_uuid, "flavor": "f", "project_id": "p"}
+    packed = json.dumps([{"meta": meta, "body": body}]).encode()
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=packed, content_type=BATCH)
+    )
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert letter.code == "message.invalid"
+    await bus.publish(boot(2))
+    assert [one.message for one in await handler.wait(1)] == [boot(2)]
+
+
+async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) -> None:
+    bus = await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        if received.message == boot(7):
+            raise KeyError("seven")
+        return Done()
+
+    handler = Answering(answer)
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(20)])
+    await house.consume(bus, REQUESTS, handler)
+    await handler.wait(19)  # an empty queue says only that all are fetched
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert letter.code == "handler.crashed"
+    assert letter.reason == "KeyError: 'seven'"
+    assert sorted(handler.uuids) == sorted(boot(number).instance_uuid for number in range(20) if number != 7)
+
+
+async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
+    bus = await house.bus()
+    calls: list[Sequence[Received]] = []
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        calls.append(received)
+        if len(calls) < 4:
+            raise DatabaseUnavailable("away")
+        return [Done()] * len(received)
+
+    consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await bus.publish(boot(1))
+    await until(lambda: len(calls) == 4)
+    await settled(bus)
+    assert all(call == calls[0] for call in calls)
+    assert calls[3][0].meta.attempt == 0
+    assert consumer.ready
+
+
+async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
+    bus = await house.bus()
+
+    def answer(_: Received) -> Outcome:
+        raise BrokenInvariant("two owners")
+
+    consumer = await house.consume(bus, REQUESTS, Answering(answer))
+    running = asyncio.create_task(consumer.run())
+    await bus.publish(boot(1))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="two owners"):
+            await running
+    await consumer.drain(0.1)
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason) == ("invariant.broken", "two owners")
+
+
+async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house: House) -> None:
+    """Of one batch, of the batches that had been fetched with it, and in the other worker's hand."""
+    bus = await house.bus()
+    done: Counter[str] = Counter()
+    held = asyncio.Event()
+
+    async def all_fetched() -> bool:
+        return await bus.transport.depth(REQUESTS) == 0
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        uuids = [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
+        if boot(13).instance_uuid in uuids:
+            await until(all_fetched)
+            held.set()
+            raise BrokenInvariant("thirteen")
+        await held.wait()  # everything is fetched before anything is settled
+        done.update(uuids)
+        return [Done()] * len(batch)
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(60)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=2, max_batch=8, prefetch=64)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="thirteen"):
+            await consumer.run()
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert boot(13).instance_uuid in letter.body.decode()
+    assert done == Counter(boot(number).instance_uuid for number in range(60) if number != 13)
+
+
+async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(house: House) -> None:
+    bus = await house.bus()
+    alone: list[str] = []
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        if len(batch) > 1:
+            raise BrokenInvariant("together")
+        alone.append(batch[0].message.instance_uuid)  # type: ignore[attr-defined]
+        return [Done()]
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(5)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=1)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="together"):
+            await consumer.run()
+    assert alone == [boot(number).instance_uuid for number in range(5)]
+    await settled(bus)
+
+
+async def test_a_full_queue_of_dead_letters_stops_nobody_and_keeps_the_newest(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "MAX_PARKED", 3)
+    bus = await house.bus()
+
+    def dropped() -> float:
+        return metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value.get()
+
+    before = dropped()
+    bad = Answering(lambda one: Refuse("bad", one.message.name) if one.message.name else Done())  # type: ignore[attr-defined]
+    await house.consume(bus, REQUESTS, bad, concurrency=1, max_batch=1)
+    for number in range(9):
+        await bus.publish(boot(number, name=f"bad {number}"))
+    await bus.publish(boot(99))
+    await bad.wait(10)
+    await until(lambda: depth_is(bus, REQUESTS, 0))
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
+    assert letters[-1].reason == "bad 8"
+    assert dropped() - before == 9 - len(letters)
+
+
+@pytest.mark.parametrize("fault", [BusForbidden("no"), DatabaseForbidden("no")], ids=["bus", "database"])
+async def test_credentials_that_are_turned_down_end_the_consumer_and_not_its_messages(
+    house: House, fault: Exception
+) -> None:
+    bus = await house.bus()
+
+    def answer(_: Received) -> Outcome:
+        raise fault
+
+    consumer = await house.consume(bus, REQUESTS, Answering(answer))
+    running = asyncio.create_task(consumer.run())
+    await bus.publish(boot(1))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(type(fault)):
+            await running
+    await consumer.drain(0.1)
+    await until(lambda: depth_is(bus, REQUESTS, 1))
+    assert await dead_letters.list_dead(bus.transport, REQUESTS) == []
+
+
+async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: House) -> None:
+    bus = await house.bus("c1")
+    go, entered = asyncio.Event(), asyncio.Event()
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        entered.set()
+        await go.wait()
+        return [Done()] * len(received)
+
+    consumer = await house.consume(bus, "conductor.requests", handler, max_batch=1, concurrency=1)
+    for number in range(5):
+        await bus.publish(CellDelete(instance_uuid=boot(number).instance_uuid, project_id="p"))
+    await entered.wait()
+    running = asyncio.create_task(consumer.run())
+    draining = asyncio.create_task(consumer.drain(10))
+    await asyncio.sleep(0)
+    go.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await draining
+        await running
+    await until(lambda: depth_is(bus, "conductor.requests", 4))
+
+
+async def test_what_is_not_finished_within_the_grace_time_goes_back(house: House) -> None:
+    bus = await house.bus()
+    entered = asyncio.Event()
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        entered.set()
+        await asyncio.Event().wait()
+        return []
+
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await entered.wait()
+    await consumer.drain(0.01)
+    await until(lambda: depth_is(bus, REQUESTS, 1))
+
+
+async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> None:
+    bus = await house.bus()
+    willing = False
+    handler = Answering(lambda _: Done() if willing else Refuse("not.now"))
+    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await bus.publish_all([(boot(number), str(number)) for number in range(5)])
+    await settled(bus, dead=5)
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert sorted(letter.cause for letter in letters) == ["0", "1", "2", "3", "4"]
+    assert len(await dead_letters.list_dead(bus.transport, REQUESTS, limit=2)) == 2
+    await settled(bus, dead=5)
+    willing = True
+    handler.got.clear()
+    one = letters[3]
+    assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
+    assert [(received.meta.cause, received.meta.attempt) for received in await handler.wait(1)] == [(one.cause, 0)]
+    await settled(bus, dead=4)
+    assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
+    assert len({received.meta.cause for received in await handler.wait(5)}) == 5
+    await settled(bus, dead=0)
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{"))
+    await settled(bus, dead=1)
+    assert await dead_letters.purge(bus.transport, REQUESTS) == 1

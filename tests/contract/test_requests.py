@@ -1,0 +1,152 @@
+"""Questions and answers over the bus, over both transports alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
+from bus.contracts.catalogue import COMMANDS
+from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
+from bus.outcome import Done, Outcome, Received, Refuse
+from bus.port import Outgoing, Unroutable
+from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
+from tests.contract.rig import PATIENCE_S, Collector
+
+pytestmark = KINDS
+
+
+async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering(accepted)
+    await house.consume(bus, REQUESTS, handler)
+    await bus.transport.declare_reply_queue("somebodys")
+    answers = Collector()
+    await bus.transport.consume("somebodys", answers, prefetch=10)
+    body = json.dumps({"instance_uuid": boot().instance_uuid, "flavor": "m1.small", "project_id": "p"}).encode()
+    for correlation_id in ("1", "2", "3"):
+        await bus.transport.publish(
+            Outgoing(
+                exchange=COMMANDS,
+                routing_key="build.request.p",
+                body=body,
+                reply_to="somebodys",
+                correlation_id=correlation_id,
+            )
+        )
+    got = await answers.wait(3)
+    assert {delivery.correlation_id for delivery in got} == {"1", "2", "3"}
+    assert {delivery.content_type for delivery in got} == {"application/json"}
+    assert json.loads(got[0].body)["instance_uuid"] == boot().instance_uuid
+    assert len({received.meta.id for received in handler.got}) == 3
+
+
+async def test_request_and_reply(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering(accepted))
+    reply = await asker.request(boot(5), BuildAccepted, timeout_s=PATIENCE_S, cause="why")
+    assert reply == BuildAccepted(instance_uuid=boot(5).instance_uuid)
+
+
+async def test_many_requests_are_one_round_trip_and_keep_their_places(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        assert isinstance(received.message, BuildRequest)
+        if received.message.name == "no":
+            return Refuse("flavor.unknown", "no such flavor")
+        return accepted(received)
+
+    await house.consume(server, REQUESTS, Answering(answer))
+    asked = [boot(number, name="no" if number % 10 == 3 else "") for number in range(200)]
+    answers = await asker.request_all(asked, BuildAccepted, timeout_s=PATIENCE_S, causes=[""] * 200)
+    for number, reply in enumerate(answers):
+        if number % 10 == 3:
+            assert isinstance(reply, RequestRefused) and reply.code == "flavor.unknown"
+        else:
+            assert reply == BuildAccepted(instance_uuid=boot(number).instance_uuid)
+
+
+async def test_a_refusal_is_raised_with_its_code(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering(lambda _: Refuse("flavor.unknown", "no such flavor")))
+    with pytest.raises(RequestRefused, match="no such flavor") as refused:
+        await asker.request(boot(), BuildAccepted, timeout_s=PATIENCE_S)
+    assert refused.value.code == "flavor.unknown"
+    await settled(server)
+
+
+async def test_no_reply_is_a_timeout_at_the_deadline(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering())  # Done, but says nothing
+    with pytest.raises(RequestTimeout):
+        await asker.request(boot(), BuildAccepted, timeout_s=0.05)
+
+
+async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    refused = asyncio.Event()
+    publish = asker.transport.publish
+
+    async def watched(message: Outgoing) -> None:
+        try:
+            await publish(message)
+        except Unroutable:
+            refused.set()
+            raise
+
+    asker.transport.publish = watched  # type: ignore[method-assign]
+    asking = asyncio.create_task(asker.request(BuildQuery(), Refusal, timeout_s=PATIENCE_S))
+    async with asyncio.timeout(PATIENCE_S):
+        await refused.wait()
+    handler = Answering(lambda _: Done(Refusal(code="hello")))
+    await house.consume(server, "scheduler.queries", handler)
+    assert (await asking).code == "hello"
+
+
+async def test_requests_work_again_after_the_connection_was_lost(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering(accepted))
+    await asker.request(boot(1), BuildAccepted, timeout_s=PATIENCE_S)
+    back = [asyncio.Event(), asyncio.Event()]
+    asker.transport.on_reconnect(back[0].set)
+    server.transport.on_reconnect(back[1].set)
+    await house.rig.cut()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*(event.wait() for event in back))
+    reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
+    assert reply.instance_uuid == boot(2).instance_uuid
+
+
+async def test_an_expired_request_is_skipped(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    late = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000}
+    queue = await bus.declare(REQUESTS)
+    body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
+    for headers in (late, {}):
+        await bus.transport.publish(
+            Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, headers=headers)
+        )
+    await house.consume(bus, REQUESTS, handler)
+    await settled(bus, queue)
+    assert len(await handler.wait(1)) == 1
+
+
+async def test_a_request_that_cannot_be_served_is_given_up_when_nobody_waits_for_it_any_more(house: House) -> None:
+    """A statement that always takes too long is a passing fault, too; it must not hold the queue for ever."""
+    asker, server = await house.bus(), await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        if received.message == boot(1):
+            raise DatabaseUnavailable("again and again")
+        return accepted(received)
+
+    await house.consume(server, REQUESTS, Answering(answer), concurrency=1)
+    with pytest.raises(RequestTimeout):
+        await asker.request(boot(1), BuildAccepted, timeout_s=0.3)
+    reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
+    assert reply.instance_uuid == boot(2).instance_uuid
