@@ -121,6 +121,7 @@ def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
         requested_at=message.requested_at,
         cause=cause,
         stamps=message.stamps,
+        server_group=message.server_group,
     )
 
 

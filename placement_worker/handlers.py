@@ -18,6 +18,7 @@ from bus.contracts.placement import (
     ReleaseResult,
     SnapshotRequest,
     Swap,
+    WhereRequest,
 )
 from bus.outcome import Done, Outcome, Received, Refuse
 from placement_worker import metrics
@@ -85,7 +86,7 @@ class Handlers:
         return outcomes
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.reads: pages of the feed and of the book."""
+        """placement.reads: pages of the feed and of the book, and where consumers are."""
         outcomes: list[Outcome] = []
         for received in batch:
             asked = received.message
@@ -93,6 +94,8 @@ class Handlers:
                 outcomes.append(Done(await self._store.changes(asked.after, asked.limit)))
             elif isinstance(asked, SnapshotRequest):
                 outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
+            elif isinstance(asked, WhereRequest):
+                outcomes.append(Done(await self._store.where(asked)))
             else:
                 outcomes.append(_unexpected(asked))
         return outcomes

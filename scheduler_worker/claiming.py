@@ -30,6 +30,7 @@ from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.adoption import Adoption
+from scheduler_worker.company import look_up
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.ranking import Candidate, Choice, Ranking
 from scheduler_worker.domain.select import Selector
@@ -53,7 +54,7 @@ class Refreshes(Protocol):
 SECOND_CHANCES = 3
 
 # Outcomes after which another claim is made.
-LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE})
+LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
 
 
 class Claiming:
@@ -92,6 +93,7 @@ class Claiming:
             )
             for asking in wanted
         ]
+        await look_up(self._bus, works, timeout_s=self._config.claim_timeout_s)
         deadline = self._clock.monotonic() + self._config.claim_deadline_s
         rounds = AsyncRetrying(
             retry=retry_if_result(bool),
@@ -243,6 +245,7 @@ class Claiming:
                 options=(work.probe,) if work.choice is None and work.probe is not None else _options(work),
                 project_id=work.request.project_id,
                 user_id=work.request.user_id,
+                server_group=work.request.server_group,
             )
             for work in works
         ]
@@ -283,6 +286,11 @@ class Claiming:
                 work.tried[choice.selected.uuid] = f"claim.{answer.outcome.value}"
                 if answer.outcome is ClaimOutcome.FULL and self._is_in_parts(choice.selected):
                     work.partly.append(choice.selected.uuid)
+            case ClaimOutcome.RULED_OUT:
+                # Another member was faster: where the group is now decides what is left of the hosts.
+                metrics.RETRIES.labels("ruled_out").inc()
+                work.tried[choice.selected.uuid] = "claim.ruled_out"
+                work.wanted = work.wanted.meeting(answer.members)
             case ClaimOutcome.CONSUMER_CHANGED:
                 reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
                 work.ending = Stopped(CONSUMER_CHANGED, reason)
@@ -306,7 +314,10 @@ class Claiming:
 
 def _options(work: Work) -> tuple[ClaimOption, ...]:
     assert work.choice is not None
-    return tuple(work.choice.selected.options)
+    selected = work.choice.selected
+    if work.request.server_group is None:
+        return tuple(selected.options)
+    return tuple(replace(option, host=selected.uuid) for option in selected.options)
 
 
 class _StopAt(stop_base):

@@ -59,12 +59,18 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.service_is_up.ComputeFilter",
     "scheduler_worker.filters.tenant_is_allowed.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.capabilities_match.ComputeCapabilitiesFilter",
+    "scheduler_worker.filters.group_has_room.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.group_is_here.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.is_another_host.DifferentHostFilter",
+    "scheduler_worker.filters.is_the_same_host.SameHostFilter",
 )
 DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_ram.RAMWeigher",
     "scheduler_worker.weighers.free_cpu.CPUWeigher",
     "scheduler_worker.weighers.free_disk.DiskWeigher",
     "scheduler_worker.weighers.preferences.PreferenceWeigher",
+    "scheduler_worker.weighers.group_members_here.ServerGroupSoftAffinityWeigher",
+    "scheduler_worker.weighers.group_members_elsewhere.ServerGroupSoftAntiAffinityWeigher",
     "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",
 )
 

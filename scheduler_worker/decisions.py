@@ -138,6 +138,7 @@ def cell_build(
         consumer_generation=placed.consumer_generation,
         build_timeout_s=request.build_timeout_s or build_timeout_s,
         requested_at=at,
+        server_group=request.server_group,
         stamps=replace(stamps, lost_claims=len(placed.lost)) if placed.lost else stamps,
     )
 

@@ -29,6 +29,7 @@ from berth.render import printable, render_funnel, render_rows, render_stages
 from berth.site import Site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
 
 QUERY_TIMEOUT_S = 10.0
@@ -49,6 +50,19 @@ def boot(
         str | None,
         typer.Option(parser=parse_uuid, metavar="UUID", help="The instance's UUID, for a request that is repeated."),
     ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="Their server group; it exists by being named."),
+    ] = None,
+    policy: Annotated[GroupPolicy, typer.Option(help="What the group wants.")] = GroupPolicy.ANTI_AFFINITY,
+    max_per_host: Annotated[int, typer.Option(min=1, max=1000, help="With anti-affinity: so many share a host.")] = 1,
+    different_host: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="Not where this instance is; repeatable."),
+    ] = None,
+    same_host: Annotated[
+        list[str] | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Where this instance is; repeatable.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for each build's end.")] = False,
     timeout: Timeout = 300.0,
     as_json: AsJson = False,
@@ -64,6 +78,9 @@ def boot(
             name=(f"{name}-{number}" if name and count > 1 else name),
             image=image,
             host=host,
+            server_group=None if group is None else ServerGroup(uuid=group, policy=policy, max_per_host=max_per_host),
+            different_host=tuple(different_host or ()),
+            same_host=tuple(same_host or ()),
         )
         for number in range(1, count + 1)
     ]

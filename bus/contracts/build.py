@@ -9,6 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
+from .groups import ServerGroup
 from .stages import Stamps
 
 
@@ -34,6 +35,8 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
+    server_group: whom it wants to be with or apart from. different_host, same_host: not where any of these instances
+    of the project is, or only where one of them is; those that are nowhere count for nothing.
     """
 
     instance_uuid: Uuid
@@ -47,6 +50,9 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+    server_group: ServerGroup | None = None
+    different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
+    same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
 
 
 class DeleteRequest(Message, frozen=True, kw_only=True, tag="build.delete.v1"):

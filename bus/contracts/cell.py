@@ -9,6 +9,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Allocations, Generation, Label, Message, Reason, Uuid, Word
+from .groups import ServerGroup
 from .stages import Stamps
 
 
@@ -41,6 +42,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 
     consumer_generation: what the claim of the first selection left the consumer at.
     selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
+    server_group: whose rule the claims of alternates are held to.
     """
 
     spec: InstanceSpec
@@ -49,6 +51,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     build_timeout_s: float = 300.0
     requested_at: float = 0.0
     stamps: Stamps | None = None
+    server_group: ServerGroup | None = None
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):

@@ -22,6 +22,7 @@ from .base import (
     Version,
     Word,
 )
+from .groups import ServerGroup
 
 
 class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -93,15 +94,24 @@ class ClaimOutcome(StrEnum):
     RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
     FULL = "full"  # it does not fit: the next candidate
     CONSUMER_CHANGED = "consumer_changed"  # somebody else owns this consumer: stop
+    RULED_OUT = "ruled_out"  # the server group's rule forbids this host: the next host
     GONE = "gone"  # the provider no longer exists: the next host
     INVALID = "invalid"  # it can never be right (unknown class, off its step): a permanent fault
 
 
+# Hosts of a server group that one answer names; of a larger one some are left out, and only the claim knows them.
+MAX_HOSTS_TOLD = 10_000
+
+
 class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape."""
+    """One way to satisfy a claim. `shapes` = {provider: shape generation it was chosen for}; {} = any shape.
+
+    host: whose host this is, the root provider; a claim of a server group's member must say it.
+    """
 
     allocations: Allocations
     shapes: dict[Uuid, Generation] = {}
+    host: Uuid | None = None
 
 
 class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
@@ -111,6 +121,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     attempt: the fencing number of the build attempt this claim is for. Asking again with the attempt that
     already holds an allocation answers `claimed` with it; asking with an older one answers `consumer_changed`.
     release_first: what the consumer holds is released whether or not an option fits (C-9, one transaction).
+    server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
+    against all members of the group, those of the same transaction too (F-4, F-5).
     """
 
     consumer: Uuid
@@ -121,6 +133,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     project_id: Word
     user_id: Word = "unknown"
     consumer_type: Word = "INSTANCE"
+    server_group: ServerGroup | None = None
 
 
 class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.result.v1"):
@@ -130,6 +143,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
     sequence: the change feed's number of this claim's changes (0: nothing changed).
     holding: what an earlier claim of this attempt holds, when that is none of the options offered now.
+    members: where the group's rule stood in the way, how many other members each host has (on the API bus only).
     """
 
     outcome: ClaimOutcome
@@ -140,6 +154,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     sequence: int = 0
     reason: Reason = ""
     holding: dict[Uuid, dict[str, Amount]] = {}
+    members: dict[Uuid, Count] = {}
 
 
 class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
@@ -272,3 +287,26 @@ class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.p
     sequence: int
     providers: tuple[ProviderState, ...] = ()
     more: bool = False
+
+
+# Consumers that one request may ask after.
+MAX_NAMED = 256
+
+
+class WhereRequest(Message, frozen=True, kw_only=True, tag="placement.where.v1"):
+    """Ask on which hosts consumers of a project hold something: those named, and the members of a server group.
+
+    besides: not this one, who asks.
+    """
+
+    project_id: Word
+    server_group: Uuid | None = None
+    besides: Uuid | None = None
+    consumers: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_NAMED)] = ()
+
+
+class WherePage(Message, frozen=True, kw_only=True, tag="placement.where.page.v1"):
+    """Reply. members: of the group, by host; hosts: the roots on which each named consumer holds something."""
+
+    members: dict[Uuid, Count] = {}
+    hosts: dict[Uuid, tuple[Uuid, ...]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.groups import ServerGroup
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
@@ -25,6 +26,7 @@ class BuildAsked(Event, frozen=True, kw_only=True):
     requested_at: float = 0.0
     cause: str = ""
     stamps: Stamps | None = None
+    server_group: ServerGroup | None = None
 
 
 class DeleteAsked(Event, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.groups import ServerGroup
 from bus.contracts.stages import Stamps
 
 
@@ -39,7 +40,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
     up_at: when its host was first known to run it, by that host's own clock (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
-    stamps: when each stage of the build ended, until it is answered.
+    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to.
     """
 
     uuid: str
@@ -61,6 +62,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     history: tuple[AttemptRecord, ...] = ()
     cause: str = ""
     stamps: Stamps | None = None
+    server_group: ServerGroup | None = None
 
     @property
     def here(self) -> Selection:

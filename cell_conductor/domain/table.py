@@ -234,7 +234,13 @@ def wanted(instance: Instance) -> Claim | Release | None:
             attempt=instance.attempt + 1,
             consumer_generation=instance.consumer_generation,
             release_first=True,
-            options=tuple(ClaimOption(allocations=s.allocations, shapes=s.shapes) for s in instance.alternates),
+            options=tuple(
+                ClaimOption(
+                    allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None
+                )
+                for s in instance.alternates
+            ),
+            server_group=instance.server_group,
             project_id=instance.spec.project_id,
             user_id=instance.spec.user_id,
         )

@@ -8,10 +8,13 @@ when the shape it was chosen for is gone, and `full` when it does not fit (P-63)
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 
 from msgspec import Struct
 
+from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import (
+    MAX_HOSTS_TOLD,
     Change,
     Claim,
     ClaimOption,
@@ -20,12 +23,12 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
+from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Swap
 
 # What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
-_HOPE = (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.INVALID)
+_HOPE = (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE, ClaimOutcome.INVALID)
 # The code at the head of the reason when a cell names what another cell has.
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
@@ -44,18 +47,21 @@ class Verdict(Struct, frozen=True, kw_only=True):
     changed: bool = False
     reason: str = ""
     holding: Holding = {}
+    members: dict[str, int] = {}
 
 
 class Decision(Struct, frozen=True):
     """Every item's verdict, and what is to be written: absolute values, each row once.
 
     consumers: the new state of those that changed; None = the row goes. changes: one a touched provider.
+    joined: who is a member of a server group now, and on which host.
     """
 
     verdicts: list[Verdict]
     consumers: dict[str, Consumer | None]
     used: dict[str, dict[str, int]]
     generations: dict[str, int]
+    joined: dict[GroupKey, dict[str, str]] = {}
 
 
 def decide(
@@ -64,14 +70,16 @@ def decide(
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
     foreign: Collection[str] = frozenset(),
+    *,
+    groups: Mapping[GroupKey, Members] | None = None,
 ) -> Decision:
     """Evaluate a group in order; each item sees what the ones before it did.
 
     foreign: providers of other cells than the one that asks. For it they are gone, and a consumer that holds something
-    of them is somebody else's.
+    of them is somebody else's. groups: the members of every server group that an item names, locked.
     `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
     """
-    ledger = _Ledger(consumers, providers, known_classes, foreign)
+    ledger = _Ledger(consumers, providers, known_classes, foreign, groups or {})
     verdicts: list[Verdict] = []
     for item in items:
         if isinstance(item, Claim):
@@ -81,7 +89,7 @@ def decide(
         else:
             assert isinstance(item, Swap)
             verdicts.append(_swap(ledger, item))
-    return Decision(verdicts, ledger.changed_consumers, ledger.used, ledger.generations)
+    return Decision(verdicts, ledger.changed_consumers, ledger.used, ledger.generations, ledger.joined)
 
 
 def changes_of(decision: Decision) -> list[Change]:
@@ -101,8 +109,11 @@ class _Ledger:
         providers: Mapping[str, ClaimedProvider],
         known_classes: Mapping[str, int],
         foreign: Collection[str],
+        groups: Mapping[GroupKey, Members],
     ) -> None:
         self.foreign = foreign
+        self._groups = groups
+        self.joined: dict[GroupKey, dict[str, str]] = {}
         self._consumers = consumers
         self.providers = providers
         self.known_classes = known_classes
@@ -114,6 +125,25 @@ class _Ledger:
         if uuid in self.changed_consumers:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
+
+    def others(self, claim: Claim) -> dict[str, int]:
+        """How many members of the claim's server group each host has, without the claim's own consumer."""
+        key = group_key(claim)
+        if key is None:
+            return {}
+        counted: dict[str, int] = {}
+        for consumer, host in (dict(self._groups.get(key, {})) | self.joined.get(key, {})).items():
+            changed = consumer in self.changed_consumers
+            left = changed and not _holding(self.changed_consumers[consumer])
+            if consumer != claim.consumer and not left:
+                counted[host] = counted.get(host, 0) + 1
+        return counted
+
+    def join(self, claim: Claim, host: str | None) -> None:
+        """The claim's consumer is on this host now, for its server group."""
+        key = group_key(claim)
+        if key is not None and host is not None:
+            self.joined.setdefault(key, {})[claim.consumer] = host
 
     def is_others(self, holding: Holding) -> bool:
         """Whether something of this is another cell's."""
@@ -162,17 +192,41 @@ def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
         generation = known.generation if known is not None and held else None
         return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
     outcomes: list[ClaimOutcome] = []
+    others = ledger.others(claim) if claim.server_group is not None else {}
     for number, option in enumerate(claim.options):
         outcome = _fits(ledger, option, held)
+        if outcome is _CLAIMED and claim.server_group is not None:
+            outcome = _permitted(claim, option, others)
         outcomes.append(outcome)
         if outcome is _CLAIMED:
             return _take(ledger, claim, known, number, tuple(outcomes))
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
         return _give_back_only(ledger, claim, known, overall, tuple(outcomes))
+    members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else ""
-    return Verdict(outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason)
+    return Verdict(
+        outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason, members=members
+    )
+
+
+def group_key(claim: Claim) -> GroupKey | None:
+    """The server group that a claim names: of its project, whatever others call theirs."""
+    return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
+
+
+def _permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
+    """Whether the server group's hard rule lets its member onto this host. Its own host always does (trap 3)."""
+    group = claim.server_group
+    assert group is not None
+    if option.host is None:
+        return ClaimOutcome.INVALID
+    if group.policy is GroupPolicy.ANTI_AFFINITY:
+        allowed = others.get(option.host, 0) < group.max_per_host
+    else:
+        allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others
+    return _CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
 def _may_claim(known: Consumer | None, claim: Claim) -> bool:
@@ -201,6 +255,8 @@ def _take(
 ) -> Verdict:
     wanted = claim.options[number].allocations
     ledger.move(known.holding if known is not None else NOTHING, wanted)
+    if claim.server_group is not None:
+        ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
     ledger.write(
         claim.consumer,

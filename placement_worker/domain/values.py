@@ -12,6 +12,10 @@ from bus.contracts.placement import Inventory, ProviderState
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 NOTHING: Holding = {}
 
+# A server group: (project, its uuid). Its members: {consumer: the host that it is on}.
+GroupKey = tuple[str, str]
+Members = Mapping[str, str]
+
 # Where a provider belongs that was first reported above all cells: the API bus, by its name.
 ABOVE_CELLS = "api"
 

@@ -1,7 +1,7 @@
 """A group of claims as one transaction of a few set-based statements.
 
-Locks are taken in one order by every writer: consumers by uuid, providers by id, the feed's counter last. Whoever
-waits therefore waits for somebody further along, and there is no deadlock, swaps included.
+Locks are taken in one order by every writer: server groups, consumers by uuid, providers by id, the feed's counter
+last. Whoever waits therefore waits for somebody further along, and there is no deadlock, swaps included.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from msgspec import Struct
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import Decision, Verdict, changes_of, decide
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Room, is_closed
-from placement_worker.store import feed
+from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, Consumer, Room, is_closed
+from placement_worker.store import feed, members
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
 
@@ -57,13 +57,15 @@ class Locked(Struct, frozen=True):
 
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
+    groups = await members.lock(connection, items)
     locked = await lock(connection, expected(items), providers_of(items, {}), names)
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    decision = decide(items, locked.found, locked.providers, names.class_ids, foreign)
+    decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups)
+    await members.write(connection, decision.joined)  # before the feed's counter is locked
     sequence = await write(
         connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes_of(decision)
     )
-    return [reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
+    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
 
 async def lock(
@@ -223,7 +225,7 @@ def _holding_columns(
     return (stale, *transposed(rows, 4))
 
 
-def reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:
+def reply(item: ClaimItem, verdict: Verdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
     """What one item's asker is told."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
@@ -236,6 +238,7 @@ def reply(item: ClaimItem, verdict: Verdict, sequence: int) -> ClaimReply:
             sequence=number,
             reason=verdict.reason,
             holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell is told nothing of other cells' hosts
         )
     if isinstance(item, Release):
         return ReleaseResult(outcome=verdict.outcome, sequence=number)

@@ -7,6 +7,7 @@ one writer of trees, consumers by uuid, providers by number, the feed's counter 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -15,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import (
+    MAX_HOSTS_TOLD,
     Change,
     ChangesPage,
     Claim,
@@ -22,6 +24,8 @@ from bus.contracts.placement import (
     InventoryUpdate,
     Release,
     SnapshotPage,
+    WherePage,
+    WhereRequest,
 )
 from bus.faults import BrokenInvariant
 from bus.service.memory_database import MemoryDatabase, Session, Transaction
@@ -31,10 +35,20 @@ from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custo
 from placement_worker.domain.reports import Plan, flaw, plan
 from placement_worker.domain.reports import changes_of as changes_of_reports
 from placement_worker.domain.shells import is_empty_shell
-from placement_worker.domain.values import ABOVE_CELLS, ClaimedProvider, Consumer, Provider, Room, is_closed, state_of
+from placement_worker.domain.values import (
+    ABOVE_CELLS,
+    ClaimedProvider,
+    Consumer,
+    GroupKey,
+    Provider,
+    Room,
+    is_closed,
+    state_of,
+)
 from placement_worker.store.claims import providers_of, reply
 from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
 from placement_worker.store.handover import HoldersBusy, Leaving
+from placement_worker.store.members import keys_of
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
 TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
@@ -57,6 +71,7 @@ class MemoryBookTable(MemoryDatabase):
         self.providers: dict[str, Provider] = {}
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, Kept] = {}
+        self.members: dict[GroupKey, dict[str, str]] = {}
         self.sources: dict[Key, Source] = {}
         self.heard: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
@@ -72,6 +87,14 @@ class MemoryBookTable(MemoryDatabase):
             self._next_number += 1
             self.numbers[uuid] = self._next_number
         return self.numbers[uuid]
+
+    def alive(self, key: GroupKey) -> dict[str, str]:
+        """A server group's members that hold something."""
+        return {
+            uuid: host
+            for uuid, host in self.members.get(key, {}).items()
+            if uuid in self.consumers and self.consumers[uuid].consumer.holding
+        }
 
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider: its root's."""
@@ -110,17 +133,19 @@ class MemoryBook:
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            await transaction.lock([("group", *key) for key in keys_of(items)])
             await transaction.lock([("consumer", uuid) for uuid in sorted(_consumers_of(items))])
             consumers = {
                 uuid: table.consumers[uuid].consumer for uuid in _consumers_of(items) if uuid in table.consumers
             }
             providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
             foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
-            decision = decide(items, consumers, providers, table.classes, foreign)
+            groups = {key: table.alive(key) for key in keys_of(items)}
+            decision = decide(items, consumers, providers, table.classes, foreign, groups=groups)
             await transaction.statement()
             self._write(transaction, decision, table.clock.time())
             sequence = await self._append(transaction, changes_of(decision))
-        return [reply(item, verdict, sequence) for item, verdict in zip(items, decision.verdicts, strict=True)]
+        return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
     async def _lock_providers(self, transaction: Transaction, wanted: Sequence[str]) -> dict[str, ClaimedProvider]:
         await transaction.statement()
@@ -144,6 +169,8 @@ class MemoryBook:
                     table.consumers.pop(uuid, None)
                 else:
                     table.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
+            for key, joined in decision.joined.items():
+                table.members.setdefault(key, {}).update(joined)
             for uuid, generation in decision.generations.items():
                 provider = table.providers[uuid]
                 used = {**provider.used, **decision.used[uuid]}
@@ -290,6 +317,21 @@ class MemoryBook:
             states = tuple(state_of(table.providers[uuid]) for uuid in uuids[:limit])
             return SnapshotPage(sequence=table.head, providers=states, more=len(uuids) > limit)
 
+    async def where(self, asked: WhereRequest) -> WherePage:
+        """On which hosts consumers of a project hold something, and the members of one of its server groups."""
+        table = self._table
+        async with self._session.transaction():
+            key = (asked.project_id, asked.server_group or "")
+            counted = Counter(host for uuid, host in table.alive(key).items() if uuid != asked.besides)
+            hosts = {
+                uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
+                for uuid in sorted(set(asked.consumers))
+                if (kept := table.consumers.get(uuid)) is not None
+                and kept.consumer.holding
+                and kept.consumer.project_id == asked.project_id
+            }
+            return WherePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
+
     async def head(self) -> int:
         """The newest committed change's number."""
         async with self._session.transaction():
@@ -321,12 +363,20 @@ class MemoryBook:
             changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
             until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
+            gone = [(key, uuid) for key in table.members for uuid in table.members[key] if uuid not in table.alive(key)]
             transaction.will(lambda: _forget(table, until, before, old, sources))
-        return max(len(old), len(sources), len(changes)) >= limit
+            transaction.will(lambda: _forget_members(table, gone[:limit]))
+        return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
     def _after(self, after: int, limit: int) -> list[Change]:
         start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
         return self._table.changes[start : start + limit]
+
+
+def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:
+    for key, uuid in gone:
+        if uuid not in table.alive(key):
+            table.members[key].pop(uuid, None)
 
 
 def _consumers_of(items: Sequence[ClaimItem]) -> list[str]:

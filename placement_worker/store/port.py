@@ -19,6 +19,8 @@ from bus.contracts.placement import (
     SnapshotPage,
     Swap,
     SwapResult,
+    WherePage,
+    WhereRequest,
 )
 from placement_worker.domain.values import ABOVE_CELLS
 
@@ -72,6 +74,9 @@ class PlacementStore(Protocol):
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
+
+    async def where(self, asked: WhereRequest) -> WherePage:
+        """On which hosts consumers of a project hold something, and the members of one of its server groups."""
 
     async def head(self) -> int:
         """The newest committed change's number."""

@@ -12,10 +12,12 @@ from bus.contracts.placement import (
     InventoryUpdate,
     Release,
     SnapshotPage,
+    WherePage,
+    WhereRequest,
 )
 from bus.service.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims, feed, inventory, quick, snapshot
+from placement_worker.store import claims, feed, inventory, members, quick, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
@@ -108,6 +110,11 @@ class PostgresStore:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
+    async def where(self, asked: WhereRequest) -> WherePage:
+        """On which hosts consumers are, and the members of a server group."""
+        async with self._database.raw() as connection:
+            return await members.where(connection, asked)
+
     async def head(self) -> int:
         """The newest committed change's number."""
         async with self._database.raw() as connection:
@@ -125,6 +132,7 @@ class PostgresStore:
             (feed.TRIM, keep_changes),
             (FORGET_FENCES, keep_fences_s),
             (FORGET_SOURCES, keep_sources_s),
+            (members.FORGET, 0.0),
         ):
             async with self._database.raw() as connection:
                 tag: str = await connection.execute(statement, keep, limit)

@@ -88,8 +88,8 @@ class Look:
 
 
 def is_small(items: Sequence[ClaimItem]) -> bool:
-    """Whether it is worth a try: a few claims, each of another consumer."""
-    wanted = {item.consumer for item in items if isinstance(item, Claim)}
+    """Whether it is worth a try: a few claims, each of another consumer, none of a server group."""
+    wanted = {item.consumer for item in items if isinstance(item, Claim) and item.server_group is None}
     return len(items) <= MAX_ITEMS and len(wanted) == len(items)
 
 

@@ -71,6 +71,15 @@ class Weighing(Struct, frozen=True):
     multiplier: float
 
 
+def concerns(plugin: Filter | Weigher, wanted: Wanted) -> bool:
+    """Whether a filter or weigher has anything to say of a request: it may have a `concerns(wanted)` that says no.
+
+    Then it costs nothing, and a funnel does not speak of it.
+    """
+    asks = getattr(plugin, "concerns", None)
+    return asks is None or bool(asks(wanted))
+
+
 EVERYONE: Mapping[str, int] = {}
 
 

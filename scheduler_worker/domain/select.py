@@ -16,7 +16,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import step
 from scheduler_worker.domain.flavors import Asked, want
 from scheduler_worker.domain.hosts import NOBODY, HostTable, Rows
-from scheduler_worker.domain.plugins import Filter, Weighing
+from scheduler_worker.domain.plugins import Filter, Weighing, concerns
 from scheduler_worker.domain.ranking import Candidate, Chance, Choice, Ranking
 from scheduler_worker.domain.view import HostsView, Membership
 from scheduler_worker.domain.wanted import Impossible, Wanted
@@ -149,6 +149,8 @@ class Selector:
             view = view.subset(known)
             funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
         for judge in self.filters:
+            if not concerns(judge, wanted):
+                continue
             before = len(view)
             verdict = judge.judge(view, wanted)
             if not verdict.passed.all():

@@ -115,6 +115,20 @@ class HostsView:
         """Whether each host is in an aggregate."""
         return self.book.in_aggregate(uuid, self.rows)
 
+    def among(self, hosts: Sequence[str]) -> Mask:
+        """Whether each host is one of these, by uuid; those that the book does not know are nobody."""
+        known = [row for uuid in hosts if (row := self.book.row_of(uuid)) is not None]
+        return np.isin(self.rows, np.array(known, dtype=np.intp))
+
+    def counted(self, by_host: Mapping[str, int]) -> Floats:
+        """A number per host, by uuid; 0 of those that are not named."""
+        known = [(row, count) for uuid, count in by_host.items() if (row := self.book.row_of(uuid)) is not None]
+        highest = max([int(self.rows.max()) if len(self) else 0, *(row for row, _ in known)])
+        counts = np.zeros(highest + 1, dtype=np.float64)
+        for row, count in known:
+            counts[row] = count
+        return counts[self.rows]
+
     def has_trait(self, trait: str) -> Mask:
         """Whether any provider of each host's tree has a trait."""
         rows, owners = self.book.members(self.rows)

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher, Weighing
+from scheduler_worker.domain.plugins import Weigher, Weighing, concerns
 from scheduler_worker.domain.view import HostsView, Membership
 from scheduler_worker.domain.wanted import Wanted
 
@@ -49,6 +49,8 @@ def score(view: HostsView, wanted: Wanted, weighings: Sequence[Weighing]) -> tup
     if len(view) <= 1:
         return total, scales
     for weighing in weighings:
+        if not concerns(weighing.weigher, wanted):
+            continue
         clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, wanted))
         scale = scale_of(weighing, clamped)
         scales.append(scale)

@@ -362,3 +362,15 @@ def test_time_that_runs_out_has_a_status_of_its_own(berth: Berth) -> None:
     """A bare-metal node takes longer than this to deploy."""
     done = berth("boot", "--flavor", "bm.silver", "--wait", "--timeout", "0.1")
     assert (done.status, "had not ended in time" in done.err) == (TIME, True)
+
+
+def test_members_of_a_group_keep_apart_through_alternates_and_one_is_followed_to_its_host(berth: Berth) -> None:
+    group = "00000000-0000-4000-8000-0000000000aa"
+    apart = boot(berth, "--count", "6", "--group", group, "--policy", "anti-affinity")
+    assert len({one["host"] for one in apart}) == 6, "one host always fails: its member went to an alternate"
+    (followed,) = boot(berth, "--same-host", apart[0]["instance_uuid"])
+    (elsewhere,) = boot(
+        berth, "--different-host", apart[0]["instance_uuid"], "--different-host", followed["instance_uuid"]
+    )
+    assert followed["host"] == apart[0]["host"] != elsewhere["host"]
+    assert berth("boot", "--flavor", "m1.small", "--group", group, "--policy", "alone").status == USAGE

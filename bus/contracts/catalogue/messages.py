@@ -136,6 +136,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="reads only",
     ),
     MessageRow(
+        message=placement.WhereRequest,
+        owner="placement_worker",
+        said_by=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.where",
+        reply=placement.WherePage,
+        persistent=False,
+        idempotency="reads only",
+    ),
+    MessageRow(
         message=placement.FeedChanges,
         owner="placement_worker",
         said_by=("placement_worker",),

@@ -57,7 +57,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.TRANSIENT,
         reader="placement_worker",
-        bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot")),
+        bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot"), (COMMANDS, "placement.where")),
         max_length=10_000,
         ttl_s=30.0,
     ),

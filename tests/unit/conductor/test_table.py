@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
@@ -420,3 +421,17 @@ def test_a_build_that_the_heir_reports_is_the_heirs() -> None:
     up = run(asked(), reported("heir"))
     assert up.instance.state is State.ACTIVE
     assert orders(run(DELETE, start=up.instance)) == [("heir", host(1), 1)]
+
+
+def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
+    apart = ServerGroup(uuid=host(99), policy=GroupPolicy.ANTI_AFFINITY)
+    stepped = run(replace(asked(), server_group=apart), failed(1))
+    claim = wanted(stepped.instance)
+    assert isinstance(claim, Claim)
+    assert claim.server_group == apart
+    assert [option.host for option in claim.options] == [host(2), host(3)]
+    # Ruled out is as good as full: the next state is the same, and the history says it.
+    refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.RULED_OUT, ClaimOutcome.FULL))
+    over = run(refused, start=stepped.instance).instance
+    assert over.state is State.GIVING_UP
+    assert [record.code for record in over.history[-2:]] == ["ruled_out", "full"]

@@ -13,7 +13,8 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState, WherePage
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
 from placement_worker.replica.query import Query
@@ -40,10 +41,7 @@ class Street:
         self.refreshes = 0
         self.bus = self.make_bus("asker")
         self.theirs = self.make_bus("placement")
-        self.claiming = self.claims_by(config)
-
-    def claims_by(self, config: SchedulerConfig) -> Claiming:
-        return Claiming(self.bus, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+        self.claiming = Claiming(self.bus, hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
 
     def make_bus(self, process: str) -> Bus:
         rng = random.Random(process)
@@ -62,6 +60,10 @@ class Street:
             self.claims.append(claim)
             outcomes.append(Done(reply=self.answer(claim)))
         return outcomes
+
+    async def nowhere(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Nobody whom a request names is anywhere yet."""
+        return [Done(reply=WherePage()) for _ in batch]
 
     def claimed(self, claim: Claim, option: int = 0) -> ClaimResult:
         providers = claim.options[option].allocations
@@ -82,7 +84,7 @@ class Street:
 
 
 # Hosts were announced at 0, and the loop has its own time.
-CONFIG = SchedulerConfig(claim_timeout_s=60.0, retry_jitter_s=0.001, service_down_time_s=1e12)
+CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001, service_down_time_s=1e12)
 
 
 def result(outcome: ClaimOutcome) -> ClaimResult:
@@ -94,12 +96,17 @@ async def street() -> AsyncIterator[Street]:
     made = Street(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
     await made.bus.open()
     await made.theirs.open()
-    consumer = made.theirs.consumer("placement.requests", made.serve)
-    await consumer.start()
-    task = asyncio.create_task(consumer.run())
+    consumers = [
+        made.theirs.consumer("placement.requests", made.serve),
+        made.theirs.consumer("placement.reads", made.nowhere),
+    ]
+    for consumer in consumers:
+        await consumer.start()
+    tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
     yield made
-    await consumer.drain(1.0)
-    await task
+    for consumer in consumers:
+        await consumer.drain(1.0)
+    await asyncio.gather(*tasks)
     await made.bus.close()
     await made.theirs.close()
 
@@ -200,7 +207,6 @@ async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
 
 async def test_no_answer_is_not_no_host(street: Street) -> None:
     street.answer = lambda _: None
-    street.claiming = street.claims_by(structs.replace(CONFIG, claim_timeout_s=0.05))
     (away,) = await street.place(street.hosts.request())
     assert isinstance(away, Away) and list(street.hosts.book.assumed_keys()) == []
 
@@ -407,3 +413,24 @@ async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
     (placed,) = await street.claiming.place([Asking(request=hosts.request(), wanted=wanted)])
     assert isinstance(placed, Placed), placed
     assert (placed.selections[0].host_uuid, len(street.claims)) == (root, 2)
+
+
+async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -> None:
+    """Another member was faster: the answer says where it is, and no other host is asked for in between."""
+    for there in street.hosts.uuids:
+
+        def answer(claim: Claim, there: str = there) -> ClaimResult:
+            if claim.options[0].host == there:
+                return street.claimed(claim)
+            return structs.replace(result(ClaimOutcome.RULED_OUT), members={there: 1})
+
+        street.answer = answer
+        street.claims.clear()
+        together = ServerGroup(uuid=new_uuid(street.hosts.rng), policy=GroupPolicy.AFFINITY)
+        (placed,) = await street.place(street.hosts.request(server_group=together))
+        assert isinstance(placed, Placed)
+        *before, last = street.claims
+        assert placed.selections[0].host_uuid == last.options[0].host == there
+        assert len(before) <= 1
+        assert last.server_group == together
+        assert placed.lost == tuple(f"{street.host_of(claim)}: ruled_out" for claim in before)

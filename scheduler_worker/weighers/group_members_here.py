@@ -1,0 +1,29 @@
+"""How many of the server group that would like to be together are on the host? (W-7)"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bus.contracts.groups import GroupPolicy
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+
+class ServerGroupSoftAffinityWeigher:
+    """Likes hosts with many members."""
+
+    name: ClassVar[str] = "soft_affinity"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def concerns(self, wanted: Wanted) -> bool:
+        """Only of groups with this wish."""
+        return wanted.has_policy(GroupPolicy.SOFT_AFFINITY)
+
+    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+        """The number of other members on each host."""
+        assert wanted.company is not None
+        return view.counted(wanted.company.members)

@@ -1,0 +1,211 @@
+"""Server groups in the claim, on both books: apart, together, and nobody in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from bus.clock import SystemClock
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    Inventory,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+    WhereRequest,
+)
+from bus.service.database import Database
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
+
+Make = Callable[[], PlacementStore]
+
+HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
+VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
+GROUP = "e0000000-0000-4000-8000-000000000000"
+APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
+PAIRS = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY, max_per_host=2)
+TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
+WISH = ServerGroup(uuid=GROUP, policy=GroupPolicy.SOFT_ANTI_AFFINITY)
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Another store on the same book, as another process has it."""
+    made: list[PlacementStore] = []
+    table = MemoryBookTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> PlacementStore:
+        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> PlacementStore:
+    """A book of hosts with plenty of room."""
+    made = make()
+    await made.open()
+    await made.report([host(uuid) for uuid in HOSTS])
+    return made
+
+
+def host(uuid: str) -> InventoryUpdate:
+    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories={"VCPU": Inventory(total=100)})
+    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))
+
+
+def member(vm: int, *hosts: int, group: ServerGroup | None = APART, project: str = "p", **fields: object) -> Claim:
+    options = tuple(ClaimOption(allocations={HOSTS[n]: {"VCPU": 1}}, host=HOSTS[n]) for n in hosts)
+    return Claim(consumer=VMS[vm], options=options, project_id=project, server_group=group, **fields)  # type: ignore[arg-type]
+
+
+async def claim(store: PlacementStore, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
+    replies = await store.apply(claims, bus=bus)
+    return [reply for reply in replies if isinstance(reply, ClaimResult)]
+
+
+async def outcomes(store: PlacementStore, *claims: Claim) -> list[str]:
+    return [reply.outcome.value for reply in await claim(store, *claims)]
+
+
+async def test_members_keep_apart_and_the_next_option_is_taken(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    (ruled_out,) = await claim(store, member(1, 0))
+    assert (ruled_out.outcome, ruled_out.members) == (ClaimOutcome.RULED_OUT, {HOSTS[0]: 1})
+    (second,) = await claim(store, member(1, 0, 1))
+    assert (second.outcome, second.option) == (ClaimOutcome.CLAIMED, 1)
+    assert second.outcomes == (ClaimOutcome.RULED_OUT, ClaimOutcome.CLAIMED)
+
+
+async def test_of_one_transaction_each_member_sees_the_ones_before_it(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0), member(1, 0), member(2, 0, 1)) == ["claimed", "ruled_out", "claimed"]
+
+
+async def test_so_many_may_share_a_host(store: PlacementStore) -> None:
+    claims = [member(n, 0, group=PAIRS) for n in range(3)]
+    assert await outcomes(store, *claims) == ["claimed", "claimed", "ruled_out"]
+
+
+async def test_members_stay_together_and_the_first_may_go_anywhere(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 1, group=TOGETHER)) == ["claimed"]
+    (elsewhere,) = await claim(store, member(1, 0, group=TOGETHER))
+    assert (elsewhere.outcome, elsewhere.members) == (ClaimOutcome.RULED_OUT, {HOSTS[1]: 1})
+    assert await outcomes(store, member(1, 0, 1, group=TOGETHER)) == ["claimed"]
+
+
+async def test_a_wish_is_never_refused_and_makes_a_member_all_the_same(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0, group=WISH), member(1, 0, group=WISH)) == ["claimed", "claimed"]
+    assert (await store.where(WhereRequest(project_id="p", server_group=GROUP))).members == {HOSTS[0]: 2}
+
+
+async def test_the_own_host_is_never_in_the_way(store: PlacementStore) -> None:
+    """A repeat is answered with what it holds, and a next attempt may take the host of the one before."""
+    assert await outcomes(store, member(0, 0), member(0, 0)) == ["claimed", "claimed"]
+    again = member(0, 0, attempt=2, consumer_generation=1, release_first=True)
+    assert await outcomes(store, again) == ["claimed"]
+
+
+async def test_who_holds_nothing_is_no_member(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    replies = await store.apply([Release(consumer=VMS[0]), member(1, 0)])
+    assert [str(reply.outcome) for reply in replies] == ["released", "claimed"]
+    await store.apply([Release(consumer=VMS[1])])
+    assert await outcomes(store, member(2, 0)) == ["claimed"]
+
+
+async def test_a_member_that_goes_to_an_alternate_leaves_its_first_host_to_others(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    assert await outcomes(store, member(0, 1, attempt=2, consumer_generation=1, release_first=True)) == ["claimed"]
+    assert await outcomes(store, member(1, 1), member(1, 0)) == ["ruled_out", "claimed"]
+
+
+async def test_an_alternate_that_is_ruled_out_gives_back_all_the_same(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
+    assert await outcomes(store, member(1, 0, attempt=2, consumer_generation=1, release_first=True)) == ["ruled_out"]
+    assert (await store.where(WhereRequest(project_id="p", server_group=GROUP))).members == {HOSTS[0]: 1}
+
+
+async def test_a_group_is_of_its_project(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0), member(1, 0, project="q")) == ["claimed", "claimed"]
+    assert (await store.where(WhereRequest(project_id="r", server_group=GROUP))).members == {}
+
+
+async def test_a_claim_that_does_not_say_whose_host_it_is_is_invalid(store: PlacementStore) -> None:
+    option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
+    nowhere = Claim(consumer=VMS[0], options=(option,), project_id="p", server_group=APART)
+    assert await outcomes(store, nowhere) == ["invalid"]
+
+
+async def test_a_cell_is_not_told_where_the_others_are(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    (ruled_out,) = await claim(store, member(1, 0), bus="c1")
+    assert (ruled_out.outcome, ruled_out.members) == (ClaimOutcome.RULED_OUT, {})
+
+
+async def test_where_consumers_of_a_project_are(store: PlacementStore) -> None:
+    await outcomes(store, member(0, 0, group=None), member(1, 2, group=None), member(2, 3, project="q"))
+    page = await store.where(WhereRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3])))
+    assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
+
+
+async def test_who_asks_is_not_counted(store: PlacementStore) -> None:
+    await outcomes(store, member(0, 0), member(1, 1))
+    page = await store.where(WhereRequest(project_id="p", server_group=GROUP, besides=VMS[0]))
+    assert page.members == {HOSTS[1]: 1}
+
+
+@pytest.mark.parametrize("group", [APART, TOGETHER], ids=["apart", "together"])
+async def test_processes_that_claim_at_once_keep_the_rule(
+    make: Make, store: PlacementStore, group: ServerGroup
+) -> None:
+    """Forty members, each wanting any host, by four processes at once: the check and the claim are one."""
+    stores = [store, make(), make(), make()]
+    for other in stores[1:]:
+        await other.open()
+
+    async def work(number: int) -> list[ClaimResult]:
+        mine = [member(vm, *(HOSTS.index(h) for h in HOSTS[vm % 5 :] + HOSTS[: vm % 5]), group=group)
+                for vm in range(number, 40, 4)]  # fmt: skip
+        return [reply for one in mine for reply in await claim(stores[number], one)]
+
+    replies = [reply for part in await asyncio.gather(*(work(number) for number in range(4))) for reply in part]
+    counted = Counter(reply.outcome for reply in replies)
+    members = (await store.where(WhereRequest(project_id="p", server_group=GROUP))).members
+    if group is APART:
+        assert counted == {ClaimOutcome.CLAIMED: 5, ClaimOutcome.RULED_OUT: 35}
+        assert members == dict.fromkeys(HOSTS, 1)
+    else:
+        assert counted == {ClaimOutcome.CLAIMED: 40}
+        assert list(members.values()) == [40]
+
+
+async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: PlacementStore) -> None:
+    await outcomes(store, member(0, 0), member(1, 1))
+    await store.apply([Release(consumer=VMS[0])])
+    await store.trim(keep_changes=1000, keep_fences_s=0.0, keep_sources_s=1e6, limit=10)
+    assert (await store.where(WhereRequest(project_id="p", server_group=GROUP))).members == {HOSTS[1]: 1}
+    assert await outcomes(store, member(2, 1), member(2, 0)) == ["ruled_out", "claimed"]
+
+
+async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Make, store: PlacementStore) -> None:
+    """Nothing but the group is common to the two: its lock alone tells them apart (trap 4)."""
+    other = make()
+    await other.open()
+    for number in range(10):
+        group = ServerGroup(uuid=GROUP[:-1] + str(number), policy=GroupPolicy.AFFINITY)
+        ours, theirs = member(2 * number, 0, group=group), member(2 * number + 1, 1, group=group)
+        both = await asyncio.gather(claim(store, ours), claim(other, theirs))
+        assert sorted(reply.outcome.value for part in both for reply in part) == ["claimed", "ruled_out"]
