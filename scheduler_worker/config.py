@@ -64,6 +64,13 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.is_another_host.DifferentHostFilter",
     "scheduler_worker.filters.is_the_same_host.SameHostFilter",
 )
+# Those that are enabled by name alone; ImagePropertiesFilter needs hosts that announce what they run.
+MORE_FILTERS = (
+    "scheduler_worker.filters.aggregate_has_extra_specs.AggregateInstanceExtraSpecsFilter",
+    "scheduler_worker.filters.flavor_is_listed.AggregateTypeAffinityFilter",
+    "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter",
+    "scheduler_worker.filters.image_is_isolated.AggregateImagePropertiesIsolation",
+)
 DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_ram.RAMWeigher",
     "scheduler_worker.weighers.free_cpu.CPUWeigher",

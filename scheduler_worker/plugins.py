@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from bus.faults import Fault
-from scheduler_worker.config import DEFAULT_FILTERS, SchedulerConfig
+from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
 
 
@@ -18,7 +18,7 @@ class PluginInvalid(Fault):
 
 def filters(config: SchedulerConfig) -> list[Filter]:
     """The enabled filters in their order; each is one of berth's own or of `available_filters`."""
-    available = dict.fromkeys((*DEFAULT_FILTERS, *config.available_filters))
+    available = dict.fromkeys((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
     by_name = {path.rpartition(".")[2]: path for path in available}
     made: list[Filter] = []
     for wanted in config.enabled_filters:

@@ -37,6 +37,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from. different_host, same_host: not where any of these instances
     of the project is, or only where one of them is; those that are nowhere count for nothing.
+    image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     """
 
     instance_uuid: Uuid
@@ -53,6 +54,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     server_group: ServerGroup | None = None
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
+    image_properties: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
 
 
 class DeleteRequest(Message, frozen=True, kw_only=True, tag="build.delete.v1"):

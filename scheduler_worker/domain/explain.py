@@ -15,6 +15,8 @@ PHRASES = {
     "tenant.not_allowed": "are kept for other projects",
     "host.unannounced": "were never announced by a compute service",
     "host.ignored": "were to be ignored",
+    "flavor.not_listed": "are kept for other flavors",
+    "image.not_supported": "do not run what the image is made for",
     "group.no_room": "have as many of the server group as they may",
     "group.elsewhere": "are not where the server group is",
     "hint.different_host": "have an instance that it is to keep away from",
@@ -79,6 +81,10 @@ def phrase(step: str, reason: str) -> str:
         return AMOUNTS[reason].format(step)
     if reason.startswith("capability."):
         return f"do not have the asked {reason.removeprefix('capability.')}"
+    if reason.startswith("aggregate."):
+        return f"are in no aggregate with the asked {reason.removeprefix('aggregate.')}"
+    if reason.startswith("image."):
+        return f"are kept for images with another {reason.removeprefix('image.')}"
     return f"fell at {step}" if reason == step else f"fell at {step} ({reason})"
 
 

@@ -41,7 +41,14 @@ def want(
         preferred_traits=asked.preferred_traits,
         preferred_classes=asked.preferred_classes,
         availability_zone=request.availability_zone,
-        key=(request.flavor, request.project_id, request.availability_zone or "", request.host or ""),
+        image_properties=request.image_properties,
+        key=(
+            request.flavor,
+            request.project_id,
+            request.availability_zone or "",
+            request.host or "",
+            *(word for said in sorted(request.image_properties.items()) for word in said),
+        ),
     )
 
 

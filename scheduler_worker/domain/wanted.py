@@ -27,7 +27,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     """What is wanted. Requests with an equal `key` see the same hosts in the same light and share one ranking.
 
     preferred_traits, preferred_classes: what the flavor would like and does not insist on; a weigher looks at them.
-    company: what the book says of those that the request names, if it names any.
+    company: what the book says of those that the request names, if it names any. image_properties: what the image says.
     """
 
     query: Query
@@ -39,6 +39,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     preferred_classes: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
     company: Company | None = None
+    image_properties: Mapping[str, str] = {}
 
     def has_policy(self, policy: GroupPolicy) -> bool:
         """Whether it belongs to a server group with this policy."""

@@ -1,0 +1,54 @@
+"""Do the host's aggregates say what the flavor's extra specs ask? (F-6)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+SCOPE = "aggregate_instance_extra_specs"
+
+
+class AggregateInstanceExtraSpecsFilter:
+    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with the metadata of the host's aggregates.
+
+    As Nova's: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma list)
+    one must match. ComputeCapabilitiesFilter reads un-scoped keys too, so whoever enables both gives a scope.
+    """
+
+    name: ClassVar[str] = "AggregateInstanceExtraSpecsFilter"
+
+    def concerns(self, wanted: Wanted) -> bool:
+        """Only of flavors that ask for something of this kind."""
+        return bool(asked(wanted))
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """Each key in turn; a host falls for the first that does not match."""
+        passed = np.ones(len(view), dtype=np.bool_)
+        fell: Counter[str] = Counter()
+        for key, value in asked(wanted).items():
+            mine = np.zeros(len(view), dtype=np.bool_)
+            for aggregate in view.membership.with_key(key):
+                if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):
+                    mine |= view.member_of(aggregate.uuid)
+            fell[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
+            passed &= mine
+        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
+
+
+def asked(wanted: Wanted) -> dict[str, str]:
+    """The extra specs that are about aggregates: with this filter's scope, or without any."""
+    specs: dict[str, str] = {}
+    for key, value in wanted.extra_specs.items():
+        scope, colon, name = key.partition(":")
+        if not colon:
+            specs[key] = value
+        elif scope == SCOPE:
+            specs[name] = value
+    return specs

@@ -1,0 +1,33 @@
+"""Do the host's aggregates take this flavor? (F-9)"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.plugins import EVERYONE, Verdict, one_reason
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+KEY = "instance_type"
+
+
+class AggregateTypeAffinityFilter:
+    """A host in aggregates with `instance_type` metadata takes the flavors that any of them lists; others take all."""
+
+    name: ClassVar[str] = "AggregateTypeAffinityFilter"
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """By the flavor's name, in comma lists."""
+        listing = view.membership.with_key(KEY)
+        if not listing:
+            return Verdict(np.ones(len(view), dtype=np.bool_), EVERYONE)
+        restricted = np.zeros(len(view), dtype=np.bool_)
+        allowed = np.zeros(len(view), dtype=np.bool_)
+        for aggregate in listing:
+            members = view.member_of(aggregate.uuid)
+            restricted |= members
+            if wanted.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
+                allowed |= members
+        return one_reason(~restricted | allowed, "flavor.not_listed")

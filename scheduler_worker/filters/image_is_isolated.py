@@ -1,0 +1,42 @@
+"""Do the host's aggregates take images with these properties? (F-7)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+
+class AggregateImagePropertiesIsolation:
+    """Where an aggregate's metadata names a property that the image has, the values must meet.
+
+    As Nova's: comma lists on the aggregate's side. A property that no aggregate of the host names restricts nothing,
+    nor does one that the image does not have.
+    """
+
+    name: ClassVar[str] = "AggregateImagePropertiesIsolation"
+
+    def concerns(self, wanted: Wanted) -> bool:
+        """Only of images that say anything."""
+        return bool(wanted.image_properties)
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """Each property in turn; a host falls for the first that does not meet."""
+        passed = np.ones(len(view), dtype=np.bool_)
+        fell: Counter[str] = Counter()
+        for key, value in sorted(wanted.image_properties.items()):
+            named = np.zeros(len(view), dtype=np.bool_)
+            met = np.zeros(len(view), dtype=np.bool_)
+            for aggregate in view.membership.with_key(key):
+                members = view.member_of(aggregate.uuid)
+                named |= members
+                if value in {word.strip() for word in aggregate.metadata[key].split(",")}:
+                    met |= members
+            fell[f"image.{key}"] += int(np.count_nonzero(passed & named & ~met))
+            passed &= ~named | met
+        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)

@@ -1,0 +1,46 @@
+"""Can the host run what the image is made for? (F-3)"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.wanted import Wanted
+
+# What an image says of itself, in the order of a host's triples.
+PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
+# What a host announces: `architecture/hypervisor/mode` triples, comma-separated.
+SUPPORTED = "supported_instances"
+
+
+class ImagePropertiesFilter:
+    """Compares the image's architecture, hypervisor type and VM mode with what the host announces that it runs.
+
+    As Nova's: one triple must have all that the image says; an image that says nothing runs anywhere, one that says
+    something does not run on a host that announces nothing. Not here: hypervisor version, address bits.
+    """
+
+    name: ClassVar[str] = "ImagePropertiesFilter"
+
+    def concerns(self, wanted: Wanted) -> bool:
+        """Only of images that say any of it."""
+        return any(wanted.image_properties.get(key) for key in PROPERTIES)
+
+    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+        """Hosts announce the same few lists, so each distinct one is judged once."""
+        asked = [wanted.image_properties.get(key, "").lower() for key in PROPERTIES]
+        words = view.attribute(SUPPORTED)
+        verdicts = {word: supports(word, asked) for word in set(words)}
+        return one_reason(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")
+
+
+def supports(announced: str | None, asked: list[str]) -> bool:
+    """Whether one of the announced triples has everything that is asked (an empty word asks nothing)."""
+    triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
+    return any(
+        len(triple) == len(asked) and all(want in ("", have) for have, want in zip(triple, asked, strict=True))
+        for triple in triples
+    )

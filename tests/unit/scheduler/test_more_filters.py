@@ -1,0 +1,115 @@
+"""Filters that are enabled by name, against Nova's rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_worker import plugins
+from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
+from scheduler_worker.domain.explain import sentence
+from scheduler_worker.domain.plugins import concerns
+from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
+from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
+from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
+from scheduler_worker.filters.image_is_supported import ImagePropertiesFilter, supports
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+
+def test_aggregates_say_what_extra_specs_ask() -> None:
+    fast, slow, both = aggregate("fast", ssd="true"), aggregate("slow", ssd="false"), aggregate("both", ssd="no, true")
+    flavor = Flavor(
+        vcpus=1,
+        extra_specs={
+            "aggregate_instance_extra_specs:ssd": "true",
+            "capabilities:arch": "x",  # another filter's
+        },
+    )
+    config = SchedulerConfig(flavors={"f": flavor, "plain": Flavor(vcpus=1)}, aggregates=(fast, slow, both))
+    members = {fast.uuid: [0, 3], slow.uuid: [1, 3], both.uuid: [2]}
+    hosts = Hosts([PLENTY] * 5, config=config, members=members)
+    judge = AggregateInstanceExtraSpecsFilter()
+    verdict = judge.judge(hosts.view(), hosts.wanted("f"))
+    # One of several values is enough (host 3 is in two aggregates); a host without the key (4) falls.
+    assert verdict.passed.tolist() == [True, False, True, True, False]
+    assert verdict.fell == {"aggregate.ssd": 2}
+    assert not concerns(judge, hosts.wanted("plain"))
+
+
+def test_an_unscoped_extra_spec_with_an_operator_is_the_aggregates_too() -> None:
+    rack = aggregate("rack", disks="4")
+    flavors = {
+        "four": Flavor(vcpus=1, extra_specs={"disks": ">= 4"}),
+        "five": Flavor(vcpus=1, extra_specs={"disks": ">= 5"}),
+    }
+    hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(flavors=flavors, aggregates=(rack,)), members={rack.uuid: [1]})
+    judge = AggregateInstanceExtraSpecsFilter()
+    assert judge.judge(hosts.view(), hosts.wanted("four")).passed.tolist() == [False, True]
+    assert judge.judge(hosts.view(), hosts.wanted("five")).passed.tolist() == [False, False]
+
+
+def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
+    small, large = aggregate("small", instance_type="m1.tiny, m1.small"), aggregate("large", instance_type="m1.large")
+    config = SchedulerConfig(aggregates=(small, large))
+    hosts = Hosts([PLENTY] * 4, config=config, members={small.uuid: [0, 2], large.uuid: [1, 2]})
+    judge = AggregateTypeAffinityFilter().judge
+    assert judge(hosts.view(), hosts.wanted("m1.small")).passed.tolist() == [True, False, True, True]
+    assert judge(hosts.view(), hosts.wanted("m1.large")).passed.tolist() == [False, True, True, True]
+    nobody = judge(hosts.view(), hosts.wanted("m1.medium"))
+    assert nobody.passed.tolist() == [False, False, False, True]
+    assert nobody.fell == {"flavor.not_listed": 3}
+
+
+@pytest.mark.parametrize(
+    ("announced", "asked", "runs"),
+    [
+        ("x86_64/kvm/hvm", ["x86_64", "", ""], True),
+        ("x86_64/kvm/hvm", ["aarch64", "", ""], False),
+        ("x86_64/kvm/hvm, i686/kvm/hvm", ["i686", "kvm", "hvm"], True),
+        ("x86_64/kvm/hvm, i686/xen/xen", ["i686", "kvm", ""], False),  # no one triple has both
+        ("X86_64/KVM/HVM", ["x86_64", "", "hvm"], True),
+        ("x86_64", ["x86_64", "", ""], False),  # no triple
+        ("", ["x86_64", "", ""], False),
+        (None, ["x86_64", "", ""], False),
+    ],
+)
+def test_what_an_image_is_made_for(announced: str | None, asked: list[str], runs: bool) -> None:
+    assert supports(announced, asked) is runs
+
+
+def test_images_run_where_they_can() -> None:
+    intel, arm = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/kvm/hvm"}
+    hosts = Hosts([PLENTY] * 3, reports={0: {"attributes": intel}, 1: {"attributes": arm}})
+    judge = ImagePropertiesFilter()
+    asked = hosts.wanted(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
+    verdict = judge.judge(hosts.view(), asked)
+    assert verdict.passed.tolist() == [False, True, False]
+    assert verdict.fell == {"image.not_supported": 2}
+    assert not concerns(judge, hosts.wanted(image_properties={"os_type": "linux"}))
+
+
+def test_an_aggregate_is_kept_for_images_with_its_values() -> None:
+    windows, any_os = aggregate("w", os_type="windows, reactos"), aggregate("n", rack="7")
+    config = SchedulerConfig(aggregates=(windows, any_os))
+    hosts = Hosts([PLENTY] * 3, config=config, members={windows.uuid: [0], any_os.uuid: [1]})
+    judge = AggregateImagePropertiesIsolation()
+    linux = judge.judge(hosts.view(), hosts.wanted(image_properties={"os_type": "linux"}))
+    assert linux.passed.tolist() == [False, True, True]
+    assert linux.fell == {"image.os_type": 1}
+    assert judge.judge(hosts.view(), hosts.wanted(image_properties={"os_type": "windows"})).passed.all()
+    assert judge.judge(hosts.view(), hosts.wanted(image_properties={"hw_architecture": "x"})).passed.all()
+    assert not concerns(judge, hosts.wanted())
+
+
+def test_they_are_enabled_by_name_and_explain_themselves() -> None:
+    names = ("AggregateTypeAffinityFilter", "ImagePropertiesFilter", "AggregateImagePropertiesIsolation")
+    config = SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, "AggregateInstanceExtraSpecsFilter", *names))
+    assert [one.name for one in plugins.filters(config)][-4:] == ["AggregateInstanceExtraSpecsFilter", *names]
+    hosts = Hosts([PLENTY] * 2, config=config)
+    wanted = hosts.wanted(image_properties={"hw_architecture": "arm"})
+    said = sentence(wanted, hosts.selector.explain(wanted, 0.0, {}).funnel, 3)
+    assert said.endswith(": 2 do not run what the image is made for.")
+
+
+def test_images_that_differ_share_no_ranking() -> None:
+    hosts = Hosts([PLENTY])
+    assert hosts.wanted(image_properties={"a": "b"}).key != hosts.wanted(image_properties={"a": "c"}).key
