@@ -17,7 +17,8 @@ SHARERS = """
 SELECT p.uuid::text FROM providers p JOIN provider_traits pt ON pt.provider_id = p.id
 JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
 """
-# The newest first: who came last found the host full already, or made it so.
+# The newest first: who came last found the host full already, or made it so. What is held back whole while it is in use
+# (a bare-metal node with its instance) is as it should be, as long as it is not used past what there is.
 BEYOND = """
 SELECT p.uuid::text, c.name, i.used, i.capacity, i.set_aside,
     array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
@@ -25,7 +26,9 @@ SELECT p.uuid::text, c.name, i.used, i.capacity, i.set_aside,
 FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
 JOIN allocations a ON a.provider_id = i.provider_id AND a.class_id = i.class_id
 JOIN consumers k ON k.uuid = a.consumer AND k.released_at IS NULL
-WHERE i.used > i.capacity GROUP BY p.uuid, c.name, i.used, i.capacity, i.set_aside ORDER BY p.uuid, c.name
+WHERE i.used > i.capacity
+    AND (i.set_aside OR i.reserved < i.total OR i.used > floor(i.total * i.allocation_ratio))
+GROUP BY p.uuid, c.name, i.used, i.capacity, i.set_aside ORDER BY p.uuid, c.name
 """
 CONSUMER = """
 SELECT project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL

@@ -123,6 +123,20 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
     assert shown.json()["usages"] == {"VCPU": 4}
 
 
+async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """Every deployed bare-metal node is (I-4): it was called over capacity, and `--evict` would have freed it."""
+    node, consumer = await placement.host(DISK_GB=1), new_uuid(placement.rng)
+    assert (await placement.claim(consumer, node, DISK_GB=1)).status_code == 204
+    body = {"resource_provider_generation": 2, "inventories": {"DISK_GB": {"total": 1, "reserved": 1}}}
+    await placement.call("PUT", f"/resource_providers/{node}/inventories", body, status=200)
+    names = tmp_path / "ids"
+    names.write_text(consumer)
+    status, found = await audit(placement, "--consumers", str(names), "--repair", "--evict")
+    assert (status, found["over_capacity"], found["repaired"]) == (0, [], [])
+
+
 async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placement, tmp_path: Path) -> None:
     host, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
 
