@@ -104,10 +104,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
     max_options: Annotated[int, Bound(ge=1, le=16)] = 4  # candidate allocations of one host, tried in one claim (P-65)
 
-    # Pre-filters
+    # Pre-filters
     limit_tenants_to_placement_aggregate: bool = False
     placement_aggregate_required_for_tenants: bool = False
     default_availability_zone: str = "nova"
+    enable_isolated_aggregate_filtering: bool = False
+    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may pass the filters by (N-11)
 
     # Hosts
     service_down_time_s: Seconds = 60.0

@@ -33,6 +33,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
+    forced: with `host`, past the filters; what the flavor asks is claimed there all the same.
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from. different_host, same_host: not where any of these instances
@@ -48,6 +49,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     image: Annotated[str, Bound(max_length=255)] = ""
     availability_zone: Word | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
+    forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
     max_attempts: Annotated[int, Bound(ge=1, le=10)] | None = None
     build_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None

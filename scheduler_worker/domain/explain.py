@@ -15,6 +15,7 @@ PHRASES = {
     "tenant.not_allowed": "are kept for other projects",
     "host.unannounced": "were never announced by a compute service",
     "host.ignored": "were to be ignored",
+    "host.not_forced": "cannot be forced by this request",
     "flavor.not_listed": "are kept for other flavors",
     "image.not_supported": "do not run what the image is made for",
     "group.no_room": "have as many of the server group as they may",

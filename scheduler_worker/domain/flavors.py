@@ -1,4 +1,4 @@
-"""From a request and its flavor to what is wanted: the pre-filters that shape the query (R-1, R-2, R-4)."""
+"""From a request and its flavor to what is wanted: the pre-filters that shape the query (R-1, R-2, R-4, R-5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from scheduler_worker.filters.tenant_is_allowed import tenants
 __all__ = ["Asked", "FlavorInvalid", "parse", "want"]
 
 ZONE_KEY = "availability_zone"
+TRAIT_KEY = "trait:"
 HOST_UNKNOWN = "host.unknown"
+NOT_FORCED = "host.not_forced"
 
 
 def want(
@@ -24,11 +26,14 @@ def want(
 ) -> Wanted | Impossible:
     """What one request wants, pre-filters applied. `hosts`: uuids that its `host` names, if any (N-12)."""
     query = asked.query
+    if request.forced and (hosts is None or request.project_id not in config.forced_hosts_for):
+        why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
+        return Impossible(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
     if hosts is not None:
         if not hosts:
             return Impossible(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
         query = replace(query, only_roots=hosts)
-    for prefilter in (_tenant_aggregate, _availability_zone):
+    for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):
         shaped = prefilter(request, query, membership, config)
         if isinstance(shaped, Impossible):
             return shaped
@@ -42,11 +47,13 @@ def want(
         preferred_classes=asked.preferred_classes,
         availability_zone=request.availability_zone,
         image_properties=request.image_properties,
+        forced=request.forced,
         key=(
             request.flavor,
             request.project_id,
             request.availability_zone or "",
             request.host or "",
+            "forced" if request.forced else "",
             *(word for said in sorted(request.image_properties.items()) for word in said),
         ),
     )
@@ -84,6 +91,23 @@ def _availability_zone(
         return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + zones)
     known = ", ".join(sorted({config.default_availability_zone, *(a.metadata[ZONE_KEY] for a in zoned)}))
     return Impossible("zone.unknown", f"there is no availability zone {zone} (there are: {known})", "availability_zone")
+
+
+def _isolated_aggregates(request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig) -> Query:
+    """R-5: hosts of an aggregate with `trait:X` = required metadata are for those whose flavor requires each such X."""
+    if not config.enable_isolated_aggregate_filtering:
+        return query
+    asked = (*query.required, *query.root_required, *(names for group in query.groups for names in group.required))
+    required = {names[0] for names in asked if len(names) == 1}
+    kept = tuple(
+        aggregate.uuid
+        for aggregate in membership.with_prefix(TRAIT_KEY)
+        if any(
+            key.startswith(TRAIT_KEY) and value == "required" and key.removeprefix(TRAIT_KEY) not in required
+            for key, value in aggregate.metadata.items()
+        )
+    )
+    return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + kept) if kept else query
 
 
 def _any_of(query: Query, aggregates: list[Aggregate]) -> Query:

@@ -149,7 +149,7 @@ class Selector:
             view = view.subset(known)
             funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
         for judge in self.filters:
-            if not concerns(judge, wanted):
+            if wanted.forced or not concerns(judge, wanted):
                 continue
             before = len(view)
             verdict = judge.judge(view, wanted)

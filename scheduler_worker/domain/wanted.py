@@ -28,6 +28,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
     preferred_traits, preferred_classes: what the flavor would like and does not insist on; a weigher looks at them.
     company: what the book says of those that the request names, if it names any. image_properties: what the image says.
+    forced: no filter is asked; the book is.
     """
 
     query: Query
@@ -40,6 +41,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     key: tuple[str, ...] = ()
     company: Company | None = None
     image_properties: Mapping[str, str] = {}
+    forced: bool = False
 
     def has_policy(self, policy: GroupPolicy) -> bool:
         """Whether it belongs to a server group with this policy."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scheduler_worker import plugins
 from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.plugins import concerns
+from scheduler_worker.domain.wanted import Impossible
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
 from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
@@ -113,3 +116,41 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
 def test_images_that_differ_share_no_ranking() -> None:
     hosts = Hosts([PLENTY])
     assert hosts.wanted(image_properties={"a": "b"}).key != hosts.wanted(image_properties={"a": "c"}).key
+
+
+def passing(hosts: Hosts, **request: Any) -> list[str]:
+    ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
+
+
+def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -> None:
+    """N-11, trap 19: no filter is asked, the claim is made; and not everybody may."""
+    config = SchedulerConfig(forced_hosts_for=("operators",))
+    hosts = Hosts([PLENTY, {**PLENTY, "VCPU": 1}], config=config, reports={at: {"enabled": False} for at in (0, 1)})
+    assert passing(hosts, flavor="m1.medium", host="h0", project_id="operators") == []
+    assert passing(hosts, flavor="m1.medium", host="h0", project_id="operators", forced=True) == ["h0"]
+    assert passing(hosts, flavor="m1.medium", host="h1", project_id="operators", forced=True) == []
+    for more in ({"host": "h0", "project_id": "demo"}, {"project_id": "operators"}):
+        refused = hosts.selector.want(hosts.request(forced=True, **more))
+        assert isinstance(refused, Impossible)
+        assert refused.code == "host.not_forced"
+
+
+def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
+    """R-5: each required trait of the metadata must be required by the flavor, of the host or of a group."""
+    licensed = aggregate("licensed", **{"trait:CUSTOM_WINDOWS": "required", "trait:CUSTOM_FAST": "preferred"})
+    flavors = {
+        "plain": Flavor(vcpus=1),
+        "windows": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_WINDOWS"}),
+        "other": Flavor(vcpus=1, extra_specs={"root_required": "CUSTOM_OTHER"}),
+    }
+
+    def forbidden(flavor: str, *, enabled: bool = True) -> tuple[str, ...]:
+        config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=enabled)
+        hosts = Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]})
+        return hosts.wanted(flavor).query.root_forbidden_aggregates
+
+    assert forbidden("plain") == forbidden("other") == (licensed.uuid,)
+    assert forbidden("windows") == forbidden("plain", enabled=False) == ()
+    config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=True)
+    assert passing(Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]}), flavor="plain") == ["h1"]
