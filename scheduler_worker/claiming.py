@@ -246,6 +246,7 @@ class Claiming:
                 project_id=work.request.project_id,
                 user_id=work.request.user_id,
                 server_group=work.request.server_group,
+                limits=self._config.quotas.get(work.request.project_id, self._config.default_quota),
             )
             for work in works
         ]
@@ -291,6 +292,8 @@ class Claiming:
                 metrics.RETRIES.labels("ruled_out").inc()
                 work.tried[choice.selected.uuid] = "claim.ruled_out"
                 work.wanted = work.wanted.meeting(answer.members)
+            case ClaimOutcome.OVER_LIMIT:
+                work.ending = Stopped("quota.exceeded", f"project {work.request.project_id}, {answer.reason}")
             case ClaimOutcome.CONSUMER_CHANGED:
                 reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
                 work.ending = Stopped(CONSUMER_CHANGED, reason)

@@ -111,6 +111,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     enable_isolated_aggregate_filtering: bool = False
     forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may pass the filters by (N-11)
 
+    # Quota (N-31), held to by claims: {class: what a project's instances may hold together}, INSTANCES: how many
+    default_quota: dict[str, Annotated[int, Bound(ge=0, lt=2**31)]] = {}
+    quotas: dict[str, dict[str, Annotated[int, Bound(ge=0, lt=2**31)]]] = {}  # by project, instead of the default
+
     # Hosts
     service_down_time_s: Seconds = 60.0
     hosts_warmup_s: Seconds = 5.0  # after a start, unknown hosts may still announce themselves: retry, do not refuse

@@ -12,6 +12,7 @@ from .base import (
     MAX_AMOUNT,
     Allocations,
     Amount,
+    ClassName,
     Count,
     Generation,
     Label,
@@ -94,10 +95,14 @@ class ClaimOutcome(StrEnum):
     RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
     FULL = "full"  # it does not fit: the next candidate
     CONSUMER_CHANGED = "consumer_changed"  # somebody else owns this consumer: stop
+    OVER_LIMIT = "over_limit"  # the project may not hold so much: stop
     RULED_OUT = "ruled_out"  # the server group's rule forbids this host: the next host
     GONE = "gone"  # the provider no longer exists: the next host
     INVALID = "invalid"  # it can never be right (unknown class, off its step): a permanent fault
 
+
+# In a claim's limits: the number of a project's consumers, beside the amounts of classes that they hold.
+INSTANCES = "INSTANCES"
 
 # Hosts of a server group that one answer names; of a larger one some are left out, and only the claim knows them.
 MAX_HOSTS_TOLD = 10_000
@@ -123,6 +128,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     release_first: what the consumer holds is released whether or not an option fits (C-9, one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too (F-4, F-5).
+    limits: {class: what the project's consumers may hold together, this claim included}; INSTANCES: how many there
+    may be.
     """
 
     consumer: Uuid
@@ -134,6 +141,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     user_id: Word = "unknown"
     consumer_type: Word = "INSTANCE"
     server_group: ServerGroup | None = None
+    limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
 
 
 class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.result.v1"):

@@ -12,7 +12,6 @@ from itertools import islice
 
 from msgspec import Struct
 
-from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import (
     MAX_HOSTS_TOLD,
     Change,
@@ -23,12 +22,20 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
+from placement_worker.domain.company import group_key, permitted, together
 from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Swap
 
 # What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
-_HOPE = (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE, ClaimOutcome.INVALID)
+_HOPE = (
+    ClaimOutcome.RACED,
+    ClaimOutcome.OVER_LIMIT,
+    ClaimOutcome.FULL,
+    ClaimOutcome.RULED_OUT,
+    ClaimOutcome.GONE,
+    ClaimOutcome.INVALID,
+)
 # The code at the head of the reason when a cell names what another cell has.
 OF_ANOTHER_CELL = "claim.foreign_cell: of another cell"
 _NO_AMOUNTS: Mapping[str, int] = {}
@@ -72,14 +79,17 @@ def decide(
     foreign: Collection[str] = frozenset(),
     *,
     groups: Mapping[GroupKey, Members] | None = None,
+    projects: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Decision:
     """Evaluate a group in order; each item sees what the ones before it did.
 
     foreign: providers of other cells than the one that asks. For it they are gone, and a consumer that holds something
-    of them is somebody else's. groups: the members of every server group that an item names, locked.
+    of them is somebody else's. groups: the members of every server group that an item names. projects: what the
+    consumers of each project whose claims have limits hold together. Both are locked.
     `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
     """
     ledger = _Ledger(consumers, providers, known_classes, foreign, groups or {})
+    ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
     verdicts: list[Verdict] = []
     for item in items:
         if isinstance(item, Claim):
@@ -114,6 +124,7 @@ class _Ledger:
         self.foreign = foreign
         self._groups = groups
         self.joined: dict[GroupKey, dict[str, str]] = {}
+        self.projects: dict[str, dict[str, int]] = {}
         self._consumers = consumers
         self.providers = providers
         self.known_classes = known_classes
@@ -156,7 +167,26 @@ class _Ledger:
         return self.providers[uuid].rooms[name].used
 
     def write(self, uuid: str, consumer: Consumer | None) -> None:
+        if self.projects:
+            self._count(self.consumer(uuid), -1)
+            self._count(consumer, 1)
         self.changed_consumers[uuid] = consumer
+
+    def _count(self, consumer: Consumer | None, sign: int) -> None:
+        """What a project of limits holds follows its consumers."""
+        if consumer is not None and consumer.project_id in self.projects:
+            held = self.projects[consumer.project_id]
+            for name, amount in together(consumer.holding).items():
+                held[name] = held.get(name, 0) + sign * amount
+
+    def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
+        """What the project would hold too much of; empty when nothing. What does not grow is allowed."""
+        now, before = self.projects.get(claim.project_id, {}), together(held)
+        for name, amount in sorted(together(option.allocations).items()):
+            more = amount - before.get(name, 0)
+            if more > 0 and name in claim.limits and now.get(name, 0) + more > claim.limits[name]:
+                return f"{name}: {now.get(name, 0)} of {claim.limits[name]} held, {more} more asked"
+        return ""
 
     def move(self, before: Holding, after: Holding) -> None:
         """Usage follows one consumer's holding; every provider named moves its generation once."""
@@ -192,11 +222,14 @@ def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
         generation = known.generation if known is not None and held else None
         return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
     outcomes: list[ClaimOutcome] = []
+    past = ""
     others = ledger.others(claim) if claim.server_group is not None else {}
     for number, option in enumerate(claim.options):
         outcome = _fits(ledger, option, held)
         if outcome is _CLAIMED and claim.server_group is not None:
-            outcome = _permitted(claim, option, others)
+            outcome = permitted(claim, option, others)
+        if outcome is _CLAIMED and claim.limits and (past := ledger.past_limit(claim, option, held)):
+            outcome = ClaimOutcome.OVER_LIMIT
         outcomes.append(outcome)
         if outcome is _CLAIMED:
             return _take(ledger, claim, known, number, tuple(outcomes))
@@ -205,28 +238,10 @@ def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
         return _give_back_only(ledger, claim, known, overall, tuple(outcomes))
     members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
-    reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else ""
+    reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return Verdict(
         outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason, members=members
     )
-
-
-def group_key(claim: Claim) -> GroupKey | None:
-    """The server group that a claim names: of its project, whatever others call theirs."""
-    return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
-
-
-def _permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
-    """Whether the server group's hard rule lets its member onto this host. Its own host always does (trap 3)."""
-    group = claim.server_group
-    assert group is not None
-    if option.host is None:
-        return ClaimOutcome.INVALID
-    if group.policy is GroupPolicy.ANTI_AFFINITY:
-        allowed = others.get(option.host, 0) < group.max_per_host
-    else:
-        allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others
-    return _CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
 def _may_claim(known: Consumer | None, claim: Claim) -> bool:

@@ -1,7 +1,8 @@
 """A group of claims as one transaction of a few set-based statements.
 
-Locks are taken in one order by every writer: server groups, consumers by uuid, providers by id, the feed's counter
-last. Whoever waits therefore waits for somebody further along, and there is no deadlock, swaps included.
+Locks are taken in one order by every writer: server groups, projects with limits, consumers by uuid, providers by id,
+the feed's counter last. Whoever waits therefore waits for somebody further along, and there is no deadlock, swaps
+included.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Re
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import Decision, Verdict, changes_of, decide
 from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, Consumer, Room, is_closed
-from placement_worker.store import feed, members
+from placement_worker.store import feed, limits, members
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
 
@@ -58,9 +59,10 @@ class Locked(Struct, frozen=True):
 async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
     groups = await members.lock(connection, items)
+    projects = await limits.lock(connection, items, names)
     locked = await lock(connection, expected(items), providers_of(items, {}), names)
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups)
+    decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
     await members.write(connection, decision.joined)  # before the feed's counter is locked
     sequence = await write(
         connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes_of(decision)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import asyncpg
 
 from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, WherePage, WhereRequest
-from placement_worker.domain.claims import group_key
+from placement_worker.domain.company import group_key
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.port import ClaimItem
 

@@ -30,6 +30,7 @@ from bus.contracts.placement import (
 from bus.faults import BrokenInvariant
 from bus.service.memory_database import MemoryDatabase, Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
+from placement_worker.domain.company import together
 from placement_worker.domain.handover import taken
 from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
 from placement_worker.domain.reports import Plan, flaw, plan
@@ -48,6 +49,7 @@ from placement_worker.domain.values import (
 from placement_worker.store.claims import providers_of, reply
 from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
 from placement_worker.store.handover import HoldersBusy, Leaving
+from placement_worker.store.limits import projects_of
 from placement_worker.store.members import keys_of
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
@@ -96,6 +98,14 @@ class MemoryBookTable(MemoryDatabase):
             if uuid in self.consumers and self.consumers[uuid].consumer.holding
         }
 
+    def held_by(self, project: str) -> dict[str, int]:
+        """What a project's consumers hold together, and how many they are."""
+        total: Counter[str] = Counter()
+        for kept in self.consumers.values():
+            if kept.consumer.project_id == project:
+                total.update(together(kept.consumer.holding))
+        return dict(total)
+
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider: its root's."""
         provider = self.providers.get(uuid)
@@ -134,6 +144,7 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             await transaction.lock([("group", *key) for key in keys_of(items)])
+            await transaction.lock([("project", project) for project in projects_of(items)])
             await transaction.lock([("consumer", uuid) for uuid in sorted(_consumers_of(items))])
             consumers = {
                 uuid: table.consumers[uuid].consumer for uuid in _consumers_of(items) if uuid in table.consumers
@@ -141,7 +152,8 @@ class MemoryBook:
             providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
             foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
             groups = {key: table.alive(key) for key in keys_of(items)}
-            decision = decide(items, consumers, providers, table.classes, foreign, groups=groups)
+            projects = {project: table.held_by(project) for project in projects_of(items)}
+            decision = decide(items, consumers, providers, table.classes, foreign, groups=groups, projects=projects)
             await transaction.statement()
             self._write(transaction, decision, table.clock.time())
             sequence = await self._append(transaction, changes_of(decision))

@@ -88,8 +88,10 @@ class Look:
 
 
 def is_small(items: Sequence[ClaimItem]) -> bool:
-    """Whether it is worth a try: a few claims, each of another consumer, none of a server group."""
-    wanted = {item.consumer for item in items if isinstance(item, Claim) and item.server_group is None}
+    """Whether it is worth a try: a few claims, each of another consumer, none of a server group or with limits."""
+    wanted = {
+        item.consumer for item in items if isinstance(item, Claim) and item.server_group is None and not item.limits
+    }
     return len(items) <= MAX_ITEMS and len(wanted) == len(items)
 
 

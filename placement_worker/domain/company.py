@@ -1,0 +1,36 @@
+"""What a claim must respect beside room: its server group's rule, and what its project may hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
+from placement_worker.domain.values import GroupKey, Holding
+
+
+def group_key(claim: Claim) -> GroupKey | None:
+    """The server group that a claim names: of its project, whatever others call theirs."""
+    return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
+
+
+def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
+    """Whether the server group's hard rule lets its member onto this host. Its own host always does (trap 3)."""
+    group = claim.server_group
+    assert group is not None
+    if option.host is None:
+        return ClaimOutcome.INVALID
+    if group.policy is GroupPolicy.ANTI_AFFINITY:
+        allowed = others.get(option.host, 0) < group.max_per_host
+    else:
+        allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others
+    return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
+
+
+def together(holding: Holding) -> dict[str, int]:
+    """What one consumer holds by class, over all its providers; and that it is one, if it holds anything."""
+    held = {INSTANCES: 1} if holding else {}
+    for resources in holding.values():
+        for name, amount in resources.items():
+            held[name] = held.get(name, 0) + amount
+    return held

@@ -1,0 +1,120 @@
+"""A project's limits in the claim, on both books: never passed, however many claim at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from bus.clock import SystemClock
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    Inventory,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+)
+from bus.service.database import Database
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
+
+Make = Callable[[], PlacementStore]
+
+HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
+VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
+FOUR = {"VCPU": 4}
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Another store on the same book, as another process has it."""
+    made: list[PlacementStore] = []
+    table = MemoryBookTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> PlacementStore:
+        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> PlacementStore:
+    """A book of hosts with plenty of room."""
+    made = make()
+    await made.open()
+    await made.report([host(uuid) for uuid in HOSTS])
+    return made
+
+
+def host(uuid: str) -> InventoryUpdate:
+    stock = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
+    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
+    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))
+
+
+def claim(vm: int, at: int = 0, *, limits: dict[str, int] = FOUR, project: str = "p", **amounts: int) -> Claim:
+    option = ClaimOption(allocations={HOSTS[at]: amounts or {"VCPU": 1}})
+    return Claim(consumer=VMS[vm], options=(option,), project_id=project, limits=limits)
+
+
+async def outcomes(store: PlacementStore, *claims: Claim) -> list[str]:
+    return [str(reply.outcome) for reply in await store.apply(claims)]
+
+
+async def test_a_project_holds_no_more_than_it_may(store: PlacementStore) -> None:
+    assert await outcomes(store, claim(0, VCPU=3)) == ["claimed"]
+    (over,) = await store.apply([claim(1, 1, VCPU=2)])
+    assert isinstance(over, ClaimResult)
+    assert (over.outcome, over.reason) == (ClaimOutcome.OVER_LIMIT, "VCPU: 3 of 4 held, 2 more asked")
+    assert await outcomes(store, claim(1, 1, VCPU=1), claim(2, 2, DISK_GB=50)) == ["claimed", "claimed"]
+
+
+async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gave_back(store: PlacementStore) -> None:
+    assert await outcomes(store, *(claim(n, VCPU=2) for n in range(3))) == ["claimed", "claimed", "over_limit"]
+    replies = await store.apply([Release(consumer=VMS[0]), claim(2, VCPU=2), claim(3, VCPU=1)])
+    assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_limit"]
+
+
+async def test_how_many_instances(store: PlacementStore) -> None:
+    two = {"INSTANCES": 2}
+    assert await outcomes(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_limit"]
+    await store.apply([Release(consumer=VMS[0])])
+    assert await outcomes(store, claim(3, limits=two), claim(4, limits=two)) == ["claimed", "over_limit"]
+
+
+async def test_other_projects_and_claims_without_limits_are_not_held_to_them(store: PlacementStore) -> None:
+    assert await outcomes(store, claim(0, VCPU=4), claim(1, VCPU=4, project="q")) == ["claimed", "claimed"]
+    assert await outcomes(store, claim(2, VCPU=4, limits={})) == ["claimed"]
+
+
+async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(store: PlacementStore) -> None:
+    assert await outcomes(store, claim(0, VCPU=4), claim(0, VCPU=4)) == ["claimed", "claimed"]
+    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
+    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
+                      project_id="p", limits=FOUR)  # fmt: skip
+    assert await outcomes(store, alternate) == ["claimed"]
+
+
+async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
+    make: Make, store: PlacementStore
+) -> None:
+    """Nothing but the project is common to them: its lock alone tells them apart."""
+    stores = [store, make(), make(), make()]
+    for other in stores[1:]:
+        await other.open()
+
+    async def work(number: int) -> list[str]:
+        return [one for vm in range(10) for one in await outcomes(stores[number], claim(10 * number + vm, number))]
+
+    ended = await asyncio.gather(*(work(number) for number in range(4)))
+    assert Counter(one for part in ended for one in part) == {"claimed": 4, "over_limit": 36}
