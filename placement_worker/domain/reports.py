@@ -169,7 +169,7 @@ class _Draft:
         touched: dict[str, Provider] = {}
         for report in own:
             old = self.providers.get(report.uuid)
-            cell = self._bound(update.root_uuid) if report.uuid == update.root_uuid else None
+            cell = self._bound(update) if report.uuid == update.root_uuid else None
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in aside:
             touched[uuid] = _set_aside(replace(self.providers[uuid], used=used[uuid]))
@@ -183,11 +183,23 @@ class _Draft:
         provider = self.providers.get(uuid)
         return self.providers[provider.root].cell if provider is not None else None
 
-    def _bound(self, root: str) -> str | None:
-        """The cell of a root once this bus has reported it. What exists unbound the API bus leaves to its cell."""
+    def _bound(self, update: InventoryUpdate) -> str | None:
+        """The cell of a root once this bus has reported it. What exists unbound the API bus leaves to its cell.
+
+        A source above cells may say whose an open root is to be, once nobody uses it: who holds something there may be
+        of another cell, and could not release it any more.
+        """
+        root = update.root_uuid
+        named = update.cell if self._bus == ABOVE_CELLS else None
         if root not in self.providers:
-            return self._bus
-        return self._cell(root) or (self._bus if self._bus != ABOVE_CELLS else None)
+            return named or self._bus
+        known = self._cell(root)
+        if named and known in (None, ABOVE_CELLS) and not self._is_used(root):
+            return named
+        return known or (self._bus if self._bus != ABOVE_CELLS else None)
+
+    def _is_used(self, root: str) -> bool:
+        return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
     def _hand_over(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
         """(what moves, what is used after it). Only from providers that this report is about: `own`."""
@@ -294,6 +306,8 @@ def _reported(
     aggregates = report.aggregates
     if aggregates is None:
         aggregates = before.aggregates if before is not None else ()
+    # What an operator gave a host its service knows nothing of, and so cannot mean to take away.
+    lasting = before.lasting if before is not None else ()
     return Provider(
         uuid=report.uuid,
         name=report.name,
@@ -303,9 +317,10 @@ def _reported(
         shape=before.shape if before is not None else 0,
         stocks=stocks,
         used=used,
-        traits=tuple(sorted(set(report.traits))),
+        traits=tuple(sorted({*report.traits, *lasting})),
         aggregates=tuple(sorted(set(aggregates))),
         cell=cell,
+        lasting=lasting,
     )
 
 

@@ -152,6 +152,9 @@ def _next(old: Provider | None, new: Provider) -> Provider:
     """The provider as it is to be; the very same object when nothing of it changes."""
     if old is None:
         return replace(new, used={})
+    # Of a trait that is there already the book knows best whose it is.
+    lasting = {*old.lasting}.intersection(new.traits).union({*new.lasting}.difference(old.traits))
+    new = replace(new, lasting=tuple(sorted(lasting)))
     same = replace(new, shape=old.shape, used=old.used)
     if same == old:
         return old

@@ -79,7 +79,10 @@ DELETE_TRAITS = """
 DELETE FROM provider_traits t USING unnest($1::bigint[], $2::int[]) AS n (provider_id, trait_id)
 WHERE t.provider_id = n.provider_id AND t.trait_id = n.trait_id
 """
-INSERT_TRAITS = "INSERT INTO provider_traits (provider_id, trait_id) SELECT * FROM unnest($1::bigint[], $2::int[])"
+INSERT_TRAITS = """
+INSERT INTO provider_traits (provider_id, trait_id, lasting)
+SELECT * FROM unnest($1::bigint[], $2::int[], $3::bool[])
+"""
 
 DELETE_AGGREGATES = """
 DELETE FROM provider_aggregates a USING unnest($1::bigint[], $2::uuid[]) AS n (provider_id, aggregate)
@@ -242,7 +245,8 @@ async def write_providers(
     traits = [(ids[new.uuid], old.traits if old else (), new.traits) for old, new in changed]
     lost, won = _difference([(i, [trait_ids[t] for t in a], [trait_ids[t] for t in b]) for i, a, b in traits])
     await _execute_rows(connection, DELETE_TRAITS, lost)
-    await _execute_rows(connection, INSERT_TRAITS, won)
+    lasting = {(ids[new.uuid], trait_ids[trait]) for _, new in changed for trait in new.lasting}
+    await _execute_rows(connection, INSERT_TRAITS, [(*row, row in lasting) for row in won])
     left, joined = _difference([(ids[new.uuid], old.aggregates if old else (), new.aggregates) for old, new in changed])
     await _execute_rows(connection, DELETE_AGGREGATES, left)
     await _execute_rows(connection, INSERT_AGGREGATES, joined)

@@ -22,7 +22,7 @@ FROM inventories i JOIN resource_classes c ON c.id = i.class_id
 WHERE i.provider_id = ANY($1::bigint[]) ORDER BY i.provider_id, c.name
 """
 READ_TRAITS = """
-SELECT pt.provider_id, t.name FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
+SELECT pt.provider_id, t.name, pt.lasting FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
 WHERE pt.provider_id = ANY($1::bigint[]) ORDER BY pt.provider_id, t.name
 """
 READ_AGGREGATES = """
@@ -43,7 +43,12 @@ async def read_providers(
         stocks[number][name] = Stock(*stock)
         if amount:
             used[number][name] = amount
-    traits = await _members(connection, READ_TRAITS, numbers)
+    traits: dict[int, list[str]] = {number: [] for number in numbers}
+    lasting: dict[int, list[str]] = {number: [] for number in numbers}
+    for number, name, lasts in await connection.fetch(READ_TRAITS, numbers):
+        traits[number].append(name)
+        if lasts:
+            lasting[number].append(name)
     aggregates = await _members(connection, READ_AGGREGATES, numbers)
     providers = {
         row[1]: Provider(
@@ -58,6 +63,7 @@ async def read_providers(
             traits=tuple(traits[row[0]]),
             aggregates=tuple(aggregates[row[0]]),
             cell=row[7],
+            lasting=tuple(lasting[row[0]]),
         )
         for row in rows
     }
