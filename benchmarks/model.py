@@ -175,7 +175,12 @@ def report(result: Result, scale: Scale, options: argparse.Namespace) -> str:
         f"One machine of {options.machine} cores, {result.cells} cells, {FILL:.0%} full: "
         f"{carried(known, options.machine, result.cells):,.0f} boots a second",
         f"{options.machines} machines of {options.machine} cores, {options.machines} cells: "
-        f"{carried(known, options.machine * options.machines, options.machines):,.0f} boots a second",
+        f"{carried(known, options.machine * options.machines, options.machines):,.0f} boots a second by their cores"
+        + (
+            f", {options.claims:,.0f} by the book's counter"
+            if options.claims
+            else " (what one book claims: see --claims)"
+        ),
         "",
         f"{options.rate:,.0f} boots a second, {options.cells} cells, {options.hosts:,} hosts:",
         *rows_of(needs(known, options.rate, options.cells)),
@@ -208,6 +213,7 @@ def main() -> int:
     parser.add_argument("--cells", type=positive, default=100)
     parser.add_argument("--hosts", type=positive, default=1_000_000)
     parser.add_argument("--rate", type=float, default=10_000.0)
+    parser.add_argument("--claims", type=float, help="claims a second that one book takes (benchmarks.claims)")
     options = parser.parse_args()
     result = msgspec.json.decode(options.street.read_bytes(), type=Result)
     scale = msgspec.json.decode(options.scale.read_bytes(), type=Scale) if options.scale else Scale()

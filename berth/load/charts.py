@@ -9,6 +9,7 @@ Every text that comes in is escaped here; whoever draws need not think of it. Po
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -185,7 +186,7 @@ def heat(
     title: str, x: Sequence[float], rows: Sequence[str], cells: Sequence[Sequence[tuple[float, str]]], *, x_label: str
 ) -> str:
     """A cell for each row and x: how full (0 to 1) and what the mouse is told. Row names only where one is given."""
-    edges = [*x, x[-1] + (x[-1] - x[-2] if len(x) > 1 else 1.0)]
+    edges = [*x, x[-1] + min((after - at for at, after in itertools.pairwise(x)), default=1.0)]
     size = min(max(360.0 / len(rows), 4.0), 22.0)
     across = Axis(edges[0], edges[-1], LEFT + 40, WIDTH - RIGHT)
     bottom = TOP + size * len(rows)

@@ -136,6 +136,13 @@ def test_a_few_full_nodes_do_not_make_all_other_hosts_look_empty() -> None:
     assert "full colour: 50% used)" in heat_of([0.25, 0.5] * 20), "not far apart: one scale for all"
 
 
+def test_the_last_look_at_the_hosts_is_not_drawn_far_beyond_the_run() -> None:
+    """The gap before the last look may be a stall: drawn after it once more, a run of 14 s seemed to take 20."""
+    drawn = charts.heat("t", [1.0, 2.0, 8.0, 14.0], ["h"], [[(0.5, "")] * 4], x_label="s")
+    widths = [float(found) for found in re.findall(r'class="heat"[^>]* width="([0-9.]+)"', drawn)]
+    assert widths[-1] == min(widths) < widths[2] / 5
+
+
 @pytest.mark.parametrize(("boots", "seconds", "step"), [(600, 7.5, 0.5), (100_000, 60.0, 1.0), (3, 9.0, 0.5)])
 def test_a_point_of_a_plot_stands_for_enough_boots(boots: int, seconds: float, step: float) -> None:
     """Six boots to a point is a saw, not a throughput."""
