@@ -9,13 +9,16 @@ import pytest
 
 from berth.crew import Crew
 from berth.servers import Plan
+from bus.contracts.build import BuildPage, BuildQuery
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
 from tests.system.crew import Rig, rig
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 FAULTS = Faults(delay_max_s=0.2, fail_rate=0.05, leftover_rate=0.3, duplicate_rate=0.05)
+PATIENCE_S = 90.0
+MOST_RACES = 10
 ROLES = ("scheduler1", "placement1", "conductor-cell1-1", "compute-cell2-c1", "scheduler2", "placement2")
 
 
@@ -42,12 +45,12 @@ async def load_while(whole: Rig, boots: int, disturb):  # type: ignore[no-untype
 
     async def accident() -> None:
         await whole.client.until(
-            lambda: len(whole.client.tracks) > before and whole.client.unfinished <= 0.9 * boots, 60
+            lambda: len(whole.client.tracks) > before and whole.client.unfinished <= 0.9 * boots, PATIENCE_S
         )
         await disturb(whole)
 
     trouble = asyncio.create_task(accident())
-    report = await whole.load(boots, timeout_s=90)
+    report = await whole.load(boots, timeout_s=PATIENCE_S)
     await trouble
     return report
 
@@ -73,14 +76,27 @@ async def test_two_schedulers_race_for_few_hosts() -> None:
     small = HostSize(vcpus=4, memory_mb=8192, disk_gb=100, cpu_ratio=1.0, reserved_memory_mb=0)
     plan = Plan(cells=("cell1",), compute=ComputeConfig(hosts=10, sizes=(small,), gpu_share=0.0), durable=False)
     async with rig(plan) as whole:
-        report = await whole.load(200, mix={"m1.tiny": 1.0})
-        assert report.active == 40, "ten hosts of four CPUs"
-        assert report.failures_by_code == {"no_valid_host": 160}
-        assert all(failure.funnel for failure in report.failures)
-        await whole.assert_invariants()
-        outcomes = await claim_outcomes(whole.crew)
-        assert outcomes["claimed"] == 40
-        assert outcomes["full"] > 0, f"two schedulers chose from the same forty places without conflict: {outcomes}"
+        for races in range(1, MOST_RACES + 1):
+            report = await whole.load(200, mix={"m1.tiny": 1.0})
+            assert report.active == 40, "ten hosts of four CPUs"
+            assert report.failures_by_code == {"no_valid_host": 160}
+            assert all(failure.funnel for failure in report.failures)
+            await whole.assert_invariants()
+            outcomes = await claim_outcomes(whole.crew)
+            assert outcomes["claimed"] == 40 * races
+            if outcomes.get("full", 0.0) > 0:
+                return
+            await delete_all(whole)  # one was done before the other began, as may be on a busy machine: again
+        raise AssertionError(f"two schedulers chose from the same forty places without conflict: {outcomes}")
+
+
+async def delete_all(whole: Rig) -> None:
+    """Delete all that runs."""
+    running = [track.instance_uuid for track in whole.client.tracks.values() if track.state == "active"]
+    queries = [BuildQuery(instance_uuid=uuid) for uuid in running]
+    pages = await whole.client.bus.request_all(queries, BuildPage, timeout_s=PATIENCE_S, causes=running)
+    await whole.client.delete([page.builds[0] for page in pages if isinstance(page, BuildPage)])
+    assert await whole.client.wait(PATIENCE_S)
 
 
 async def claim_outcomes(crew: Crew) -> dict[str, float]:

@@ -18,6 +18,7 @@ from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
 from bus.clock import SystemClock
 
+PATIENCE_S = 60.0
 INSTANCE = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 SLOW = Behaviour(deploy_s=3600.0, clean_s=3600.0, verify_s=3600.0)
 
@@ -59,7 +60,7 @@ async def until_kept(path: Path, node: str) -> None:
         other = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
         return load(other, path) and other.nodes[node]["instance_uuid"] == INSTANCE
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not found():  # noqa: ASYNC110  (a file has no event)
             await asyncio.sleep(0.02)
 
@@ -82,7 +83,7 @@ async def test_what_is_being_written_when_it_stops_does_not_outlast_what_is_newe
     monkeypatch.setattr(keeping, "_write", slow)
     async with simulated_ironic(site(), kept=kept) as ironic:
         assert ironic is not None
-        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
         node = next(iter(ironic.farm.nodes.values()))
         await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -98,7 +99,7 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
             assert ironic is not None
             node = next(iter(ironic.farm.nodes.values()))
             await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not logs:  # noqa: ASYNC110  (a log has no event)
                     await asyncio.sleep(0.02)
             blocked.rmdir()

@@ -16,6 +16,7 @@ from ironic_sync.store.memory import MemoryPositions
 from ironic_sync.store.port import NotLeader, Positions
 from ironic_sync.store.postgres import MIGRATIONS, PostgresPositions
 
+PATIENCE_S = 60.0
 NODE = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 OTHER = "05dcdb28-1788-4480-9281-af335fc32c9f"
 REPORT = ProviderReport(
@@ -96,6 +97,7 @@ async def test_a_writer_whose_connection_was_cut_is_fenced(postgres_url: str) ->
                 async with second.raw() as connection:
                     await connection.fetch(
                         "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+                        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
                     )
                 async with _lead_soon(PostgresPositions(second)) as new:
                     with pytest.raises(NotLeader):
@@ -116,7 +118,7 @@ class _lead_soon:  # noqa: N801  (reads as a context manager)
         self._positions = positions
 
     async def __aenter__(self):  # type: ignore[no-untyped-def]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 self._lead = self._positions.lead()
                 try:

@@ -25,7 +25,7 @@ from bus.service.service import Service
 from ironic_sync.app import build
 from ironic_sync.config import IronicSyncConfig
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @dataclass

@@ -38,7 +38,7 @@ from placement_worker.config import PlacementConfig
 
 pytestmark = pytest.mark.postgres
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Listener:

@@ -20,6 +20,7 @@ from .conftest import Book
 
 pytestmark = pytest.mark.postgres
 
+PATIENCE_S = 60.0
 MOVE = "UPDATE placement.providers SET generation = generation + 7"
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
@@ -33,7 +34,7 @@ async def moved_by_another(book: Book) -> AsyncIterator[Callable[[], Awaitable[N
     await holder.execute(MOVE)
 
     async def let_go() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while not await watcher.fetchval(WAITING):
                 pass
         await holding.commit()

@@ -32,7 +32,7 @@ from placement_worker.replica.search import Query, options, search
 
 pytestmark = [pytest.mark.postgres, pytest.mark.rabbitmq]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 CLOCK = SystemClock()
 QUERY = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("CUSTOM_FAST",),))
 
