@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from berth.site import Site
 
-SETTLE_TIMEOUT_S = 15.0
+SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.1
 # Ours on purpose (ironic_sync/README.md): a class that carries the prefix already keeps it once.
 DEVIATIONS = {"CUSTOM_CUSTOM_GOLD": "CUSTOM_GOLD"}

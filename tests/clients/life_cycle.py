@@ -27,7 +27,7 @@ from openstack import exceptions
 from openstackclient import shell
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 120.0
 TOKEN = "admin"
 NEWEST = "1.39"

@@ -30,8 +30,8 @@ from placement.tests import functional
 from placement.tests.functional.fixtures import gabbits as fixtures
 
 LATEST = "1.39"
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 60.0
 SUITE = Path(functional.__file__).parent / "gabbits"
 
 # What cannot be sent over a real connection: gabbi's HTTP client refuses `content-length: hi mom`.

@@ -22,7 +22,7 @@ from placement import conf as placement_conf
 from placement import deploy
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
 TOKEN = "admin"
 ROLES = "admin,service"  # /reshaper is for the role service alone

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 HEADERS = ("X-Auth-Token: admin", "X-Roles: admin,service")
 
 
