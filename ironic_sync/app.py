@@ -9,6 +9,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.service.environment import Environment
 from bus.service.service import Service
+from bus.service.settings import SettingsError
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.keystone import KeystoneAuth
@@ -33,6 +34,9 @@ def build(
 
     source: instead of Ironic's REST API at the configured address. store: instead of the environment's PostgreSQL.
     """
+    if config.cell and config.cell not in env.cells:
+        known = ", ".join(env.cells)
+        raise SettingsError("ironic_sync.cell", f"there is no cell {config.cell!r}; the settings know {known}")
     bus = env.bus(API)
     service = Service("ironic-sync", clock=env.clock, log=log)
     positions = store if store is not None else _postgres(env, service)

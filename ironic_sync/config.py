@@ -19,6 +19,8 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
     keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that somebody else renews;
     username and password: HTTP basic (Ironic's auth_strategy http_basic); none of them: noauth.
+    cell: the cell whose compute services serve these nodes: no other may claim them. Empty: any cell may, because
+    several share them.
     """
 
     url: str = "http://127.0.0.1:6385"
@@ -28,6 +30,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     username: str = ""
     password: Secret = ""
     verify_tls: bool = True
+    cell: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}\Z")] = ""
     exchange: str = "ironic"
     topics: tuple[str, ...] = ("ironic_versioned_notifications",)
     queue: str = "ironic_sync.notifications"

@@ -121,7 +121,7 @@ class SyncLoop:
         )
         ledger = Ledger(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
         reader = Reader(self._source, ledger, clock=self._clock, rng=self._rng, config=config)
-        writer = Writer(kept, ledger, self._publish_all, clock=self._clock)
+        writer = Writer(kept, ledger, self._publish_all, clock=self._clock, cell=config.cell)
         listener = Listener(
             self._transport,
             ledger,

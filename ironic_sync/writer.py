@@ -35,11 +35,12 @@ NO_CAUSE = "ironic.resync"
 class Writer:
     """Saves and publishes what the ledger says has moved."""
 
-    def __init__(self, term: Term, ledger: Ledger, publish_all: PublishAll, *, clock: Clock) -> None:
+    def __init__(self, term: Term, ledger: Ledger, publish_all: PublishAll, *, clock: Clock, cell: str) -> None:
         self._term = term
         self._ledger = ledger
         self._publish_all = publish_all
         self._clock = clock
+        self._cell = cell
         self._saved: dict[str, Position] = {}  # saved, not published
         self._to_publish = asyncio.Event()
         self._busy = 0
@@ -113,7 +114,9 @@ class Writer:
         batch = {uuid: self._saved[uuid] for uuid in list(self._saved)[:PUBLISH_BATCH]}
         causes = {uuid: self._ledger.heard_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
-            await self._publish_all([(update_of(position), causes[uuid]) for uuid, position in batch.items()])
+            await self._publish_all(
+                [(update_of(position, self._cell), causes[uuid]) for uuid, position in batch.items()]
+            )
             await self._term.published({uuid: position.version for uuid, position in batch.items()})
         except (BusError, Transient) as fault:
             log.warning("ironic.publish_waits", code=fault.code, reason=str(fault), updates=len(batch))

@@ -67,12 +67,14 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.
     `version` rises with every report of one `source` about one root; an older one loses. Providers that this
     source reported before under this root and that are absent now are removed. An empty `providers` removes
     the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
+    cell: heard from a source above cells: whose the root is, so that no other cell may claim of it. None: any may.
     """
 
     source: Word
     version: Version
     root_uuid: Uuid
     providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
+    cell: Word | None = None
 
 
 class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):

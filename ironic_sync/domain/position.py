@@ -46,10 +46,15 @@ class Position(Struct, frozen=True, kw_only=True):
     read_seq: int = 0
 
 
-def update_of(position: Position) -> InventoryUpdate:
-    """The message that tells the book where this node stands."""
-    providers = () if position.report is None else (position.report,)
-    return InventoryUpdate(source=SOURCE, version=position.version, root_uuid=position.uuid, providers=providers)
+def update_of(position: Position, cell: str = "") -> InventoryUpdate:
+    """The message that tells the book where this node stands, and whose it is."""
+    return InventoryUpdate(
+        source=SOURCE,
+        version=position.version,
+        root_uuid=position.uuid,
+        providers=() if position.report is None else (position.report,),
+        cell=cell or None,
+    )
 
 
 def next_version(last: int, now: float) -> int:

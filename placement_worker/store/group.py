@@ -105,13 +105,19 @@ class Group:
             if number in self.results:
                 continue
             known = self.source(number)
-            bound = self.bus == ABOVE_CELLS or self._cells.get(self.keys[number][0]) is not None
-            if bound and known.settled and known.digest == self._digests[number]:
+            if self._is_bound(number) and known.settled and known.digest == self._digests[number]:
                 self.results[number] = InventoryResult(outcome="unchanged")
                 self._write(number, True, known.providers)
             else:
                 fresh.append(number)
         return fresh
+
+    def _is_bound(self, number: int) -> bool:
+        """Whether the root's cell is settled, so that a report of the same content says nothing new."""
+        cell = self._cells.get(self.keys[number][0])
+        if self.bus == ABOVE_CELLS:
+            return self.updates[number].cell is None or cell not in (None, ABOVE_CELLS)
+        return cell is not None
 
     def settle(self, fresh: Sequence[int], results: Sequence[Applied | Refusal]) -> None:
         """How the planned ones ended."""

@@ -160,6 +160,38 @@ async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> 
     assert str(done.reply.outcome) == "gone"
 
 
+def node(version: int, cell: str | None = None) -> InventoryUpdate:
+    return replace(host(MINE, version), source="ironic-sync", cell=cell)
+
+
+async def test_a_source_above_cells_says_whose_a_node_is(store: PlacementStore) -> None:
+    """Without a word any cell may claim it: several may share the nodes of one Ironic."""
+    await say(store, API, node(1, "c1"))
+    assert await ask(store, "c2", claim(MINE)) == "gone"
+    assert await say(store, "c2", host(MINE, 9)) == ["inventory.foreign_cell"]
+    assert await say(store, API, node(2, "c1"), node(3)) == ["stale", "unchanged"]
+    assert await ask(store, "c2", claim(MINE)) == "gone", "a word less opens nothing"
+    assert await ask(store, "c1", claim(MINE)) == "claimed"
+
+
+async def test_an_open_node_is_closed_when_nobody_uses_it(store: PlacementStore) -> None:
+    """Its instance may be the other cell's, which has to be able to release it."""
+    await say(store, API, node(1))
+    assert await ask(store, "c2", claim(MINE)) == "claimed"
+    await say(store, API, node(2, "c1"))
+    assert await ask(store, "c2", Release(consumer=SOMEBODY)) == "released"
+    await say(store, API, node(3, "c1"))
+    assert await ask(store, "c2", claim(MINE, attempt=2)) == "gone"
+    assert await ask(store, "c1", claim(MINE, attempt=2)) == "claimed"
+
+
+async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: PlacementStore) -> None:
+    await say(store, "c1", replace(host(MINE, 1), cell="c2"))
+    assert await say(store, API, node(1, "c2")) == ["unchanged"]
+    assert await ask(store, "c2", claim(MINE)) == "gone"
+    assert await ask(store, "c1", claim(MINE)) == "claimed"
+
+
 async def unbind(store: PostgresStore) -> None:
     async with store.database.raw() as connection:
         await connection.execute("UPDATE providers SET cell = NULL")

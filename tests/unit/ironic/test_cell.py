@@ -1,0 +1,30 @@
+"""Which cell serves the nodes: what the settings say goes with every update, and a name nobody knows ends at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.service.environment import Environment
+from bus.service.settings import SettingsError
+from ironic_sync.app import build
+from ironic_sync.config import IronicSyncConfig
+from tests.unit.ironic.nodes import world
+
+
+@pytest.mark.parametrize(("cell", "said"), [("cell1", "cell1"), ("", None)])
+async def test_every_update_says_whose_the_node_is(cell: str, said: str | None) -> None:
+    _, here = world(cell=cell)
+    async with here.running():
+        await here.settle()
+        assert {update.cell for update in here.book.updates} == {said}
+
+
+def test_a_cell_that_nobody_knows_is_an_error() -> None:
+    """Its nodes would be open to nobody."""
+
+    def no_bus(name: str) -> None:
+        raise AssertionError(name)
+
+    env = Environment("p", transports=no_bus, cells=("cell1", "cell2"))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="no cell 'cell3'; the settings know cell1, cell2"):
+        build(env, IronicSyncConfig(cell="cell3"))
