@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 
-import msgspec
 import structlog
-from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.placement import Release, ReleaseResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault, Transient
 from bus.outbox import Addressed
-from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.outcome import Done, Outcome, Received, Retry
 from bus.port import BusError
 from scheduler_worker import metrics
 from scheduler_worker.claiming import Claiming
@@ -42,37 +39,32 @@ from scheduler_worker.decisions import (
 )
 from scheduler_worker.deleting import delete_all, never_built
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
-from scheduler_worker.domain.records import ACCEPTED, DECIDED
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
 from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stranded
 from scheduler_worker.forgetting import longest_way_s
-from scheduler_worker.store.port import Decided, NewBuild, OnRecord, SchedulerStore, Unit, quickly
+from scheduler_worker.item import (
+    TOO_OLD,
+    Item,
+    accepted,
+    already_on_record,
+    first_event,
+    is_undone,
+    item_of,
+    new_build,
+    repeated,
+    stamps_of,
+    told_at_once,
+)
+from scheduler_worker.store.port import Decided, OnRecord, SchedulerStore, Unit, quickly
 
 log = structlog.get_logger(__name__)
 
 WHO = "scheduler"
-TOO_OLD = "request.too_old"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 # Requests in hand that are remembered, those too that were given up because they crashed.
 MAX_BEGUN = 10_000
 UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
-
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-class Item(Struct, kw_only=True):
-    """One build request of a batch, on its way to an outcome."""
-
-    request: BuildRequest
-    received: Received
-    digest: bytes
-    taken_at: float
-    refused: tuple[str, str] | None = None  # (code, reason): recorded as refused at once
-    fresh: bool = False  # nobody can have claimed for it
-    cancelled: bool = False  # a delete came before the decision
-    doubtful: bool = False  # it has failed, and a claim of another run of it may stand, or may still land
-    outcome: Outcome | None = None
 
 
 class RequestHandler:
@@ -130,13 +122,11 @@ class RequestHandler:
     # --- builds
 
     def _item(self, received: Received, now: float) -> Item:
-        request = received.message
-        assert isinstance(request, BuildRequest)
-        digest = blake2b(_encode(request), digest_size=16).digest()
-        item = Item(request=request, received=received, digest=digest, taken_at=now)
-        if request.flavor not in self._selector.asked:
+        item = item_of(received, now)
+        if item.request.flavor not in self._selector.asked:
             known = ", ".join(sorted(self._selector.asked))
-            item.refused = ("flavor.unknown", f"there is no flavor {request.flavor} (there are: {known})"[:MAX_REASON])
+            reason = f"there is no flavor {item.request.flavor} (there are: {known})"
+            item.refused = ("flavor.unknown", reason[:MAX_REASON])
         elif 0 < received.meta.sent_at < now - longest_way_s(self._config):
             item.refused = (TOO_OLD, "it was sent so long ago that it may have been carried out and forgotten since")
         return item
@@ -154,11 +144,11 @@ class RequestHandler:
             if item.request.instance_uuid in fresh and first is item:
                 # The record of an earlier run may be forgotten, but not its claim: they may be in two databases.
                 item.fresh = not self._may_have_run(item)
-                self._recorded(item)
+                told_at_once(item)
             elif first is not item:
-                self._repeated(item, first)
+                repeated(item, first)
             else:
-                self._found(item, known.get(item.request.instance_uuid))
+                already_on_record(item, known.get(item.request.instance_uuid))
         self._begun.update(dict.fromkeys(firsts))
         for old in list(itertools.islice(self._begun, max(0, len(self._begun) - MAX_BEGUN))):
             del self._begun[old]
@@ -173,75 +163,13 @@ class RequestHandler:
 
     async def _insert(self, unit: Unit, firsts: Mapping[str, Item], now: float) -> tuple[set[str], dict[str, OnRecord]]:
         """(which were new, what is on record of the others)."""
-        fresh = await unit.insert([self._new(item, now) for item in firsts.values()], now)
+        author = Author(self._who, now)
+        fresh = await unit.insert([new_build(item, author) for item in firsts.values()], now)
         known = await unit.read([uuid for uuid in firsts if uuid not in fresh])
         for uuid, item in firsts.items():
             if uuid in fresh:
-                unit.say(to_clients(self._first_event(item, now)))
+                unit.say(to_clients(first_event(item, now)))
         return fresh, known
-
-    def _new(self, item: Item, now: float) -> NewBuild:
-        author = Author(self._who, now)
-        code, reason = item.refused or ("", "")
-        return NewBuild(
-            request=item.request,
-            digest=item.digest,
-            state=BuildState.REFUSED if item.refused else BuildState.ACCEPTED,
-            sequence=DECIDED if item.refused else ACCEPTED,
-            terminal=item.refused is not None,
-            code=code,
-            reason=reason,
-            story=(author.line("requested", f"{item.request.flavor} for {item.request.project_id}"),)
-            + ((author.line("refused", reason),) if item.refused else ()),
-        )
-
-    def _first_event(self, item: Item, now: float) -> BuildEvent:
-        code, reason = item.refused or ("", "")
-        return BuildEvent(
-            instance_uuid=item.request.instance_uuid,
-            project_id=item.request.project_id,
-            state=BuildState.REFUSED if item.refused else BuildState.ACCEPTED,
-            sequence=DECIDED if item.refused else ACCEPTED,
-            terminal=item.refused is not None,
-            code=code,
-            reason=reason,
-            at=now,
-            stamps=_stamps(item, None, now) if item.refused else None,
-        )
-
-    def _recorded(self, item: Item) -> None:
-        metrics.REQUESTS.labels("build", "refused" if item.refused else "accepted").inc()
-        if item.refused is not None:
-            item.outcome = Done(reply=Refusal(code=item.refused[0], reason=item.refused[1]))
-
-    def _repeated(self, item: Item, first: Item) -> None:
-        """The same instance twice in one batch: the first counts."""
-        if item.digest == first.digest:
-            item.outcome = _accepted(item.request.instance_uuid)
-        else:
-            item.outcome = self._clash(item)
-
-    def _found(self, item: Item, known: OnRecord | None) -> None:
-        """It was on record already: a redelivery goes on where it stood, a repeat changes nothing."""
-        if known is not None and known.state is BuildState.ACCEPTED and item.refused and item.refused[0] == TOO_OLD:
-            item.refused = None  # it is on record, however old: nobody has forgotten it
-        if known is None:
-            # Inserted by a transaction that this one cannot see yet: look again in a moment.
-            item.outcome = Retry("request.concurrent", "the same request is being recorded by another scheduler")
-        elif known.digest != item.digest:
-            item.outcome = self._clash(item)
-        elif known.state is BuildState.REFUSED and item.refused is not None:
-            item.outcome = Done(reply=Refusal(code=item.refused[0], reason=item.refused[1]))
-        elif known.state is not BuildState.ACCEPTED or item.refused is not None:
-            metrics.REQUESTS.labels("build", "repeated").inc()
-            item.outcome = _accepted(item.request.instance_uuid)
-            item.doubtful = _is_undone(known)  # whoever wrote that may have died before it could release
-        else:
-            item.cancelled = known.delete_requested
-
-    def _clash(self, item: Item) -> Outcome:
-        metrics.REQUESTS.labels("build", "duplicate").inc()
-        return Refuse("request.duplicate", "this instance_uuid is on record with other content")
 
     async def _place(self, items: list[Item]) -> None:
         author = self._author()
@@ -296,7 +224,7 @@ class RequestHandler:
         stamps: dict[str, Stamps] = {}
         ended_at = self._clock.time()
         decided = [
-            with_stages(one, _stamps(items[one.instance_uuid], None, ended_at)) if one.terminal else one
+            with_stages(one, stamps_of(items[one.instance_uuid], None, ended_at)) if one.terminal else one
             for one in decided
         ]
 
@@ -307,7 +235,7 @@ class RequestHandler:
             for one in decided:
                 if one.instance_uuid in written:
                     item, where = items[one.instance_uuid], placed.get(one.instance_uuid)
-                    stamps[one.instance_uuid] = said = _stamps(item, where, now)
+                    stamps[one.instance_uuid] = said = stamps_of(item, where, now)
                     self._dispatch(unit, one, item.request, where, said, now)
             return written
 
@@ -315,7 +243,7 @@ class RequestHandler:
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started)
         metrics.decided(list(stamps.values()))
         for one in decided:
-            items[one.instance_uuid].outcome = _accepted(one.instance_uuid)
+            items[one.instance_uuid].outcome = accepted(one.instance_uuid)
             if one.terminal:
                 log.info(
                     "build.failed",
@@ -352,7 +280,7 @@ class RequestHandler:
         if len(known) < len({item.request.instance_uuid for item in items}):
             # A record waits for no disk, and the database has crashed since: the batch is recorded and decided anew.
             raise Transient("a request is not on record any more", code="request.forgotten")
-        undone = [item for item in items if _is_undone(known[item.request.instance_uuid])]
+        undone = [item for item in items if is_undone(known[item.request.instance_uuid])]
         await self._release(undone)
         author = self._author()
         async with self._store.unit() as unit:
@@ -366,7 +294,7 @@ class RequestHandler:
                 author.at,
             )
         for item in items:
-            item.outcome = _accepted(item.request.instance_uuid)
+            item.outcome = accepted(item.request.instance_uuid)
 
     async def _release(self, items: Sequence[Item]) -> None:
         """Give back what a run of ours may have claimed, and fence what it may yet claim."""
@@ -394,24 +322,6 @@ class RequestHandler:
 def _has_claimed(ending: Ending) -> bool:
     """Whether placement was asked for a host: a claim may have been heard twice, and the second answer by nobody."""
     return not isinstance(ending, NoHost) or ending.claims > 0
-
-
-def _is_undone(found: OnRecord) -> bool:
-    """It is over, or may only end, and no cell has it: nothing may stay claimed for it, but what is somebody else's."""
-    over = found.delete_requested or found.state in (BuildState.FAILED, BuildState.DELETED)
-    return over and found.cell is None and found.code != CONSUMER_CHANGED
-
-
-def _stamps(item: Item, placed: Placed | None, now: float) -> Stamps:
-    """The stages so far; a program that does not say when it asked is taken to have asked just now."""
-    asked = item.received.meta.sent_at or item.taken_at
-    if placed is None:
-        return Stamps(asked=asked, queued=item.taken_at, decided=now)
-    return Stamps(asked=asked, queued=item.taken_at, decided=placed.decided_at, claimed=placed.claimed_at)
-
-
-def _accepted(instance_uuid: str) -> Done:
-    return Done(reply=BuildAccepted(instance_uuid=instance_uuid))
 
 
 def _settled(outcome: Outcome | None) -> Outcome:
