@@ -16,6 +16,9 @@ NOTHING: Holding = {}
 GroupKey = tuple[str, str]
 Members = Mapping[str, str]
 
+# Below what a double holds exactly, whatever total and ratio come to.
+MAX_CAPACITY = 2**53
+
 # Where a provider belongs that was first reported above all cells: the API bus, by its name.
 ABOVE_CELLS = "api"
 
@@ -99,8 +102,11 @@ def is_closed(cell: str | None, bus: str) -> bool:
 
 
 def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
-    """How much can be handed out: Placement's rule, rounded down (P-41)."""
-    return max(0, math.floor((total - reserved) * allocation_ratio))
+    """How much can be handed out: Placement's rule, rounded down (P-41), within bounds."""
+    product = (total - reserved) * allocation_ratio
+    if not product > 0:
+        return 0
+    return math.floor(product) if product < MAX_CAPACITY else MAX_CAPACITY
 
 
 def stock_of(inventory: Inventory) -> Stock:

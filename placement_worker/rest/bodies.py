@@ -22,9 +22,6 @@ from placement_worker.rest.schemas import Schema
 
 T = TypeVar("T")
 
-# A capacity is kept below what a double holds exactly, whatever total and ratio come to.
-MAX_CAPACITY = 2**53
-
 # Deeper than any body of ours, and far from the interpreter's own limit.
 MAX_DEPTH = 20
 
@@ -92,9 +89,7 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
 
     def stock(self) -> Stock:
         """As the book keeps it."""
-        room = MAX_CAPACITY if self.product > 0 else 0
-        if abs(self.product) < MAX_CAPACITY:  # beyond it, infinity included, there is nothing to round
-            room = capacity(self.total, self.reserved, self.allocation_ratio)
+        room = capacity(self.total, self.reserved, self.allocation_ratio)
         return Stock(
             self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
         )

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
-from placement_worker.domain.values import Consumer, Provider
+from placement_worker.domain.values import Consumer, Provider, Stock, capacity
 from placement_worker.store import feed
+from placement_worker.store.image_flaws import flaw_of_consumer, flaw_of_names, flaw_of_provider
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
 from placement_worker.store.names import Names
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
@@ -106,7 +107,7 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
 
     `names` knows every class and trait in it. Shapes only rise, whatever the image says of them. Raises ImageError.
     """
-    _check(image)
+    image = checked(image)
     await connection.execute(ONE_WRITER_OF_TREES)
     await connection.execute(HOLD_CONSUMERS)
     before = await _read(connection, names, ALL_IDS)
@@ -127,8 +128,33 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     return len(changed) + len(gone) + len({uuid for uuid, p in after.items() if before.providers.get(uuid) is not p})
 
 
-def _check(image: Image) -> None:
+def checked(image: Image) -> Image:
+    """The image, its capacities counted anew: they follow from the rest. Raises ImageError for what is no book."""
+    flaws = (
+        flaw_of_names((*image.classes, *image.traits)),
+        *map(flaw_of_provider, image.providers.values()),
+        *(flaw_of_consumer(uuid, consumer) for uuid, consumer in image.consumers.items()),
+    )
+    for flaw in filter(None, flaws):
+        raise ImageError(flaw)
+    _check_together(image)
+    return replace(image, providers={uuid: _counted(provider) for uuid, provider in image.providers.items()})
+
+
+def _counted(provider: Provider) -> Provider:
+    stocks = {name: replace(stock, capacity=_capacity(stock)) for name, stock in provider.stocks.items()}
+    return provider if stocks == provider.stocks else replace(provider, stocks=stocks)
+
+
+def _capacity(stock: Stock) -> int:
+    return 0 if stock.set_aside else capacity(stock.total, stock.reserved, stock.allocation_ratio)
+
+
+def _check_together(image: Image) -> None:
+    named: dict[str, str] = {}
     for provider in image.providers.values():
+        if named.setdefault(provider.name, provider.uuid) != provider.uuid:
+            raise ImageError(f"{provider.uuid} and {named[provider.name]} are both named {provider.name!r}")
         top = provider
         for _ in range(len(image.providers)):
             if top.parent is None:
@@ -181,7 +207,7 @@ async def _write_providers(
 ) -> None:
     """New providers first, each after its parent and root: one that moves may move below one of them."""
     new = [provider for uuid, provider in after.items() if uuid not in before]
-    while new:  # ends: `_check` has seen that every parent is there
+    while new:  # ends: `checked` has seen that every parent is there
         ready = [p for p in new if p.parent is None or p.parent in ids][:CHUNK]
         await write_providers(connection, ids, {}, {p.uuid: p for p in ready}, names)
         new = [p for p in new if p.uuid not in ids]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.rest import bodies
-from placement_worker.rest.bodies import MAX_CAPACITY, InventoryBody, at, consumer_write
+from placement_worker.rest.bodies import InventoryBody, at, consumer_write
 from placement_worker.rest.candidates_query import asked_of
 from placement_worker.rest.faults import Fault, best
 from placement_worker.rest.http import Query

@@ -1,0 +1,70 @@
+"""What is wrong with a book from outside, whatever wrote it: found before anything of it is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from bus.contracts.base import MAX_AMOUNT
+from placement_worker.domain.names import MAX_NAME
+from placement_worker.domain.values import Consumer, Provider, Stock
+
+MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NAME = re.compile(r"[A-Z0-9_]+")
+
+
+def flaw_of_names(names: Iterable[str]) -> str | None:
+    """Why these cannot all be resource classes or traits, or None."""
+    return next((f"{name!r} is no class or trait" for name in names if not _is_name(name)), None)
+
+
+def flaw_of_provider(provider: Provider) -> str | None:
+    """Why this cannot be a provider by itself, or None."""
+    uuids = [provider.uuid, provider.root, *provider.aggregates]
+    for uuid in [*uuids, provider.parent] if provider.parent is not None else uuids:
+        if _UUID.fullmatch(uuid) is None:
+            return f"{uuid!r} is no uuid"
+    if not _is_text(provider.name):
+        return f"{provider.uuid} has no name"
+    if not 0 <= provider.generation <= MAX_NUMBER or not 0 <= provider.shape <= MAX_NUMBER:
+        return f"{provider.uuid} has a generation out of bounds"
+    for name, stock in provider.stocks.items():
+        for what in _flaws_of_stock(stock):
+            return f"{name} of {provider.uuid}: {what}"
+    return flaw_of_names((*provider.stocks, *provider.traits, *provider.lasting))
+
+
+def flaw_of_consumer(uuid: str, consumer: Consumer) -> str | None:
+    """Why this cannot be a consumer that holds something, or None."""
+    if _UUID.fullmatch(uuid) is None:
+        return f"{uuid!r} is no uuid"
+    if not 0 <= consumer.generation <= MAX_NUMBER or not 0 <= consumer.attempt <= MAX_AMOUNT:
+        return f"{uuid} has a generation or an attempt out of bounds"
+    if not (_is_text(consumer.project_id) and _is_text(consumer.user_id)):
+        return f"{uuid} has no project or no user"
+    if consumer.consumer_type and not _is_name(consumer.consumer_type):
+        return f"{uuid}: {consumer.consumer_type!r} is no type of consumers"
+    amounts = [amount for resources in consumer.holding.values() for amount in resources.values()]
+    if not amounts or not all(1 <= amount <= MAX_NUMBER for amount in amounts):
+        return f"{uuid} holds nothing, or amounts that nobody can hold"
+    return None
+
+
+def _flaws_of_stock(stock: Stock) -> Iterator[str]:
+    for name in ("total", "min_unit", "max_unit", "step_size"):
+        if not 1 <= getattr(stock, name) <= MAX_AMOUNT:
+            yield f"{name} is out of bounds"
+    if not 0 <= stock.reserved <= MAX_AMOUNT:
+        yield "reserved is out of bounds"
+    if not -MAX_NUMBER <= stock.capacity <= MAX_NUMBER:
+        yield "capacity is out of bounds"
+
+
+def _is_name(name: str) -> bool:
+    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
+def _is_text(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME and "\x00" not in text

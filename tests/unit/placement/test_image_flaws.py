@@ -1,0 +1,84 @@
+"""Books from outside: what cannot be one is said in a sentence, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from placement_worker.domain.values import Consumer, Provider, Stock
+from placement_worker.store.image import Image, ImageError, checked
+
+A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
+STOCK = Stock(8, 0, 1, 8, 1, 2.0, 16)
+HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": STOCK}, {}, ("HW_CPU_X86_VMX",), (C,))
+HOLDER = Consumer(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
+
+
+def book(**changes: Any) -> Image:
+    host = replace(HOST, **changes)
+    return Image(frozenset(), frozenset(), {host.uuid: host}, {})
+
+
+def held(**changes: Any) -> Image:
+    return Image(frozenset(), frozenset(), {A: HOST}, {changes.pop("uuid", B): replace(HOLDER, **changes)})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        book(uuid="x", root="x"),
+        book(uuid=A.replace("1", "a").upper(), root=A.replace("1", "a").upper()),
+        book(parent="x"),
+        book(name=""),
+        book(name="a\x00b"),
+        book(name="n" * 300),
+        book(generation=-1),
+        book(generation=2**80),
+        book(traits=("lower",)),
+        book(traits=("CUSTOM_A\n",)),
+        book(aggregates=("x",)),
+        book(stocks={"vcpu": STOCK}),
+        book(stocks={"VCPU": replace(STOCK, total=0)}),
+        book(stocks={"VCPU": replace(STOCK, total=2**31)}),
+        book(stocks={"VCPU": replace(STOCK, reserved=-1)}),
+        book(stocks={"VCPU": replace(STOCK, min_unit=0)}),
+        book(stocks={"VCPU": replace(STOCK, step_size=0)}),
+        book(stocks={"VCPU": replace(STOCK, capacity=2**70)}),
+        held(uuid="x"),
+        held(generation=-1),
+        held(attempt=2**40),
+        held(project_id=""),
+        held(user_id="a\x00"),
+        held(consumer_type="instance"),
+        held(holding={}),
+        held(holding={A: {"VCPU": 0}}),
+        held(holding={A: {"VCPU": -4}}),
+        held(holding={A: {"VCPU": 2**70}}),
+        held(holding={B: {"VCPU": 1}}),
+        held(holding={A: {"DISK_GB": 1}}),
+        Image(frozenset({"custom_x"}), frozenset(), {}, {}),
+        Image(frozenset(), frozenset({""}), {}, {}),
+        Image(frozenset(), frozenset(), {A: HOST, B: replace(HOST, uuid=B, root=B)}, {}),
+    ],
+)
+def test_what_is_no_book_is_refused_with_its_reason(bad: Image) -> None:
+    with pytest.raises(ImageError):
+        checked(bad)
+
+
+def test_unusual_books_are_books() -> None:
+    full = replace(STOCK, reserved=8, capacity=0)
+    closed = replace(STOCK, set_aside=True, reserved=8, capacity=0)
+    over = replace(STOCK, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
+    for stock in (full, closed, over):
+        good = Image(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
+        assert checked(good) == good
+    assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
+
+
+@pytest.mark.parametrize(("stock", "capacity"), [(STOCK, 16), (replace(STOCK, set_aside=True), 0)])
+def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(stock: Stock, capacity: int) -> None:
+    edited = checked(book(stocks={"VCPU": replace(stock, capacity=10_000)}))
+    assert edited.providers[A].stocks["VCPU"].capacity == capacity
