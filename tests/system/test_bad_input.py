@@ -17,11 +17,11 @@ from bus.bus import API
 from bus.dead_letters import DeadLetter
 from tests.system.small import Small, small_crew
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 PROJECT = "bad"
 BATCH = "application/vnd.berth.batch+json"
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

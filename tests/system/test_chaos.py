@@ -13,7 +13,7 @@ from berth.chaos.plan import BROKER, DATABASE, Card, ChaosPlan, Kind
 from berth.chaos.report import render
 from berth.chaos.run import chaos
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 DECK = (
     *(Card(Kind.KILL, role, 1) for role in ("scheduler", "placement", "conductor", "compute", BROKER, DATABASE)),

@@ -13,9 +13,9 @@ import pytest
 from tests.system.small import small_crew
 
 PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 def test_the_example_publishes_a_build_and_receives_its_events(tmp_path: Path) -> None:

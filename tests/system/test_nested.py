@@ -15,7 +15,7 @@ from tests.system.nested import Example, example
 pytestmark = [
     pytest.mark.system,
     pytest.mark.postgres,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 

@@ -20,7 +20,7 @@ from tests.system.small import PLAN, Small, small_crew
 PATIENCE_S = 60.0
 BOOTS = 150
 
-pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
 def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() -> None:

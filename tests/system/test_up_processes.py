@@ -18,7 +18,7 @@ import pytest
 
 from berth.load.record import LoadRecord, decode
 
-pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0

@@ -33,7 +33,7 @@ from compute_sim.driver import Driver
 from compute_sim.fleet import Fleet
 
 CELL = "c1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Cell:

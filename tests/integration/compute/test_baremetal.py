@@ -17,7 +17,7 @@ from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import Build, DriverUnavailable, Machine, Reschedule
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.fleet import Fleet
-from tests.integration.compute.harness import CELL, Cell
+from tests.integration.compute.harness import CELL, PATIENCE_S, Cell
 
 NODES = 6
 QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.02)
@@ -210,7 +210,7 @@ async def test_a_new_node_is_told_whoever_else_has_seen_it(ironic: IronicStandIn
     new = ironic.farm.add(provision_state="available")["uuid"]
     await driver.hosts()
     watching = asyncio.create_task(driver.watch())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not told:  # noqa: ASYNC110  (Ironic is asked over HTTP)
             await asyncio.sleep(0.01)
     watching.cancel()

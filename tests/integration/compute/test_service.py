@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome
 from bus.port import dead_queue
 from compute_sim import reporter
@@ -17,6 +19,18 @@ from compute_sim.fleet import Fleet, Guest
 from tests.integration.compute.harness import CELL, Cell, settled, spawn
 
 SERVICE = "c1-a"
+LATE_S = 61.0  # as long as no other wait: `Agent.insist` waits 60 s, again and again
+
+
+class Late(SystemClock):
+    """Waits of LATE_S end when a test says so."""
+
+    def __init__(self) -> None:
+        self.enough = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await (self.enough.wait() if seconds == LATE_S else super().sleep(seconds))
 
 
 def config(hosts: int = 4, **faults: object) -> ComputeConfig:
@@ -111,14 +125,16 @@ async def test_a_newer_attempt_replaces_the_older_one_on_the_same_host(cell: Cel
 
 
 async def test_a_liar_says_active_after_its_destruction(cell: Cell) -> None:
-    settings = config(late_rate=1.0, late_s=0.05, duplicate_rate=0.0)
+    settings = config(late_rate=1.0, late_s=LATE_S, duplicate_rate=0.0)
     fleet = planned(settings)
     host = hosts_of(fleet)[0]
+    cell.clock = late = Late()
     life = await cell.compute(settings, fleet)
     instance = cell.instance()
     await cell.spawn(host, instance)
     await cell.destroy(host, instance)
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    late.enough.set()
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     assert [r.outcome for r in cell.results(instance)] == [ComputeOutcome.DESTROYED, ComputeOutcome.ACTIVE]
     assert fleet.guest(host, instance) is None

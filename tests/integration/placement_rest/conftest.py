@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from berth.embedded.process import free_port
 from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker
 from bus.service.environment import Environment
@@ -18,7 +19,7 @@ from placement_worker.rest.config import RestConfig
 from placement_worker.store import audit
 from placement_worker.store.postgres import PostgresStore
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 PROJECT = "0b6d1c1e-4f0a-4c8e-9c64-2a4c6a1f6a10"
 
 
@@ -44,7 +45,7 @@ class Placement:
 
     async def start(self) -> None:
         self._running = asyncio.create_task(self.service.run(self._stop))
-        self.client = httpx.AsyncClient(base_url=self.base_url, timeout=30)
+        self.client = httpx.AsyncClient(base_url=self.base_url, timeout=START_TIMEOUT_S)
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 if self._running.done():
@@ -119,14 +120,6 @@ def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, An
         "consumer_generation": generation,
         "consumer_type": "INSTANCE",
     }
-
-
-def free_port() -> int:
-    import socket  # noqa: PLC0415
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.integration.placement_rest.conftest import Placement, holding
 
 pytestmark = pytest.mark.postgres
 
+PATIENCE_S = 60.0
 OURS = "req-11111111-2222-4333-8444-555555555555"
 HEADER = {"x_openstack_request_id": OURS}
 
@@ -91,7 +92,7 @@ async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Receive
     consumer = bus.consumer("scheduler.feed.{process}", listen)
     await consumer.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             yield heard
     finally:
         await consumer.drain(1.0)

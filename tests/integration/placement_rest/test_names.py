@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from berth.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig
-from tests.integration.placement_rest.conftest import Placement, free_port
+from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from berth.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.openapi import document
-from tests.integration.placement_rest.conftest import Placement, free_port, holding
+from tests.integration.placement_rest.conftest import Placement, holding
 
 pytestmark = pytest.mark.postgres
 
