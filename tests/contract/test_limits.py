@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.clock import SystemClock
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
@@ -19,36 +18,23 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.service.database import Database
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
-
-Make = Callable[[], PlacementStore]
+from tests.contract.books import KINDS, Books, books
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 FOUR = {"VCPU": 4}
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     """Another store on the same book, as another process has it."""
-    made: list[PlacementStore] = []
-    table = MemoryBookTable(SystemClock())
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-
-    def another() -> PlacementStore:
-        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
-        return made[-1]
-
-    yield another
-    for store in made:
-        await store.close()
+    async with books(request) as made:
+        yield made
 
 
 @pytest.fixture
-async def store(make: Make) -> PlacementStore:
+async def store(make: Books) -> PlacementStore:
     """A book of hosts with plenty of room."""
     made = make()
     await made.open()
@@ -106,7 +92,7 @@ async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(stor
 
 
 async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
-    make: Make, store: PlacementStore
+    make: Books, store: PlacementStore
 ) -> None:
     """Nothing but the project is common to them: its lock alone tells them apart."""
     stores = [store, make(), make(), make()]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.clock import SystemClock
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Claim,
@@ -21,12 +20,8 @@ from bus.contracts.placement import (
     Release,
     WhereRequest,
 )
-from bus.service.database import Database
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
-
-Make = Callable[[], PlacementStore]
+from tests.contract.books import KINDS, Books, books
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
 VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
@@ -37,24 +32,15 @@ TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
 WISH = ServerGroup(uuid=GROUP, policy=GroupPolicy.SOFT_ANTI_AFFINITY)
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     """Another store on the same book, as another process has it."""
-    made: list[PlacementStore] = []
-    table = MemoryBookTable(SystemClock())
-    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
-
-    def another() -> PlacementStore:
-        made.append(MemoryBook(table.session()) if not url else PostgresStore(Database(url, "placement")))
-        return made[-1]
-
-    yield another
-    for store in made:
-        await store.close()
+    async with books(request) as made:
+        yield made
 
 
 @pytest.fixture
-async def store(make: Make) -> PlacementStore:
+async def store(make: Books) -> PlacementStore:
     """A book of hosts with plenty of room."""
     made = make()
     await made.open()
@@ -169,7 +155,7 @@ async def test_who_asks_is_not_counted(store: PlacementStore) -> None:
 
 @pytest.mark.parametrize("group", [APART, TOGETHER], ids=["apart", "together"])
 async def test_processes_that_claim_at_once_keep_the_rule(
-    make: Make, store: PlacementStore, group: ServerGroup
+    make: Books, store: PlacementStore, group: ServerGroup
 ) -> None:
     """Forty members, each wanting any host, by four processes at once: the check and the claim are one."""
     stores = [store, make(), make(), make()]
@@ -200,7 +186,7 @@ async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: Plac
     assert await outcomes(store, member(2, 1), member(2, 0)) == ["ruled_out", "claimed"]
 
 
-async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Make, store: PlacementStore) -> None:
+async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Books, store: PlacementStore) -> None:
     """Nothing but the group is common to the two: its lock alone tells them apart (trap 4)."""
     other = make()
     await other.open()
