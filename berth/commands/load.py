@@ -1,4 +1,4 @@
-"""`berth load` and `berth check`: many builds against a running system, and the invariants judged from outside."""
+"""`berth load`: many builds against a running system, and what became of each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,
     EXIT_USAGE,
-    AsJson,
     Stop,
     Timeout,
     client,
-    database_of,
     err,
     out,
-    print_json,
     run,
     settings_of,
 )
-from berth.gather import gather, rest
-from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.live import LiveView, render_record
@@ -39,14 +34,11 @@ from berth.load.report import render as render_html
 from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.trace import Shape, read_trace
-from berth.render import render_verdicts
 from berth.settings import Settings
 from berth.site import Site, process_name
 from bus.service.settings import hide_password
 from scheduler_worker.config import Flavor
 
-# Past the wait for rest: reading the databases and hearing every compute service.
-CHECK_TIMEOUT_S = 60.0
 DEFAULT_MIX = "m1.tiny=40,m1.small=40,m1.medium=15,m1.large=5"
 EXIT_INTERRUPTED = 130
 STDOUT = Path("-")
@@ -111,14 +103,7 @@ def load(
                 _writable(path)
         rng = random.Random(seed) if seed is not None else random.SystemRandom()
         record = await _fire(settings, plan, rng, seed=seed, trace=str(trace or ""), speed=speed)
-        if json_file == STDOUT:
-            sys.stdout.write(encode(record).decode() + "\n")
-        elif json_file is not None:
-            _write(json_file, encode(record))
-        if report is not None:
-            _write(report, render_html(record).encode())
-        if json_file != STDOUT:
-            render_record(record, out)
+        _tell(record, json_file, report)
         return _status(record)
 
     run(body)
@@ -230,6 +215,18 @@ def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
     }
 
 
+def _tell(record: LoadRecord, json_file: Path | None, report: Path | None) -> None:
+    """The end for a person, unless standard output is for a program; and the files that were asked for."""
+    if json_file == STDOUT:
+        sys.stdout.write(encode(record).decode() + "\n")
+    elif json_file is not None:
+        _write(json_file, encode(record))
+    if report is not None:
+        _write(report, render_html(record).encode())
+    if json_file != STDOUT:
+        render_record(record, out)
+
+
 def _status(record: LoadRecord) -> int:
     """The exit status that a run's end means; Stop with a sentence where there is one."""
     totals = record.totals
@@ -264,34 +261,6 @@ def _read(path: Path) -> LoadRecord:
         raise Stop(EXIT_USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
     except RecordError as fault:
         raise Stop(EXIT_USAGE, fault.code, f"{path}: {fault}") from fault
-
-
-def check(
-    context: typer.Context,
-    wait: Annotated[float, typer.Option(min=0, max=3600, help="Seconds to wait for rest first.")] = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Judge the invariants of a running system from the outside. Exit status 1 when one is broken."""
-
-    async def body() -> int:
-        site = database_of(settings_of(context))
-        try:
-            async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
-                at_rest = await rest(site, timeout_s=wait)
-                verdicts = judge(await gather(site))
-        except TimeoutError as fault:
-            raise Stop(EXIT_AWAY, "check.unanswered", "bus or database did not answer in time") from fault
-        if as_json:
-            print_json({"at_rest": at_rest, "invariants": verdicts})
-        else:
-            if not at_rest:
-                err.print(
-                    "[yellow]the system is not at rest; what is under way counts as a breach[/yellow]", soft_wrap=True
-                )
-            render_verdicts(verdicts, out)
-        return 0 if all(verdict.holds for verdict in verdicts) else EXIT_NO
-
-    run(body)
 
 
 def _writable(path: Path) -> None:
