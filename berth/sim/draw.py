@@ -9,7 +9,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from berth.ironic_stand_in.farm import Behaviour
-from berth.sim.plan import LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
+from berth.sim.plan import KEEP_ALL, LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
 
@@ -21,6 +21,7 @@ FLAVOR_WEIGHTS = (4, 6, 4, 2, 2, 0.2)
 METAL_SHARE, METAL_BUILDS = 0.4, 0.3
 METAL_FLAVORS = ("bm.gold", "bm.silver")
 FLAT_SHARE = 0.12
+HARDER = {Kind.FULL: MOST_BLOW_S, Kind.CLOCK: MOST_BLOW_S}  # faults that came later, and how long they last at most
 IRONIC_VERBS = (
     *("maintain", "return", "return", "clean") * 2,
     "blink",
@@ -50,11 +51,11 @@ def plan_of(seed: int) -> Plan:
         blows=(),
         rates=_rates(rng),
     )
-    plan = replace(plan, feed_keep=_pick(rng, (1000, 1000, 30)), keep_s=_pick(rng, (0.0, 0.0, 50.0)))
     plan = with_metal(rng, plan) if rng.random() < METAL_SHARE else plan
     plan = replace(plan, flat=tuple(service for _, service in plan.services if rng.random() < FLAT_SHARE))
     plan = replace(plan, orders=_orders(rng, plan))
-    return replace(plan, blows=_blows(rng, plan))
+    plan = replace(plan, blows=_blows(rng, plan))
+    return _harder(random.Random(f"berth.sim.harder {seed}"), plan)
 
 
 def with_metal(rng: random.Random, plan: Plan) -> Plan:
@@ -114,7 +115,6 @@ def _rates(rng: random.Random) -> Rates:
         commit_lost_before=some(0.02),
         commit_lost_after=some(0.02),
         crash=some(0.002),
-        store_crash=some(0.004),
     )
 
 
@@ -178,13 +178,14 @@ def _node_order(rng: random.Random) -> Order:
 
 
 def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
-    kinds = [kind for kind in Kind if rng.random() < 0.6 and (plan.metal or kind is not Kind.IRONIC)]
+    kinds = [kind for kind in Kind if kind not in HARDER and rng.random() < 0.6]
+    kinds = [kind for kind in kinds if plan.metal or kind is not Kind.IRONIC]
     if not kinds:
         return ()
     buses = ["api", *(cell.name for cell in plan.cells)]
     schemas = ["placement", "scheduler", *(f"cell_{cell.name}" for cell in plan.cells)]
     schemas += ["ironic_sync"] if plan.metal else []
-    targets = {Kind.BROKER: buses, Kind.FULL: buses, Kind.DATABASE: schemas, Kind.IRONIC: ["ironic"]}
+    targets = {Kind.BROKER: buses, Kind.DATABASE: schemas, Kind.IRONIC: ["ironic"]}
     blows = []
     for _ in range(rng.randint(0, 20)):
         kind = _pick(rng, kinds)
@@ -192,6 +193,21 @@ def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
         seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else MOST_BLOW_S)
         blows.append(Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=target, seconds=seconds))
     return tuple(sorted(blows, key=lambda blow: blow.at))
+
+
+def _harder(rng: random.Random, plan: Plan) -> Plan:
+    """What came later, from a source of its own: the seeds that found a defect go on to find it."""
+    rates = replace(plan.rates, store_crash=_sometimes(rng)(0.004))
+    plan = replace(plan, rates=rates, feed_keep=_pick(rng, (KEEP_ALL, KEEP_ALL, 30)))
+    plan = replace(plan, keep_s=_pick(rng, (0.0, 0.0, 50.0)), batch=_pick(rng, (0, 0, 2)))
+    targets = {Kind.FULL: ["api", *(cell.name for cell in plan.cells)], Kind.CLOCK: plan.processes}
+    blows = [
+        Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=_pick(rng, targets[kind]), seconds=rng.uniform(0.0, most))
+        for kind, most in HARDER.items()
+        if rng.random() < 0.4
+        for _ in range(rng.randint(1, 5))
+    ]
+    return replace(plan, blows=tuple(sorted((*plan.blows, *blows), key=lambda blow: blow.at)))
 
 
 def _sometimes(rng: random.Random) -> Callable[[float], float]:

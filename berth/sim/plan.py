@@ -15,6 +15,7 @@ from compute_sim.domain.faults import Faults
 T = TypeVar("T")
 
 LOAD_S = 60.0  # requests and faults happen in this time; afterwards the system has to come to rest
+KEEP_ALL = 1000  # changes of the feed: more than a run makes
 MOST_BLOW_S = 8.0  # how long a fault lasts, but a process that stands still
 SIZES = (
     HostSize(vcpus=3, memory_mb=32_768, disk_gb=400, cpu_ratio=1.0),
@@ -133,7 +134,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     rates: Rates
     metal: Metal | None = None
     flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
-    feed_keep: int = 1000  # changes of the feed that are kept
+    feed_keep: int = KEEP_ALL  # changes of the feed that are kept
+    batch: int = 0  # messages that a handler takes at once; 0: as many as ever
     keep_s: float = 0.0  # how long fences, silent sources and deleted instances are kept; 0: as long as ever
     load_s: float = LOAD_S
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import structs
 from msgspec.structs import replace
 
-from berth.sim.plan import Act, Kind, Plan, Rates
+from berth.sim.plan import KEEP_ALL, Act, Kind, Plan, Rates
 from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class Shrinker:
         plan = self._try(plan, replace(plan, computes=Faults()))
         plan = self._try(plan, _without_metal(plan))
         plan = self._try(plan, replace(plan, skew_s=0.0))
+        plan = self._try(plan, replace(plan, feed_keep=KEEP_ALL, keep_s=0.0, batch=0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
         for field in structs.fields(Faults):

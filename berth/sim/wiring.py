@@ -59,12 +59,21 @@ METAL_LIMIT_S = 120.0
 def placement(plan: Plan) -> PlacementConfig:
     """Its settings in this run."""
     config = replace(PLACEMENT, feed_keep=plan.feed_keep)
-    return replace(config, fence_keep_s=plan.keep_s, source_keep_s=plan.keep_s) if plan.keep_s else config
+    if plan.keep_s:
+        config = replace(config, fence_keep_s=plan.keep_s, source_keep_s=plan.keep_s)
+    return replace(config, claim_batch=plan.batch, inventory_batch=plan.batch) if plan.batch else config
 
 
 def conductor(plan: Plan) -> ConductorConfig:
     """Its settings in this run."""
-    return replace(CONDUCTOR, deleted_keep_s=plan.keep_s) if plan.keep_s else CONDUCTOR
+    config = replace(CONDUCTOR, deleted_keep_s=plan.keep_s) if plan.keep_s else CONDUCTOR
+    return replace(config, max_batch=plan.batch) if plan.batch else config
+
+
+def scheduler(plan: Plan) -> SchedulerConfig:
+    """Its settings in this run."""
+    config = SchedulerConfig(host_subset_size=plan.subset, build_timeout_s=BUILD_TIMEOUT_S, service_down_time_s=DOWN_S)
+    return replace(config, batch=plan.batch) if plan.batch else config
 
 
 class Seat(Struct, frozen=True):
@@ -95,13 +104,10 @@ class Wiring:
         if kind == "compute":
             return self._compute(env, rest, seat)
         if kind.startswith("scheduler"):
-            config = SchedulerConfig(
-                host_subset_size=world.plan.subset,
-                build_timeout_s=BUILD_TIMEOUT_S,
-                service_down_time_s=DOWN_S,
-            )
             store = MemoryBuilds(seat.session("scheduler"))
-            return scheduler_worker.app.build(env, config, cells, store=store, book=seat.book, table=seat.hosts)
+            return scheduler_worker.app.build(
+                env, scheduler(world.plan), cells, store=store, book=seat.book, table=seat.hosts
+            )
         if kind.startswith("ironic"):
             return self._ironic(env, seat)
         return placement_worker.app.build(

@@ -152,13 +152,13 @@ def overtaken_write_given_up() -> AbstractContextManager[Any]:
     return patch.object(Engine, "_apply", once)
 
 
-MUTANTS_OF_WORDS = (
+MUTANTS_OF_WORDS = (progress_lingers_for_ever, failed_build_keeps_its_claim)
+# Looked for in fewer than sixty seeds so far, or repaired by something else before anybody could notice.
+UNPROVEN_OF_WORDS = (
+    full_queue_forgets,
+    taken_for_new,
     retry_not_confirmed,
     parcel_acked_at_its_first,
-    full_queue_forgets,
-    progress_lingers_for_ever,
-    failed_build_keeps_its_claim,
-    taken_for_new,
     release_leaves_no_fence,
     draining_acknowledges,
     destroys_given_up,

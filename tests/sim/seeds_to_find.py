@@ -6,7 +6,7 @@ import sys
 
 from berth.sim.__main__ import hush
 from berth.sim.run import simulate
-from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.mutants import MUTANTS, UNPROVEN, Mutant
 
 MAX_SEEDS = 60
 
@@ -25,8 +25,9 @@ def main(names: list[str]) -> None:
     hush()
     sys.stdout.write("| defect | what it does | found by seed | invariant |\n|---|---|---|---|\n")
     for name in names or list(MUTANTS):
-        seed, breach = seeds_to_find(MUTANTS[name])
-        words = (MUTANTS[name].__doc__ or "").splitlines()[0]
+        mutant = (MUTANTS | UNPROVEN)[name]
+        seed, breach = seeds_to_find(mutant)
+        words = (mutant.__doc__ or "").splitlines()[0]
         sys.stdout.write(f"| {name} | {words} | {seed or '-'} | {breach} |\n")
         sys.stdout.flush()
 
