@@ -15,6 +15,7 @@ from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routi
 from bus.faults import Fault
 from bus.link import BusLimits, Mode, Place, Publisher, Waiter
 from bus.outcome import Handler
+from bus.pace import Pace
 from bus.port import Transport
 from bus.requester import Requester
 from bus.topology import fill_in
@@ -132,9 +133,13 @@ class Bus:
         concurrency: int = 2,
         prefetch: int = 256,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
+        paced: bool = False,
         **fill: str,
     ) -> Consumer:
-        """A consumer of a queue of the catalogue; it declares the queue when it starts."""
+        """A consumer of a queue of the catalogue; it declares the queue when it starts.
+
+        paced: it takes larger batches less often while its handler takes longer than it does alone (`bus.pace`).
+        """
         return Consumer(
             self,
             queue,
@@ -144,6 +149,7 @@ class Bus:
             prefetch=prefetch,
             on_malformed=on_malformed,
             fill=fill,
+            pace=Pace() if paced else None,
         )
 
     def _post(

@@ -31,6 +31,7 @@ from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
 from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.link import Mode, Waiter
 from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
+from bus.pace import Pace
 from bus.port import BusError, BusForbidden, Delivery, Outgoing, Subscription, retry_queue
 from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Codec, Malformed, Packed, headers_of, pack
 
@@ -92,8 +93,10 @@ class Consumer:
         prefetch: int,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None,
         fill: Mapping[str, str],
+        pace: Pace | None,
     ) -> None:
         self.queue = queue
+        self._pace = pace
         self._bus = bus
         self._row = BY_QUEUE[queue]
         self._handler = handler
@@ -188,6 +191,7 @@ class Consumer:
 
     async def _work(self, number: int) -> None:
         while True:
+            await self._turn()
             items = self._take()
             if items:
                 self._settling += 1
@@ -205,11 +209,25 @@ class Consumer:
                 self._arrived.clear()
                 await self._arrived.wait()
 
+    async def _turn(self) -> None:
+        """Until it is time for a batch; what has come by then goes into it."""
+        if self._pace is None or not self._waiting() or self._draining or self._broken is not None:
+            return
+        left_s = self._pace.wait_s(self._bus.clock.monotonic())
+        if left_s > 0:
+            await self._bus.clock.sleep(left_s)
+
+    def _waiting(self) -> int:
+        """At least so many messages have arrived that nobody has in hand."""
+        return len(self._deliveries) + len(self._items)
+
     def _take(self) -> list[_Item]:
         """At most `max_batch` messages of what has arrived."""
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
             self._open(self._deliveries.popleft())
         count = min(len(self._items), self._max_batch)
+        if count and self._pace is not None:
+            self._pace.taken(self._bus.clock.monotonic())
         return [self._items.popleft() for _ in range(count)]
 
     def _open(self, delivery: Delivery) -> None:
@@ -253,6 +271,9 @@ class Consumer:
                 sound.append(item)
         if sound:
             outcomes = await self._ask(sound, number)
+            if self._pace is not None:
+                done = self._bus.clock.monotonic()
+                self._pace.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
             await self._insist(number, lambda: self._act(sound, outcomes))
             for item in sound:
                 self._close(item)

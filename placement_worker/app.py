@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -35,7 +36,9 @@ def build(
     store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
     api = env.bus(API)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
-    handlers = Handlers(store, clock=env.clock, committed=publisher.wake)
+    handlers = Handlers(
+        store, clock=env.clock, committed=publisher.wake, claimed=partial(publisher.wake, in_a_hurry=False)
+    )
 
     service.resource(store.open, store.close)
     service.resource(api.open, api.close)

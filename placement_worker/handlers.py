@@ -32,20 +32,24 @@ UNEXPECTED = "message.unexpected"
 class Handlers:
     """Handlers of placement's queues; a batch is of one queue, and so of one bus.
 
-    `committed` is called after every transaction that may have written changes.
+    `committed` is called after every transaction that may have written changes, `claimed` after one of claims: whoever
+    waits for that one has an answer of his own.
     """
 
-    def __init__(self, store: PlacementStore, *, clock: Clock, committed: Callable[[], None]) -> None:
+    def __init__(
+        self, store: PlacementStore, *, clock: Clock, committed: Callable[[], None], claimed: Callable[[], None]
+    ) -> None:
         self._store = store
         self._clock = clock
         self._committed = committed
+        self._claimed = claimed
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.requests: all claims, releases and swaps of the batch are one group, one transaction."""
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, Claim | Release | Swap)]
         started = self._clock.monotonic()
         replies = iter(await self._store.apply(items, bus=batch[0].bus))
-        self._committed()
+        self._claimed()
         _measure("claims", len(items), self._clock.monotonic() - started)
         return [
             self._answer(received, next(replies))

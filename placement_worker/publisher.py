@@ -31,20 +31,25 @@ class FeedPublisher:
         self._clock = clock
         self._config = config
         self._committed = asyncio.Event()
+        self._in_a_hurry = False
 
-    def wake(self) -> None:
-        """Something was committed."""
+    def wake(self, *, in_a_hurry: bool = True) -> None:
+        """Something was committed. in_a_hurry: at once; a claim's answer leaves first, and its news a moment later."""
+        self._in_a_hurry |= in_a_hurry
         self._committed.set()
 
     async def run(self) -> None:
         """Publish whenever something was committed, until cancelled.
 
-        At once after a pause; while commits go on, so often and no oftener: a turn costs four round
+        At once after a pause (but see `wake`); while commits go on, so often and no oftener: a turn costs four round
         trips, for one change or a thousand.
         """
         while True:
             await self._committed.wait()
+            if not self._in_a_hurry:
+                await self._clock.sleep(self._config.feed_linger_s)
             self._committed.clear()
+            self._in_a_hurry = False
             try:
                 await self._publish_all()
             except (Transient, BusError) as error:

@@ -191,6 +191,7 @@ def _requests(
             concurrency=config.concurrency,
             prefetch=config.prefetch,
             on_malformed=refused_event,
+            paced=True,
         )
     )
     service.check("bus api", lambda: bus.transport.connected)

@@ -149,7 +149,7 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
 
 
 async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
-    handlers = Handlers(store, clock=SystemClock(), committed=lambda: None)
+    handlers = Handlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await say(store, "c1", host(MINE, 1))
     (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
     assert isinstance(refused, Refuse)

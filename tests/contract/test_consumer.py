@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus import dead_letters, metrics, topology
+from bus.clock import SystemClock
 from bus.consumer import Malformed
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
@@ -392,3 +393,31 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{"))
     await settled(bus, dead=1)
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
+
+
+class StandingStill(SystemClock):
+    """A clock whose long sleeps end when the test says so."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        await (self.go_on.wait() if seconds > 100 else super().sleep(seconds))
+
+
+async def test_a_paced_consumer_gathers_what_comes_before_its_turn(house: House) -> None:
+    bus = await house.bus()
+    bus.clock = clock = StandingStill()
+    handler = Answering()
+    consumer = await house.consume(bus, REQUESTS, handler, paced=True)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    assert consumer._pace is not None
+    consumer._pace.gap_s = 1000.0
+    for number in (2, 3):
+        await bus.publish(boot(number))
+    await settled(bus)  # both are in its hands
+    assert handler.batches == [1]
+    clock.go_on.set()
+    await handler.wait(3)
+    assert handler.batches == [1, 2]

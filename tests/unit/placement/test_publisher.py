@@ -57,3 +57,29 @@ async def test_trimming_removes_shells_that_nobody_uses_any_more() -> None:
             await asyncio.sleep(0)
     trimming.cancel()
     await asyncio.gather(trimming, return_exceptions=True)
+
+
+async def test_the_news_of_a_claim_waits_for_its_answer_to_leave_and_all_other_news_for_nothing() -> None:
+    clock = HandClock()
+    store = MemoryBook(MemoryBookTable(clock).session())
+    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
+    publisher = FeedPublisher(store, bus, clock=clock, config=config)
+    told_at: list[float] = []
+
+    async def publish_all() -> None:
+        told_at.append(clock.monotonic())
+
+    publisher._publish_all = publish_all  # type: ignore[method-assign]
+    running = asyncio.create_task(publisher.run())
+    started = clock.monotonic()
+    publisher.wake()
+    async with asyncio.timeout(20):
+        while len(told_at) < 1:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+        publisher.wake(in_a_hurry=False)
+        while len(told_at) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert told_at == [started, started + config.feed_linger_s]
