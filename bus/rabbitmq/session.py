@@ -44,17 +44,19 @@ class Session:
     async def connect(cls, url: str, names: Names, connection_name: str) -> Session:
         """Connect. Raises BusUnavailable or BusForbidden."""
         target = URL(url).update_query(heartbeat=str(HEARTBEAT_S), name=connection_name)
+        pika = aio_pika.Connection(target)
         with translated():
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return cls(await aio_pika.connect(target), names)
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await pika.connect()
+            except BaseException:
+                await _put_away(pika)
+                raise
+        return cls(pika, names)
 
     async def close(self) -> None:
         """Close, and never wait long for a broker that does not answer."""
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._pika.close()
-        except (TimeoutError, OSError, RuntimeError, aio_pika.exceptions.AMQPError):
-            pass
+        await _put_away(self._pika)
         self.lost.set()
 
     async def channel(self, *, confirms: bool) -> AbstractChannel:
@@ -167,3 +169,15 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
         # The broker confirms to itself what it moves: a crash in between loses nothing.
         arguments["x-dead-letter-strategy"] = "at-least-once"
     return arguments
+
+
+async def _put_away(pika: aio_pika.abc.AbstractConnection) -> None:
+    """Close, within a bound, and leave aio-pika nothing to close.
+
+    A connection that it finds open when it is collected it would close then, in whatever loop runs, or in none.
+    """
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await pika.close()
+    except (TimeoutError, OSError, RuntimeError, aio_pika.exceptions.AMQPError):
+        await pika.close()  # its transport is gone by now: this one only says that it is closed

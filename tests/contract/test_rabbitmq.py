@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import random
 import struct
+import threading
 import uuid
+import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +27,8 @@ from bus.contracts.catalogue import COMMANDS, EVENTS
 from bus.outcome import Done, Outcome, Received
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueMissing
 from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq.session import Session
+from bus.topology import Names
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -225,3 +231,31 @@ async def _publish_badly(
     )
     await connection.close()
     monkeypatch.undo()
+
+
+def test_an_attempt_to_connect_that_failed_leaves_nothing_to_be_closed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """aio-pika closes what it finds open when it is collected: a warning out of nowhere where that is in a thread."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # a record kept would hold the connection
+    loop = asyncio.new_event_loop()
+    kept: list[BaseException] = []  # with all that the attempt held
+
+    def forget() -> None:
+        kept.clear()
+        gc.collect()
+
+    try:
+        try:
+            loop.run_until_complete(Session.connect("amqp://127.0.0.1:1/", Names("n"), "nobody"))
+        except BusUnavailable as error:
+            kept.append(error)
+        assert kept
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            forgetting = threading.Thread(target=forget)
+            forgetting.start()
+            forgetting.join()
+        assert said == []
+    finally:
+        loop.close()
