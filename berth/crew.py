@@ -21,6 +21,11 @@ PROBE_TIMEOUT_S = 2.0
 METRICS_TIMEOUT_S = 20.0  # unlike a probe it is not asked again
 
 
+def _health_at(port: int) -> dict[str, str]:
+    """Not by `--http`: there a placement worker would serve its REST API as well."""
+    return {"BERTH_TELEMETRY__HTTP_HOST": "127.0.0.1", "BERTH_TELEMETRY__HTTP_PORT": str(port)}
+
+
 class Worker(Struct):
     """One worker process, or one that was: its arguments, where it answers, its log."""
 
@@ -46,8 +51,8 @@ class Crew:
         port = free_port()
         log = self.directory / f"{name}.log"
         process = GuardedProcess(
-            [sys.executable, "-m", "berth", "run", *arguments, "--http", f"127.0.0.1:{port}"],
-            env={**self._env, "PYTHONPATH": str(Path(__file__).parents[1]), **(settings or {})},
+            [sys.executable, "-m", "berth", "run", *arguments],
+            env={**self._env, "PYTHONPATH": str(Path(__file__).parents[1]), **(settings or {}), **_health_at(port)},
             cwd=self.directory,
             log=log,
             account=Account(()),

@@ -11,6 +11,7 @@ from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.consumer import Consumer
 from bus.service.environment import Environment
+from bus.service.health import Health
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from placement_worker.config import PlacementConfig
@@ -26,11 +27,17 @@ NAME = "placement"
 
 
 def build(
-    env: Environment, config: PlacementConfig, cells: Sequence[str], *, store: PlacementStore | None = None
+    env: Environment,
+    config: PlacementConfig,
+    cells: Sequence[str],
+    *,
+    store: PlacementStore | None = None,
+    health_with_rest: bool = False,
 ) -> Service:
     """A placement worker that serves the API bus and these cells, ready to run.
 
-    store: instead of the schema `placement` in the environment's database.
+    store: instead of the schema `placement` in the environment's database. health_with_rest: the REST API's port
+    answers /healthz, /readyz and /metrics too, and from the very start.
     """
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
     store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
@@ -40,6 +47,10 @@ def build(
         store, clock=env.clock, committed=publisher.wake, claimed=partial(publisher.wake, in_a_hurry=False)
     )
 
+    rest = _rest(env, config, store, publisher)
+    if rest is not None and health_with_rest:
+        rest.add_health(Health(service.not_ready))
+        service.resource(rest.open, rest.close)  # before the book: /readyz says what it waits for
     service.resource(store.open, store.close)
     service.resource(api.open, api.close)
     service.check("database", lambda: store.ready)
@@ -58,16 +69,24 @@ def build(
         service.task(f"cell {link.name}", link.run)
         service.drain(link.drain)
         service.check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
-    if config.rest.listen:
-        if not isinstance(store, PostgresStore):
-            raise SettingsError("rest.listen", "the REST API needs the book in PostgreSQL")
-        rest = RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
+    if rest is not None:
         service.task("rest", rest.run)
         service.check("rest", lambda: rest.ready)
         service.drain(rest.drain)
+        service.prepare(rest.wait_ready)
     service.prepare(lambda: wait_for(links, config.cell_wait_s))
     service.drain(publisher.drain)
     return service
+
+
+def _rest(
+    env: Environment, config: PlacementConfig, store: PlacementStore, publisher: FeedPublisher
+) -> RestServer | None:
+    if not config.rest.listen:
+        return None
+    if not isinstance(store, PostgresStore):
+        raise SettingsError("rest.listen", "the REST API needs the book in PostgreSQL")
+    return RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
 
 
 def _link(bus: Bus, handlers: Handlers, config: PlacementConfig) -> CellLink:

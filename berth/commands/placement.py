@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from msgspec.structs import replace
 
 import placement_worker.app
 from berth.commands import book
 from berth.commands.common import explain, print_json, settings_of, tell
 from berth.embedded.postgres import Postgres
+from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.settings import EMBEDDED, Settings
 from berth.site import Brokers, Site, process_name, read_runtime
 from bus.clock import SystemClock
@@ -20,7 +20,7 @@ from bus.service.main import run_process
 from bus.service.settings import SettingsError
 from placement_worker.rest.openapi import document
 
-DEFAULT_API = "127.0.0.1:8778"
+DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
 app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone, audit, export and import it.")
 app.command("audit")(book.audit)
@@ -38,11 +38,11 @@ def serve(
     """Serve Placement's REST API alone, a drop-in for OpenStack Placement: no broker, no other worker needed.
 
     The book is in the configured database, else in an embedded PostgreSQL below the state directory. Its change feed
-    goes to a bus inside this process; to share the book with a whole berth use `berth run placement --api`.
+    goes to a bus inside this process; to share the book with a whole berth use `berth run placement --http`.
     """
     try:
         settings = settings_of(context)
-        settings = with_api(settings, api)
+        settings = with_rest_at(settings, api)
         with _database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except SettingsError as fault:
@@ -56,12 +56,6 @@ def serve(
 def openapi() -> None:
     """Print the OpenAPI document of what is served."""
     print_json(document())
-
-
-def with_api(settings: Settings, listen: str) -> Settings:
-    """The settings with the REST API served there."""
-    rest = replace(settings.placement.rest, listen=listen)
-    return replace(settings, placement=replace(settings.placement, rest=rest))
 
 
 def _run(settings: Settings, url: str) -> int:

@@ -34,9 +34,9 @@ from berth.commands.common import (
     settings_of,
     tell,
 )
-from berth.commands.placement import with_api
 from berth.commands.up_said import as_processes, block, one_process
 from berth.metal import kept_in, simulated_ironic
+from berth.rest_address import AtHttp, AtUp, at_http, for_up, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
 from berth.supervisor import Supervisor, supervised
@@ -81,6 +81,8 @@ def up(
 ) -> None:
     """Run everything until it is interrupted, in this process or as processes; other terminals reach it.
 
+    Placement's REST API is at 127.0.0.1:8778, or at a free port; what is said when all is up names it, and its token.
+
     With --processes: on the broker and database that the settings name, else on a RabbitMQ (the machine's program) and
     a PostgreSQL of its own, kept below state_dir. A worker that dies is started again, a bounded number of times. Each
     one's log is in state_dir/logs.
@@ -93,28 +95,33 @@ def up(
         if any(number is not None for number in asked.values()):
             raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
         settings, stop = _prepare(context)
-        async with (
-            site(settings, directory=settings.state / "postgres") as here,
-            simulated_ironic(here, kept=kept_in(here)) as ironic,
-        ):
-            ironic_url = ironic.url if ironic is not None else None
-            street = Street(here)
-            await street.start(ironic_url=ironic_url)
-            try:
-                async with serve(here, ironic_url):
-                    _say(one_process(here, street.computes, ironic_url), as_json)
-                    stopped = asyncio.create_task(stop.wait())
-                    waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
-                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    stopped.cancel()
-            finally:
-                failed = street.ensemble.failed.done()
-                await street.ensemble.stop()
-        if failed:
-            raise Stop(EXIT_NO, "up.worker_died", "a worker died; see the log above")
-        return 0
+        with for_up(settings) as rest:
+            return await _up_here(rest, stop, as_json)
 
     run(body)
+
+
+async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
+    async with (
+        site(rest.settings, directory=rest.settings.state / "postgres") as here,
+        simulated_ironic(here, kept=kept_in(here)) as ironic,
+    ):
+        ironic_url = ironic.url if ironic is not None else None
+        street = Street(here)
+        await street.start(ironic_url=ironic_url)
+        try:
+            async with serve(here, ironic_url):
+                _say(one_process(here, street.computes, ironic_url, rest), as_json)
+                stopped = asyncio.create_task(stop.wait())
+                waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+        finally:
+            failed = street.ensemble.failed.done()
+            await street.ensemble.stop()
+    if failed:
+        raise Stop(EXIT_NO, "up.worker_died", "a worker died; see the log above")
+    return 0
 
 
 def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
@@ -138,13 +145,16 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
     count = numbers(cpus, len(settings.cells), settings.up, asked)
     starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
     try:
-        async with running(settings, count) as started:
-            starting.cancel()
-            supervisor = Supervisor(
-                started.crew, clock=started.site.clock, say=lambda said: err.print(said, soft_wrap=True, markup=False)
-            )
-            _say(as_processes(started, count, cpus), as_json)
-            await supervised(supervisor, stop)
+        with for_up(settings) as rest:
+            async with running(rest.settings, count) as started:
+                starting.cancel()
+                supervisor = Supervisor(
+                    started.crew,
+                    clock=started.site.clock,
+                    say=lambda said: err.print(said, soft_wrap=True, markup=False),
+                )
+                _say(as_processes(started, count, cpus, rest), as_json)
+                await supervised(supervisor, stop)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -164,8 +174,12 @@ def run_role(
     role: Annotated[Role, typer.Argument(help="Which worker.")],
     cell: Annotated[str | None, typer.Option(help="The cell, for conductor and compute.")] = None,
     service: Annotated[str | None, typer.Option(help="The compute service's name.")] = None,
-    http: Annotated[str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any).")] = None,
-    api: Annotated[str | None, typer.Option(help="Serve Placement's REST API at HOST:PORT (placement only).")] = None,
+    http: Annotated[
+        str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any), placement its REST API too.")
+    ] = None,
+    api: Annotated[
+        str | None, typer.Option(help="Serve the REST API at a HOST:PORT of its own (placement only).")
+    ] = None,
 ) -> None:
     """Run one worker as this process, until SIGTERM or SIGINT; start as many as you like."""
     try:
@@ -173,11 +187,18 @@ def run_role(
         if api is not None:
             if role is not Role.PLACEMENT:
                 raise Stop(EXIT_USAGE, "api.role", "--api is placement's")
-            settings = with_api(settings, api)
+            settings = with_rest_at(settings, api)
+        asked = _http(http)
+        served = AtHttp(settings=settings, with_rest=False)
+        if role is Role.PLACEMENT and asked is not None:
+            served = at_http(settings, *asked)
+            settings = served.settings
         here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
-        build = _build(role, here, cell, service)
-        listen = _listen(_http(http), settings)
+        build = _build(role, here, cell, service, health_with_rest=served.with_rest)
+        listen = _listen(asked, settings)
         _join(settings)
+        if served.sentence:
+            err.print(served.sentence, soft_wrap=True, markup=False)
     except (Stop, SettingsError) as fault:
         stop = explain(fault)
         assert stop is not None
@@ -189,7 +210,7 @@ def run_role(
         lambda: here.environment(process),
         role=role.value,
         process=process,
-        http=listen,
+        http=listen if not served.with_rest else None,
         log_level=settings.telemetry.log_level,
         log_style=settings.telemetry.log_format,
     )
@@ -209,12 +230,14 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
     run(body)
 
 
-def _build(role: Role, here: Site, cell: str | None, service: str | None) -> Build:
+def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:
     settings: Settings = here.settings
     if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
         raise Stop(EXIT_USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     if role is Role.PLACEMENT:
-        return lambda env: placement_worker.app.build(env, settings.placement, here.cells)
+        return lambda env: placement_worker.app.build(
+            env, settings.placement, here.cells, health_with_rest=health_with_rest
+        )
     if role is Role.SCHEDULER:
         return lambda env: scheduler_worker.app.build(env, settings.scheduler, here.cells)
     if role is Role.IRONIC_SYNC:

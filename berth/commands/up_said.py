@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
 from berth.up_processes import Numbers, Running
@@ -14,7 +15,7 @@ NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth h
 END = "Ctrl-C drains and ends it."
 
 
-def one_process(here: Site, computes: Sequence[str], ironic_url: str | None) -> dict[str, Any]:
+def one_process(here: Site, computes: Sequence[str], ironic_url: str | None, rest: AtUp) -> dict[str, Any]:
     """All in this process."""
     settings = here.settings
     return {
@@ -23,11 +24,11 @@ def one_process(here: Site, computes: Sequence[str], ironic_url: str | None) -> 
         "computes": computes,
         "socket": str(settings.socket),
         "bus": hide_password(settings.bus.url),
-        **_servers(settings, here.database_url, ironic_url),
+        **_servers(settings, here.database_url, ironic_url, rest),
     }
 
 
-def as_processes(started: Running, count: Numbers, cpus: int) -> dict[str, Any]:
+def as_processes(started: Running, count: Numbers, cpus: int, rest: AtUp) -> dict[str, Any]:
     """Each worker a process."""
     workers = started.crew.workers.values()
     settings = started.site.settings
@@ -39,15 +40,17 @@ def as_processes(started: Running, count: Numbers, cpus: int) -> dict[str, Any]:
         "workers": {one.name: {"pid": one.process.pid, "port": one.port, "log": str(one.log)} for one in workers},
         "logs": str(started.logs),
         "bus": hide_password(settings.bus.url),
-        **_servers(settings, started.site.database_url, started.ironic_url),
+        **_servers(settings, started.site.database_url, started.ironic_url, rest),
     }
 
 
-def _servers(settings: Settings, database_url: str | None, ironic_url: str | None) -> dict[str, Any]:
+def _servers(settings: Settings, database_url: str | None, ironic_url: str | None, rest: AtUp) -> dict[str, Any]:
     listen = settings.placement.rest.listen
     return {
         "database": hide_password(database_url or ""),
         "placement_api": f"http://{listen}" if listen else None,
+        "placement_token": str(rest.token) if rest.token else None,
+        "placement_taken": rest.taken or None,
         "ironic": ironic_url or None,
     }
 
@@ -62,12 +65,20 @@ def block(said: Mapping[str, Any]) -> str:
         ("computes", ", ".join(said.get("computes", ()))),
         ("RabbitMQ" if said["bus"] != MEMORY else "bus", bus),
         ("PostgreSQL", said["database"]),
-        ("Placement", said["placement_api"] or "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"),
+        ("Placement", _placement(said)),
         ("Ironic", f"{said['ironic']} (simulated)" if said["ironic"] else ""),
         ("/metrics", ", ".join(f"{name} {worker['port']}" for name, worker in workers.items())),
         ("logs", said.get("logs", "")),
     ]
     return _lines(f"berth is up: {runs}", rows)
+
+
+def _placement(said: Mapping[str, Any]) -> str:
+    if not said["placement_api"]:
+        return "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"
+    taken = f" ({said['placement_taken']} is taken)" if said["placement_taken"] else ""
+    token = f", for the token in {said['placement_token']}" if said["placement_token"] else ""
+    return f"{said['placement_api']}{taken}{token}"
 
 
 def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -15,13 +15,17 @@ MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 64
 REQUEST_TIMEOUT_S = 5.0
 JSON = "application/json"
+PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 Answer = tuple[int, str, bytes]
 
 
 class Health:
-    """The health server. `not_ready` names what is not ready; an empty answer means ready."""
+    """The health server. `not_ready` names what is not ready; an empty answer means ready.
+
+    Never opened it is only its answers, for a server that serves them beside something else.
+    """
 
     def __init__(
         self,

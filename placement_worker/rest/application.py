@@ -29,6 +29,7 @@ log = structlog.get_logger("placement.rest")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # As oslo.middleware has it; what looks otherwise is nobody's id, and goes no further.
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -53,6 +54,7 @@ class Application:
         self._auth = auth
         self._policy = policy
         self._cors = cors
+        self.opened = True  # until the book is open every answer is 503
         self._gathering = 0  # bytes of bodies that are not whole yet
         self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
 
@@ -81,6 +83,8 @@ class Application:
 
     async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:
         request = exchange.request
+        if not self.opened:
+            raise Fault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
         if request.parts:
             caller = await self._auth.identify(headers)
             if caller is None:

@@ -111,13 +111,18 @@ def local_auth(config: RestConfig, host: str) -> Auth:
         if not config.token_file:
             raise SettingsError("rest.token_file", "auth = tokens needs token_file")
         return TokenFile(Path(config.token_file))
-    if not (_is_loopback(host) or config.noauth2_anywhere):
+    if not noauth2_may_listen(config, host):
         raise SettingsError(
             "rest.noauth2",
             f"noauth2 lets everybody in and so listens on loopback only, not on {host}; "
             "set noauth2_anywhere = true if that is really meant",
         )
     return NoAuth2()
+
+
+def noauth2_may_listen(config: RestConfig, host: str) -> bool:
+    """Whether everybody may be let in there: on loopback, or when told twice."""
+    return config.noauth2_anywhere or _is_loopback(host)
 
 
 def _is_loopback(host: str) -> bool:

@@ -54,10 +54,12 @@ class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The REST API of one placement process.
 
-    listen: HOST:PORT, empty = not served. conf_dir: a directory with an OpenStack `placement.conf`, of which [api]
-    auth_strategy, [keystone_authtoken], [oslo_policy], [cors] and [placement] are read over what is set here.
+    listen: HOST:PORT, empty = where `berth run placement --http` and `berth up` say. conf_dir: a directory with an
+    OpenStack `placement.conf`, of which [api] auth_strategy, [keystone_authtoken], [oslo_policy], [cors] and
+    [placement] are read over what is set here.
     auth: `noauth2` believes what the caller says of itself, and so listens on loopback only, unless noauth2_anywhere
-    says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it.
+    says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it;
+    not set: noauth2, but where `berth up` chooses the address a token of its own.
     incomplete_*: who holds what was allocated below 1.8. default_limit: the most candidates an answer has, whatever is
     asked for (-1: no bound). randomize: a sample of the candidates instead of the first. budget, search_s: what a
     candidate search may look at, and how long. group_max, waiting_max: writes in one transaction, and waiting for one.
@@ -67,7 +69,7 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     listen: str = ""
     conf_dir: str = ""
-    auth: Literal["noauth2", "tokens", "keystone"] = "noauth2"
+    auth: Literal["noauth2", "tokens", "keystone"] | None = None
     noauth2_anywhere: bool = False
     token_file: str = ""
     keystone: KeystoneConfig = KeystoneConfig()

@@ -13,13 +13,15 @@ import uvicorn
 
 from bus.clock import Clock
 from bus.faults import BrokenInvariant, Fault
+from bus.service.health import Health
 from bus.service.settings import SettingsError
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.api import Api
-from placement_worker.rest.application import Application
+from placement_worker.rest.application import App, Application
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.cors import Cors
+from placement_worker.rest.health import with_health
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
@@ -31,6 +33,7 @@ log = structlog.get_logger("placement.rest")
 
 BACKLOG = 1024
 STOP_GRACE_S = 5
+NOAUTH2 = "noauth2"  # when nothing is said
 
 
 class CannotListen(Fault):
@@ -75,21 +78,59 @@ class RestServer:
         self.application = Application(
             self.api, self._auth, Policy(self.config.policy, clock), Cors(self.config.cors), broken=self._fail
         )
+        self.application.opened = False
+        self._served: App = self.application
         self._server: _Server | None = None
-        self._ended = asyncio.Event()
-        self.ready = False
+        self._serving: asyncio.Task[None] | None = None
+        self._opened, self._ended = asyncio.Event(), asyncio.Event()
+
+    def add_health(self, health: Health) -> None:
+        """Answer /healthz, /readyz and /metrics too."""
+        self._served = with_health(self.application, health)
+
+    async def open(self) -> None:
+        """Listen; every answer is 503 until `run` has the book. Raises CannotListen."""
+        listening = self._listen()
+        self._server = _Server(self._uvicorn())
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="rest server")
+        self._serving.add_done_callback(lambda _: listening.close())
+        log.info("rest.listening", host=self.host, port=self.port, auth=self.config.auth or NOAUTH2)
 
     async def run(self) -> None:
-        """Serve until drained. Raises CannotListen, BrokenInvariant."""
-        listening = self._listen()
+        """Serve until drained, listening first when nobody opened it. Raises CannotListen, BrokenInvariant."""
         try:
-            await self._serve(listening)
+            await self.api.replica.fresh()  # the first search shall not pay for loading the book
+            if self._serving is None:
+                await self.open()
+            assert self._serving is not None
+            self.application.opened = True
+            self._opened.set()
+            await asyncio.wait({self._serving})  # cancelled, it does not take the server with it: `close` ends that
+            self._serving.result()
         finally:
-            listening.close()
-            await self._auth.close()
+            await self.close()
             self._ended.set()
         if self._failed is not None:
             raise self._failed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers, from the book."""
+        return self._opened.is_set()
+
+    async def wait_ready(self) -> None:
+        """Until it does. Bounded by `run`: when that ends, so does the service."""
+        await self._opened.wait()
+
+    async def close(self) -> None:
+        """End what drained or not still listens. May be called again."""
+        self.application.opened = False
+        self._opened.clear()
+        if self._serving is not None and not self._serving.done():
+            assert self._server is not None
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.wait({self._serving})
+        await self._auth.close()
 
     def _fail(self, error: BrokenInvariant) -> None:
         """The process must stop; whoever is being answered still gets an answer."""
@@ -97,31 +138,25 @@ class RestServer:
         if self._server is not None:
             self._server.should_exit = True
 
-    async def _serve(self, listening: socket.socket) -> None:
-        await self.api.replica.fresh()  # the first search shall not pay for loading the book
-        self._server = _Server(
-            uvicorn.Config(
-                self.application,
-                http=protocol(self.config.write_timeout_s),
-                ws="none",
-                loop="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=self.config.max_connections,
-                timeout_keep_alive=self.config.keep_alive_s,
-                timeout_graceful_shutdown=STOP_GRACE_S,
-            )
+    def _uvicorn(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self._served,
+            http=protocol(self.config.write_timeout_s),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=self.config.max_connections,
+            timeout_keep_alive=self.config.keep_alive_s,
+            timeout_graceful_shutdown=STOP_GRACE_S,
         )
-        log.info("rest.listening", host=self.host, port=self.port, auth=self.config.auth)
-        self.ready = True
-        await self._server.serve(sockets=[listening])
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more; finish what is under way."""
-        self.ready = False
+        self._opened.clear()
         if self._server is not None:
             self._server.should_exit = True
         with contextlib.suppress(TimeoutError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -17,9 +19,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from msgspec import Struct
 
+from berth.crew import Crew
+from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
 
 # Nobody has built this one. Fixed: every process of a test run must collect the same tests.
@@ -63,6 +68,7 @@ class Berth:
             "COLUMNS": "200",
         }
 
+        self.said = ""  # by `berth up`
         self.first = Ran(1, "", "")  # what the first fifty boots said
         self.zygote = self.start("tests.system.zygote", stdin=subprocess.PIPE, stderr=None)
 
@@ -105,6 +111,7 @@ def berth() -> Iterator[Berth]:
             # People read this, so no line of the log is in between.
             assert said.startswith("\nberth is up: one process\n"), (directory / "up.log").read_text()
             assert "{" not in said and "  berth boot --flavor m1.small --count 50 --wait\n" in said
+            berth.said = said
             berth.first = berth("boot", "--flavor", "m1.small", "--count", "50", "--wait")
             yield berth
         finally:
@@ -363,6 +370,58 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = berth("run", "placement", "--http", f"127.0.0.1:{taken.getsockname()[1]}")
     assert (done.status, "Address already in use" in done.err) == (USAGE, True)
+
+
+def test_up_serves_placements_api_and_says_where_and_for_what_token(berth: Berth) -> None:
+    found = re.search(r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is taken\))?, for the token in (\S+)", berth.said)
+    assert found is not None, berth.said
+    url, token = f"{found[1]}/resource_providers?name=cell1-c1-00001", Path(found[2]).read_text().strip()
+    (host,) = httpx.get(url, headers={"x-auth-token": token}).json()["resource_providers"]
+    assert host["name"] == "cell1-c1-00001"
+    assert [httpx.get(url, headers={"x-auth-token": other}).status_code for other in ("admin", "")] == [401, 401]
+
+
+def test_http_of_a_placement_worker_serves_the_api_too_and_says_who_may_call(berth: Berth) -> None:
+    """The issue's own line, with no configuration: a guest of the `berth up` of this machine."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    told = berth.directory / "run.log"
+    with (
+        told.open("w") as log,
+        berth.start("berth", "run", "placement", "--http", f"127.0.0.1:{port}", stderr=log) as worker,
+    ):
+        try:
+            deadline = time.monotonic() + STORY_TIMEOUT_S
+            while not ready(f"{url}/readyz"):
+                assert worker.poll() is None and time.monotonic() < deadline, told.read_text()
+                time.sleep(0.05)
+            listed = httpx.get(f"{url}/resource_providers", headers={"x-auth-token": "admin"})
+            assert listed.status_code == 200 and listed.json()["resource_providers"]
+            assert httpx.get(f"{url}/resource_providers").status_code == 401
+            assert "berth_placement" in httpx.get(f"{url}/metrics").text
+        finally:
+            worker.send_signal(signal.SIGTERM)
+            status = worker.wait(STOP_TIMEOUT_S)
+    assert (status, f"health and metrics at {url}; auth: noauth2" in told.read_text()) == (0, True), told.read_text()
+
+
+async def test_a_placement_worker_of_a_crew_answers_for_its_health_only(berth: Berth) -> None:
+    """Nobody asked for more doors, and each would hold a copy of the book."""
+    crew = Crew(berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")})
+    try:
+        worker = crew.start("placement2", "placement")
+        await crew.ready()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.port}") as client:
+            answer = await client.get("/resource_providers", headers={"x-auth-token": "admin"})
+        assert (answer.status_code, "there are /healthz" in answer.text) == (404, True)
+    finally:
+        await asyncio.to_thread(crew.stop)
+
+
+def ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 200
+    return False
 
 
 def test_time_that_runs_out_has_a_status_of_its_own(berth: Berth) -> None:

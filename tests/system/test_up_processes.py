@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from berth.load.record import LoadRecord, decode
@@ -107,6 +108,9 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
             state = json.loads(said or "{}")
             assert state.get("up") is True, told.read_text()
             assert state["numbers"]["schedulers"] == 1 and len(state["workers"]) == 2 + 2 * 3 + 1
+            token = Path(state["placement_token"]).read_text().strip()
+            served = httpx.get(f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token})
+            assert served.status_code == 200 and served.json()["resource_providers"]
             # More metal than there is: some fail and say why; nothing is lost.
             record = load(
                 env, directory, "--boots", "200", "--rate", "100", "--churn", "0.3", "--mix", "small=8,large=2,metal=1"

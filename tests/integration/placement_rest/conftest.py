@@ -26,7 +26,7 @@ PROJECT = "0b6d1c1e-4f0a-4c8e-9c64-2a4c6a1f6a10"
 class Placement:
     """A whole placement worker that serves its REST API, and a client of it."""
 
-    def __init__(self, url: str, config: RestConfig) -> None:
+    def __init__(self, url: str, config: RestConfig, *, health_with_rest: bool = False) -> None:
         self.database_url = url
         self.rng = random.Random(7)
         self.broker = MemoryBroker(SystemClock())
@@ -38,7 +38,7 @@ class Placement:
             rng=self.rng,
         )
         self.store = PostgresStore(env.database("placement"))
-        self.service = build(env, PlacementConfig(rest=config), (), store=self.store)
+        self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
         host, _, port = config.listen.rpartition(":")
         self.base_url = f"http://{host}:{port}"

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from berth.commands.up_said import block, one_process
+from berth.rest_address import AtUp
 from berth.settings import Settings
 from berth.site import Site
 from placement_worker.rest.config import RestConfig
@@ -15,9 +16,9 @@ from placement_worker.rest.config import RestConfig
 URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"
 
 
-def said(settings: Settings, ironic_url: str | None = None) -> dict[str, Any]:
+def said(settings: Settings, ironic_url: str | None = None, **rest: Any) -> dict[str, Any]:
     here = Site(settings, database_url=URL)
-    return one_process(here, ("cell1-c1", "cell2-c1"), ironic_url)
+    return one_process(here, ("cell1-c1", "cell2-c1"), ironic_url, AtUp(settings=settings, **rest))
 
 
 def test_it_says_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
@@ -38,6 +39,15 @@ def test_it_says_what_runs_where_and_what_to_type(tmp_path: Path) -> None:
     ):
         assert expected in lines, text
     assert "hunter2" not in text
+
+
+def test_the_api_that_nobody_asked_for_is_said_with_its_token_and_why_it_is_not_where_one_looks(tmp_path: Path) -> None:
+    settings = Settings(state_dir=str(tmp_path))
+    served = replace(settings, placement=replace(settings.placement, rest=RestConfig(listen="127.0.0.1:9")))
+    told = said(served, token=tmp_path / "placement.token", taken="127.0.0.1:8778")
+    line = f"http://127.0.0.1:9 (127.0.0.1:8778 is taken), for the token in {tmp_path}/placement.token"
+    assert line in block(told)
+    assert (told["placement_api"], told["placement_token"]) == ("http://127.0.0.1:9", f"{tmp_path}/placement.token")
 
 
 def test_what_is_not_there_is_not_said(tmp_path: Path) -> None:
