@@ -1,25 +1,30 @@
-"""Delete requests: what a delete does depends on where its build stands (C-5)."""
+"""Delete requests: what a delete does depends on where its build stands (C-5).
+
+One whose build nobody knows is put on record itself. Its client is told that there is no such instance, so a build that
+comes after all must not be built: it waited in another scheduler's hands, or its record was lost with the database.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildState, DeleteRequest
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from scheduler_worker import metrics
 from scheduler_worker.decisions import Author, to_clients
 from scheduler_worker.domain.records import DELETED, Standing
-from scheduler_worker.store.port import Change, Kept, SchedulerStore, Unit
+from scheduler_worker.store.port import Change, Kept, NewBuild, SchedulerStore, Unit
 
 # A delete may overtake its build on the way to another scheduler: so often it is looked for again.
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
 UNKNOWN_REASON = "there is no such instance in this project"
+NEVER_ASKED_FLAVOR = "unknown"
 
 
 async def delete_all(
@@ -31,11 +36,12 @@ async def delete_all(
     async with store.unit() as unit:
         kept = await unit.lock([_request(received).instance_uuid for received in deletes])
         going: set[str] = set()
+        unknown: list[Received] = []
         for received in deletes:
             request = _request(received)
             found = kept.get(request.instance_uuid)
-            if found is None:
-                outcomes[id(received)] = _unknown(unit, request, received, author)
+            if found is None or found.standing.code == UNKNOWN:
+                unknown.append(received)
             elif found.standing.project_id != request.project_id:
                 # Not this project's to know about, and no event: the stream of that instance is its owner's.
                 outcomes[id(received)] = Refuse(UNKNOWN, UNKNOWN_REASON)
@@ -46,6 +52,7 @@ async def delete_all(
                 if request.instance_uuid not in changes and (change := _delete(unit, found, author)) is not None:
                     changes[request.instance_uuid] = change
         await unit.change(list(changes.values()), author.at)
+        outcomes.update(await _unknown(unit, unknown, kept.keys(), author))
     return outcomes, going
 
 
@@ -82,11 +89,41 @@ def never_built(unit: Unit, standing: Standing, author: Author, detail: str) -> 
     return Change(standing=deleted, delete_requested=True, story=(author.line("deleted", detail),))
 
 
-def _unknown(unit: Unit, request: DeleteRequest, received: Received, author: Author) -> Outcome:
-    if received.meta.attempt < DELETE_RETRIES:
-        return Retry(UNKNOWN, "not on record (yet)")
-    metrics.REQUESTS.labels("delete", "unknown").inc()
-    event = BuildEvent(
+async def _unknown(
+    unit: Unit, deletes: Sequence[Received], noted: Collection[str], author: Author
+) -> dict[int, Outcome]:
+    """Deletes of what is not on record: look again, and in the end say so, for good."""
+    outcomes: dict[int, Outcome] = {id(one): Retry(UNKNOWN, "not on record (yet)") for one in deletes}
+    late = {id(one): _request(one) for one in deletes if one.meta.attempt >= DELETE_RETRIES}
+    fresh = {one.instance_uuid: one for one in late.values() if one.instance_uuid not in noted}
+    noted = await unit.insert([_never_to_be(one, author) for one in fresh.values()], author.at) | set(noted)
+    for key, request in late.items():
+        if request.instance_uuid not in noted:
+            continue  # its build has come in this moment
+        metrics.REQUESTS.labels("delete", "unknown").inc()
+        unit.say(to_clients(_no_such_instance(request, author)))
+        outcomes[key] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
+    return outcomes
+
+
+def _never_to_be(request: DeleteRequest, author: Author) -> NewBuild:
+    """The record of a build that was deleted before anybody had heard of it."""
+    return NewBuild(
+        request=BuildRequest(
+            instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=NEVER_ASKED_FLAVOR
+        ),
+        digest=b"",
+        state=BuildState.DELETED,
+        sequence=DELETED,
+        terminal=True,
+        code=UNKNOWN,
+        reason=UNKNOWN_REASON,
+        story=(author.line("refused", "a delete came, and no build"),),
+    )
+
+
+def _no_such_instance(request: DeleteRequest, author: Author) -> BuildEvent:
+    return BuildEvent(
         instance_uuid=request.instance_uuid,
         project_id=request.project_id,
         state=BuildState.REFUSED,
@@ -96,8 +133,6 @@ def _unknown(unit: Unit, request: DeleteRequest, received: Received, author: Aut
         reason=UNKNOWN_REASON,
         at=author.at,
     )
-    unit.say(to_clients(event))
-    return Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
 
 
 def _request(received: Received) -> DeleteRequest:

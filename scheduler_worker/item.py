@@ -13,6 +13,7 @@ from bus.contracts.stages import Stamps
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from scheduler_worker import metrics
 from scheduler_worker.decisions import Author
+from scheduler_worker.deleting import UNKNOWN
 from scheduler_worker.domain.records import ACCEPTED, DECIDED
 from scheduler_worker.endings import CONSUMER_CHANGED, Placed
 from scheduler_worker.store.port import NewBuild, OnRecord
@@ -98,6 +99,11 @@ def already_on_record(item: Item, known: OnRecord | None) -> None:
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         item.outcome = Retry("request.concurrent", "the same request is being recorded by another scheduler")
+    elif known.code == UNKNOWN and known.project_id == item.request.project_id:
+        # Its delete came first, and was told that there is no such instance: so it stays.
+        metrics.REQUESTS.labels("build", "deleted").inc()
+        item.outcome = accepted(item.request.instance_uuid)
+        item.doubtful = True
     elif known.digest != item.digest:
         item.outcome = _clash()
     elif known.state is BuildState.REFUSED and item.refused is not None:

@@ -233,6 +233,26 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     assert record is not None and record.state is BuildState.DELETED
 
 
+async def test_a_build_whose_delete_was_told_that_there_is_no_such_instance_is_never_built(world: World) -> None:
+    """It was behind the delete in another scheduler's hands, or forgotten with a database (simulation, seed 89)."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request, another = world.request(), world.request()
+    await world.delete(request)
+    assert (await world.ended(request.instance_uuid)).code == "instance.unknown"
+    await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    with pytest.raises(RequestRefused, match="no such instance"):
+        await world.buses[API].request(world_delete(request), BuildAccepted, timeout_s=PATIENCE_S)
+    await world.ask(another)
+    await world.until(lambda: world.builds)
+    assert [build.spec.instance_uuid for _, build in world.builds] == [another.instance_uuid]
+    assert {event.state for event in world.events if event.instance_uuid == request.instance_uuid} == {
+        BuildState.REFUSED
+    }
+    record = await world.show(request.instance_uuid)
+    assert record is not None and (record.state, record.code) == (BuildState.DELETED, "instance.unknown")
+
+
 async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the claim and the record of it: the next scheduler adopts the claim, even of the only host."""
     await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
