@@ -13,6 +13,7 @@ from bus.outcome import Done, Outcome, Received, Refuse
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
+from .domain.instance import Look
 from .domain.report import Newest, differences
 from .engine import Arrival, Engine
 from .store.port import InstanceStore
@@ -135,6 +136,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 service=message.service,
                 begun_at=message.begun_at,
                 ended_at=message.at,
+                look=Look(message.epoch, message.look) if message.epoch else None,
             )
         case ComputeOutcome.FAILED:
             return SpawnFailed(

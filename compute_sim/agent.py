@@ -72,7 +72,7 @@ class Agent:
     ) -> None:
         self._driver = driver
         self._records = records
-        self._answers = Answers(service, say, clock)
+        self._answers = Answers(service, say, clock, records)
         self._clock = clock
         self._limits = limits
         self._on_failures = on_failures

@@ -10,14 +10,15 @@ from bus.contracts.cell import ComputeOutcome, ComputeResult
 from compute_sim import metrics
 from compute_sim.domain.attempts import Entry, answer
 from compute_sim.jobs import Chain
-from compute_sim.records import Key
+from compute_sim.records import Key, Records
 
 
 class Answers:
     """One service's results. `say` publishes one some time soon."""
 
-    def __init__(self, service: str, say: Callable[[ComputeResult], None], clock: Clock) -> None:
+    def __init__(self, service: str, say: Callable[[ComputeResult], None], clock: Clock, records: Records) -> None:
         self._service = service
+        self._records = records
         self._say = say
         self._clock = clock
         self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
@@ -66,5 +67,7 @@ class Answers:
                 at=self._clock.time(),
                 final=final,
                 begun_at=begun_at,
+                epoch=self._records.epoch,
+                look=self._records.looks,
             )
         )

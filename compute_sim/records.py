@@ -70,6 +70,7 @@ class Records:
         self.epoch = 0
         self.version = 0
         self.starts = 0
+        self.looks = 0  # at the hosts, begun in this process: what orders results and reports, whatever clocks do
         self.accepted = 0  # builds accepted since the first start in this process
 
     def open(self) -> None:
@@ -152,6 +153,11 @@ class Records:
         """A new start: its epoch is higher than every one before, also when the clock went back."""
         self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
         return self.epoch
+
+    def look(self) -> int:
+        """A look at the hosts begins; returns its number."""
+        self.looks += 1
+        return self.looks
 
     def versions(self, count: int, now_s: float) -> int:
         """Reserve `count` inventory versions, higher than all before; returns the first."""

@@ -213,7 +213,8 @@ class Reporter:
             )
 
     async def _say_hosts(self, hosts: list[str] | None) -> None:
-        seen_at = self._clock.time()  # before looking: a slow driver must not prove a young machine missing
+        # Before looking: a slow driver must not prove a young machine missing.
+        look, seen_at = self._records.look(), self._clock.time()
         # Asked once: a host that is announced is one whose builds are taken.
         known = await self._work.learn_hosts()
         running = await self._work.running(hosts)
@@ -240,6 +241,7 @@ class Reporter:
                         seen_at=seen_at,
                         began=began,
                         pages=len(pages),
+                        look=look,
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))

@@ -9,6 +9,8 @@ from bus.contracts.groups import ServerGroup
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
+from .instance import Look
+
 
 class Event(Struct, frozen=True, kw_only=True):
     """Base. `at`: when we learned of it."""
@@ -36,13 +38,17 @@ class DeleteAsked(Event, frozen=True, kw_only=True):
 
 
 class Spawned(Event, frozen=True, kw_only=True):
-    """A host says that an attempt runs. begun_at, ended_at: by its own clock (0: not known)."""
+    """A host says that an attempt runs. begun_at, ended_at: by its own clock (0: not known).
+
+    look: the last that its service had begun then (None: not said).
+    """
 
     attempt: int
     host_uuid: str
     service: str
     begun_at: float = 0.0
     ended_at: float = 0.0
+    look: Look | None = None
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
@@ -94,20 +100,25 @@ class Released(Event, frozen=True, kw_only=True):
 
 
 class HostRuns(Event, frozen=True, kw_only=True):
-    """A host's report lists this instance. seen_at: when the host made the report."""
+    """A host's report lists this instance. seen_at: when the host made the report. look: which look it tells of."""
 
     attempt: int
     host_uuid: str
     service: str
     seen_at: float
+    look: Look | None = None
 
 
 class HostMissing(Event, frozen=True, kw_only=True):
-    """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock."""
+    """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock.
+
+    look: which look it tells of (None: not said).
+    """
 
     host_uuid: str
     seen_at: float
     service: str = ""
+    look: Look | None = None
 
 
 EVENTS: tuple[type[Event], ...] = (

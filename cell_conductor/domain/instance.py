@@ -32,13 +32,21 @@ class State(StrEnum):
 FIRST_SEQUENCE = 10
 
 
+class Look(Struct, frozen=True, order=True):
+    """One look of a compute service at its machines: later ones are greater, also when its clock was set."""
+
+    epoch: int
+    number: int
+
+
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a cell has on record about one instance.
 
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
-    up_at: when its host was first known to run it, by that host's own clock (None: never, or not said).
+    up_at, up_look: when its host was first known to run it, by that host's own clock, and how many looks at its
+    machines it had begun then (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to.
     """
@@ -56,6 +64,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline: float | None = None
     since: float = 0.0
     up_at: float | None = None
+    up_look: Look | None = None
     answered: bool = False
     code: str = ""
     reason: str = ""

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts
 
 from .events import Event, HostMissing, HostRuns
-from .instance import State
+from .instance import Look, State
 
 
 class Recorded(Protocol):
@@ -86,7 +86,7 @@ def differences(
                     continue
             elif _agrees(record, host_uuid, one.attempt, report.service):
                 continue
-            events.append((one.instance_uuid, _runs(one.attempt, host_uuid, report.service, now, seen_at)))
+            events.append((one.instance_uuid, _runs(report, one.attempt, host_uuid, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
     for record in by_uuid.values():
         if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
@@ -94,7 +94,9 @@ def differences(
         # Of its own service's times the machine knows which was first; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         if (record.host_uuid, record.uuid) not in listed and counts:
-            gone = HostMissing(at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service)
+            gone = HostMissing(
+                at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, look=_look(report)
+            )
             events.append((record.uuid, gone))
     return Differences(tuple(events), tuple(unknown))
 
@@ -104,8 +106,13 @@ def _agrees(record: Recorded, host_uuid: str, attempt: int, service: str) -> boo
     return at_home and attempt in (record.attempt, UNKNOWN_ATTEMPT)
 
 
-def _runs(attempt: int, host_uuid: str, service: str, now: float, seen_at: float) -> HostRuns:
-    return HostRuns(at=now, attempt=attempt, host_uuid=host_uuid, service=service, seen_at=seen_at)
+def _runs(report: ComputeHosts, attempt: int, host_uuid: str, now: float, seen_at: float) -> HostRuns:
+    look = _look(report)
+    return HostRuns(at=now, attempt=attempt, host_uuid=host_uuid, service=report.service, seen_at=seen_at, look=look)
+
+
+def _look(report: ComputeHosts) -> Look | None:
+    return Look(report.epoch, report.look) if report.look else None
 
 
 # So many compute services are remembered at most; the one heard of longest ago is forgotten first.

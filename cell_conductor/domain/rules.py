@@ -92,6 +92,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
         deadline=None,
         since=event.at,
         up_at=_by_its_clock(event),
+        up_look=event.look,
         answered=True,
     )
     return _announce(up, BuildState.ACTIVE, event.at, patience, terminal=True)
@@ -109,7 +110,7 @@ def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
     """The current attempt runs, as known, perhaps under another service now. Any other is destroyed."""
     if _is_ours(instance, event):
         moved = _at_service(instance, event.service)
-        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event)))
+        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_look=event.look))
     return disown(instance, event, patience)
 
 
@@ -419,8 +420,11 @@ def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patie
         return False
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
-    if instance.state is State.ACTIVE and instance.up_at is not None and event.service == instance.here.service:
-        return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
+    if instance.state is State.ACTIVE and event.service == instance.here.service:
+        if instance.up_look is not None and event.look is not None:
+            return event.look > instance.up_look  # no clock: the host's may have been set since
+        if instance.up_at is not None:
+            return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
     return event.seen_at > instance.since + patience.report_grace_s
 
 

@@ -30,7 +30,7 @@ FOUND_BY: dict[str, int] = {
     "patience_by_two_clocks": 6,
     "replica_gap_ignored": 19,
     "progress_lingers_for_ever": 4,
-    "report_by_our_clock": 26,
+    "report_by_our_clock": 21,
     "scheduler_does_not_wait_for_the_disk": 5,
     "silence_not_noticed": 4,
     "stale_inventory_applied": 3,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete, ComputeHosts, HostReport
+from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport
 from bus.outcome import Received
 from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
@@ -63,3 +64,38 @@ async def test_an_old_look_that_is_told_late_does_not_prove_a_young_machine_miss
     await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
     assert await cell.state(uuid) is State.ACTIVE
     assert cell.around.running
+
+
+async def test_a_report_from_before_a_hosts_clock_was_set_back_does_not_kill_what_it_built_since(cell: Cell) -> None:
+    """Seed 59: the report waited for a conductor that was paused, and by the host's clock it was the later word."""
+    build = cell.build(1)
+    uuid, host = build.spec.instance_uuid, cell.host(1)
+    cell.around.hangs = {host}
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: len(cell.around.spawns) == 1)
+    cell.around.running[host, uuid] = 1
+    now = cell.clock.time()
+    built = ComputeResult(
+        instance_uuid=uuid,
+        attempt=1,
+        host_uuid=host,
+        service="s1",
+        outcome=ComputeOutcome.ACTIVE,
+        at=now - 240.0,
+        epoch=1,
+        look=7,
+    )
+    await cell.around.bus.publish(built)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    hosts = (HostReport(uuid=host, name="host-1", running=()),)
+    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=now - 1.0, look=7)
+    await _hears(cell, before)
+    assert await cell.state(uuid) is State.ACTIVE
+    del cell.around.running[host, uuid]
+    await _hears(cell, replace(before, sequence=2, seen_at=now - 239.0, look=8))
+    await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)
+
+
+async def _hears(cell: Cell, report: ComputeHosts) -> None:
+    meta = Meta(id="1", sent_at=cell.clock.time())
+    await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])

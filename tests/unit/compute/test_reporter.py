@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bus.contracts.base import Message
-from bus.contracts.cell import ComputeHosts
+from bus.contracts.cell import ComputeHosts, ComputeResult
 from bus.contracts.placement import InventoryUpdate, ProviderReport
+from compute_sim.answers import Answers
+from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import DriverHost, Tree
 from compute_sim.records import Records
 from compute_sim.reporter import UNDONE_S, Reporter
@@ -50,28 +52,61 @@ class SlowWorld:
         raise AssertionError
 
 
-async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
-    world: Any = SlowWorld()
+async def announced(world: Any, records: Records) -> None:
+    """A reporter starts, says everything once, and ends."""
     reporter = Reporter(
         world,
         service="s",
         cell="c1",
         driver=world,
         work=world,
-        records=Records(),
+        records=records,
         clock=world,
         rng=random.Random(1),
         heartbeat_s=1.0,
         report_s=60.0,
     )
+    world.told.clear()
     task = asyncio.create_task(reporter.announce())
     async with asyncio.timeout(10):
         await world.told.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
+    world = SlowWorld()
+    await announced(world, Records())
     (report,) = world.said
     assert isinstance(report, ComputeHosts)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
+
+
+class Building(SlowWorld):
+    """A machine comes to be while the driver lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = Records()
+        self.results: list[ComputeResult] = []
+        self.answers = Answers("s", self.results.append, self, self.records)
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
+        self.answers.ended((HOST, HOST), Entry(1, Phase.RUNNING))
+        return {}
+
+
+async def test_a_result_that_is_told_during_a_look_is_not_older_than_it() -> None:
+    """The look may have missed the machine: only a later one proves it lost, whatever the clock says."""
+    world = Building()
+    world.records.start(world.now)
+    world.answers.ended((HOST, HOST), Entry(1, Phase.RUNNING))
+    for _ in range(2):
+        await announced(world, world.records)
+    reports = [message for message in world.said if isinstance(message, ComputeHosts)]
+    assert [result.look for result in world.results] == [0, 1, 2]
+    assert [report.look for report in reports] == [1, 2]
+    assert {said.epoch for said in (*world.results, *reports)} == {world.records.epoch}
 
 
 class QuickWorld(SlowWorld):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.instance import Look, State
 from cell_conductor.domain.report import Newest, differences
 from cell_conductor.store.port import Brief
 
@@ -69,6 +71,13 @@ def test_what_another_service_misses_counts_after_the_grace_only() -> None:
         (event,) = found(report(), brief(state, service="before"), seen_at=130.1)
         assert isinstance(event, HostMissing)
         assert found(report(), brief(state, service="before"), seen_at=130.0) == []
+
+
+def test_which_look_a_report_tells_of_goes_with_what_it_found() -> None:
+    for made in (report((A, 1)), report()):
+        for number, look in ((0, None), (7, Look(2, 7))):
+            (event,) = found(replace(made, epoch=2, look=number), brief(State.ACTIVE, attempt=2))
+            assert isinstance(event, HostRuns | HostMissing) and event.look == look
 
 
 def test_what_its_own_service_misses_is_for_the_machine_to_judge() -> None:

@@ -12,7 +12,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
+from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, Look, State
 from cell_conductor.domain.render import render
 from cell_conductor.domain.rules import Patience, Step
 from cell_conductor.domain.table import TABLE, IllegalStep, step, wanted
@@ -305,6 +305,40 @@ def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hi
     assert lost.instance.state is State.GIVING_UP
     other = replace(looked, seen_at=139.0, service="heir")
     assert run(other, start=up.instance).instance.state is State.ACTIVE
+
+
+@pytest.mark.parametrize("set_by_s", [240.0, -240.0])
+@pytest.mark.parametrize("after", [Look(5, 4), Look(6, 1)])
+def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lost_one(
+    set_by_s: float, after: Look
+) -> None:
+    """Set back after a look and before the build ended, its clock made the look the later, and the machine lost."""
+    up = run(asked(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, look=Look(5, 3)))
+    before = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=Look(5, 3))
+    for earlier in (before, replace(before, look=Look(4, 9))):
+        assert run(earlier, start=up.instance).instance.state is State.ACTIVE
+    gone = replace(before, seen_at=111.0, look=after)
+    assert run(gone, start=up.instance).instance.state is State.GIVING_UP
+
+
+def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
+    seen = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0, look=Look(5, 3))
+    for up in (run(asked(), seen), run(asked(), spawned(at=110.0), replace(seen, service="heir"))):
+        missed = e.HostMissing(
+            at=1.0, host_uuid=host(1), seen_at=999.0, service=up.instance.here.service, look=Look(5, 3)
+        )
+        assert run(missed, start=up.instance).instance.state is State.ACTIVE
+        missed = replace(missed, seen_at=1.0, look=Look(5, 4))
+        assert run(missed, start=up.instance).instance.state is State.GIVING_UP
+
+
+def test_a_host_that_says_no_look_is_judged_by_its_clock() -> None:
+    """Its service is of a release that counted none, at the report or at the build."""
+    for told, seen in ((None, Look(5, 4)), (Look(5, 3), None)):
+        up = run(asked(), replace(spawned(at=110.0), ended_at=110.0, look=told))
+        missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=seen)
+        assert run(missed, start=up.instance).instance.state is State.ACTIVE
+        assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP
 
 
 def test_a_young_build_is_not_killed_by_a_report() -> None:
