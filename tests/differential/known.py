@@ -11,6 +11,7 @@ from calls import Call
 from compare import data_of, not_negative, without_order, wording
 
 NUL = "\\u0000"
+LINE_END = '\\n"'
 ADDS_UP_TWICE = "the real one adds up the amounts of two groups more than once"
 KINDS = ("resources", "required", "member_of", "in_tree")
 SHARES = "MISC_SHARES_VIA_AGGREGATE"
@@ -23,6 +24,8 @@ def reason(call: Call, body: Any, real: httpx.Response, ours: httpx.Response) ->
         return "the real one fails with 500"
     if ours.status_code == 400 and (NUL in json.dumps(body) or "%00" in call.path):
         return "text with a NUL"
+    if ours.status_code == 400 and (LINE_END in json.dumps(body) or "%0a" in call.path.lower()):
+        return "a name with a line end after it"
     nothing = real.status_code == 200 and EMPTY & {*_lists(data_of(real))}
     if nothing and ours.status_code == 400 and "No such " in wording(ours):
         return "a name that does not exist, where the real one has found nothing before it looks"
