@@ -104,6 +104,8 @@ class Result(Struct, frozen=True, kw_only=True):
     active: int
     ratio_to_bare_pipeline: float | None = None
     bare_boots_per_s: float | None = None
+    idle_ratio_to_bare_pipeline: float | None = None
+    bare_idle_p50_ms: float | None = None
     at_rates: dict[str, dict[str, float]] = {}
     costs: Costs | None = None
     costs_at_rates: dict[str, Costs] = {}
@@ -374,7 +376,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
             await probe.count_statements(servers.database_url)
         if options.bare:
             progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")
-        bare_rate = await bare.boots_per_s(servers.urls["berth"], BARE_BOOTS) if options.bare else None
+        plain = await bare.measure(servers.urls["berth"], BARE_BOOTS, options.idle) if options.bare else None
         progress("starting the workers")
         async with running_crew(servers, plan) as (crew, here), connected(here) as client:
             reads = Instruments(servers, crew, profiles=options.profiles)
@@ -391,8 +393,10 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
     return replace(
         result,
         schedulers=options.schedulers,
-        bare_boots_per_s=None if bare_rate is None else round(bare_rate, 1),
-        ratio_to_bare_pipeline=None if bare_rate is None else round(result.boots_per_s / bare_rate, 2),
+        bare_boots_per_s=None if plain is None else round(plain.boots_per_s, 1),
+        ratio_to_bare_pipeline=None if plain is None else round(result.boots_per_s / plain.boots_per_s, 2),
+        bare_idle_p50_ms=None if plain is None else round(plain.idle_p50_ms, 2),
+        idle_ratio_to_bare_pipeline=None if plain is None else round(result.idle_p50_ms / plain.idle_p50_ms, 2),
     )
 
 
@@ -494,6 +498,11 @@ def say(result: Result, seconds: float) -> None:
         f"p95 {result.idle_p95_ms:.1f} ms, invariants {'hold' if result.invariants_hold else 'BROKEN'}; "
         f"{seconds:.0f} s in all"
     )
+    if result.bare_idle_p50_ms is not None:
+        print(
+            f"  the bare pipeline: {result.bare_boots_per_s:.0f} boots/s, one alone {result.bare_idle_p50_ms:.1f} ms "
+            f"(ours {result.idle_ratio_to_bare_pipeline} x that)"
+        )
     print("  idle, ms until:", ", ".join(f"{name} {ms}" for name, ms in result.idle_stages_ms.items()))
     print("  idle, ms in each stage:", ", ".join(f"{name} {ms}" for name, ms in result.idle_spent_ms.items()))
     spent = (f"{name} {ms['p50']:.0f} ({ms['p99']:.0f})" for name, ms in result.spent_ms.items())
