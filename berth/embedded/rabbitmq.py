@@ -151,7 +151,19 @@ class RabbitMQ:
         with tempfile.NamedTemporaryFile("w", dir=self._work.path, suffix=".json") as file:
             json.dump(definitions, file)
             file.flush()
-            self.control("import_definitions", file.name)
+            self._insist("import_definitions", file.name)
+
+    def _insist(self, *arguments: str) -> None:
+        """Ask again while the broker says that it has not started: it takes connections a moment before."""
+        until = time.monotonic() + STARTED_TIMEOUT_S
+        while True:
+            try:
+                self.control(*arguments)
+            except ServerFailed as error:
+                if NOT_STARTED not in str(error) or time.monotonic() > until:
+                    raise
+            else:
+                return
 
     def wait_registered(self, vhost: str, *queues: str) -> None:
         """Return when these quorum queues would survive a kill.

@@ -20,7 +20,7 @@ import pytest
 from berth.embedded import process as module
 from berth.embedded.postgres import Postgres, find_binaries, runnable_by
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port, listening
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.embedded.rabbitmq import NOT_STARTED, RabbitMQ
 
 PATIENCE_S = 60.0
 
@@ -192,3 +192,27 @@ def test_a_free_port_is_none_that_the_system_gives_to_a_client_meanwhile() -> No
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_lowest_given_out", lambda: 1024)
     assert not listening(free_port())
+
+
+def test_a_broker_that_takes_connections_before_it_has_started_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = RabbitMQ()
+    asked: list[str] = []
+
+    def control(*arguments: str) -> str:
+        asked.append(arguments[0])
+        if len(asked) == 1:
+            raise ServerFailed(
+                f"rabbitmqctl {arguments[0]} failed:\nError: this command {NOT_STARTED} on the target node"
+            )
+        if len(asked) == 3:
+            raise ServerFailed("something else")
+        return ""
+
+    monkeypatch.setattr(broker, "control", control)
+    try:
+        broker.add_vhosts(["one"])
+        assert asked == ["import_definitions"] * 2
+        with pytest.raises(ServerFailed, match="something else"):
+            broker.add_vhosts(["two"])
+    finally:
+        broker.stop()
