@@ -29,6 +29,8 @@ from berth.embedded.process import (
 
 ADMIN = "berth"
 COMMAND_TIMEOUT_S = 60.0
+STARTED_TIMEOUT_S = 60.0
+NOT_STARTED = "requires the 'rabbit' app to be running"
 REGISTER_TIMEOUT_S = 60.0
 # A broker that is killed because it takes long to stop, as on a busy machine, forgets its youngest queues.
 STOP_TIMEOUT_S = 60.0
