@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 # Nova: `=` means "at least" for numbers, whatever it looks like; `s==` is equality of strings.
 _NUMBERS: dict[str, Callable[[float, float], bool]] = {
@@ -53,3 +53,15 @@ def _compare_numbers(compare: Callable[[float, float], bool], value: str, wanted
         return compare(float(value), float(wanted))
     except ValueError:
         return False
+
+
+def asked(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
+    """The extra specs that are a filter's own: those of its scope (`scope:name`), and those without any."""
+    specs: dict[str, str] = {}
+    for key, value in extra_specs.items():
+        found, colon, name = key.partition(":")
+        if not colon:
+            specs[key] = value
+        elif found == scope:
+            specs[name] = value
+    return specs

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.extra_specs import asked, matches
 from scheduler_worker.domain.plugins import EVERYONE, Verdict
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.wanted import Wanted
@@ -26,13 +26,13 @@ class AggregateInstanceExtraSpecsFilter:
 
     def concerns(self, wanted: Wanted) -> bool:
         """Only of flavors that ask for something of this kind."""
-        return bool(asked(wanted))
+        return bool(asked(wanted.extra_specs, SCOPE))
 
     def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
         """Each key in turn; a host falls for the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         fell: Counter[str] = Counter()
-        for key, value in asked(wanted).items():
+        for key, value in asked(wanted.extra_specs, SCOPE).items():
             mine = np.zeros(len(view), dtype=np.bool_)
             for aggregate in view.membership.with_key(key):
                 if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):
@@ -40,15 +40,3 @@ class AggregateInstanceExtraSpecsFilter:
             fell[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
         return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
-
-
-def asked(wanted: Wanted) -> dict[str, str]:
-    """The extra specs that are about aggregates: with this filter's scope, or without any."""
-    specs: dict[str, str] = {}
-    for key, value in wanted.extra_specs.items():
-        scope, colon, name = key.partition(":")
-        if not colon:
-            specs[key] = value
-        elif scope == SCOPE:
-            specs[name] = value
-    return specs

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.extra_specs import asked, matches
 from scheduler_worker.domain.plugins import EVERYONE, Verdict
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.wanted import Wanted
@@ -24,7 +24,7 @@ class ComputeCapabilitiesFilter:
         """Each asked attribute in turn; a host falls for the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         fell: Counter[str] = Counter()
-        for key, value in asked(wanted).items():
+        for key, value in asked(wanted.extra_specs, SCOPE).items():
             # Hosts say the same few words, so each distinct word is judged once.
             words = view.attribute(key)
             verdicts = {word: matches(word, value) for word in set(words)}
@@ -32,15 +32,3 @@ class ComputeCapabilitiesFilter:
             fell[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
         return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
-
-
-def asked(wanted: Wanted) -> dict[str, str]:
-    """The extra specs that are about capabilities: `capabilities:name`, or a name without any scope."""
-    specs: dict[str, str] = {}
-    for key, value in wanted.extra_specs.items():
-        scope, colon, name = key.partition(":")
-        if not colon:
-            specs[key] = value
-        elif scope == SCOPE:
-            specs[name] = value
-    return specs
