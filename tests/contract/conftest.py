@@ -7,14 +7,19 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.contract.house import House
-from tests.contract.rig import rig_for
+from tests.contract.rig import Rig, rig_for
 
 
 @pytest.fixture
-async def house(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[House]:
-    async with rig_for(kind, lambda: request.getfixturevalue("amqp")) as rig:
-        made = House(rig)
-        try:
-            yield made
-        finally:
-            await made.close()
+async def rig(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    async with rig_for(kind, lambda: request.getfixturevalue("amqp")) as found:
+        yield found
+
+
+@pytest.fixture
+async def house(rig: Rig) -> AsyncIterator[House]:
+    made = House(rig)
+    try:
+        yield made
+    finally:
+        await made.close()
