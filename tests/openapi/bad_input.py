@@ -1,14 +1,17 @@
 """What a machine makes of our OpenAPI document, sent to a live berth: no answer may be a 500. See scripts/bad-input.
 
 Run by the interpreter of schemathesis, which reads the document that `berth placement openapi` prints and invents
-requests from it, valid ones and broken ones, from a seed.
+requests from it, valid ones and broken ones, from a seed. What schemathesis says goes to files; here one line of JSON
+says what came of it, read from schemathesis's own report: one that cannot be read, or tells of no request, has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
@@ -53,14 +57,28 @@ def _answers(url: str) -> bool:
         return False
 
 
-def main() -> int:
-    """Schemathesis's exit status: 0 when nothing was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--berth", required=True, help="the berth command")
-    parser.add_argument("--schemathesis", required=True, help="the schemathesis command")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=8, help="at most so many requests an operation and phase")
-    options = parser.parse_args()
+def judged(status: int, report: Path) -> dict[str, Any]:
+    """What schemathesis's report says it did; `passed` when all of it was done and nothing was wrong."""
+    try:
+        told = json.loads(report.read_text())
+        cases, operations = told["test_cases"], told["operations"]
+        said = {
+            "seed": told["seed"],
+            "operations": operations["tested"],
+            "requests": cases["generated"],
+            "failures": cases["with_failures"],
+            "errors": cases["errored"] + len(told["errors"]),
+            "seconds": round(told["running_time"], 1),
+        }
+        whole = told["complete"] is True and operations["tested"] == operations["total"] > 0
+    except (OSError, ValueError, KeyError, TypeError) as wrong:
+        return {"passed": False, "requests": 0, "unreadable": f"{report.name}: {type(wrong).__name__}: {wrong}"}
+    passed = status == 0 and whole and said["requests"] > 0 and said["failures"] == said["errors"] == 0
+    return {"passed": passed, **said}
+
+
+def invent(options: argparse.Namespace, output: Path, report: Path) -> int:
+    """Schemathesis's exit status; what it says is in the files."""
     with tempfile.TemporaryDirectory(prefix="berth-openapi-") as folder, berth(options.berth) as url:
         document = Path(folder, "openapi.json")
         document.write_bytes(
@@ -68,12 +86,34 @@ def main() -> int:
         )
         headers = [word for header in HEADERS for word in ("--header", header)]
         bounds = ["--max-examples", str(options.examples), "--seed", str(options.seed)]
-        command = [options.schemathesis, "run", str(document), "--url", url, *headers, *bounds]
-        return subprocess.run(
-            [*command, "--mode", "all", "--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"],
-            cwd=folder,
-            check=False,
-        ).returncode
+        checks = ["--mode", "all", "--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"]
+        reports = ["--report", "json", "--report-json-path", str(report)]
+        command = [options.schemathesis, "run", str(document), "--url", url, *headers, *bounds, *checks, *reports]
+        with output.open("wb") as told:
+            return subprocess.run(command, cwd=folder, stdout=told, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def main() -> int:
+    """0 when requests were made and nothing was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--berth", required=True, help="the berth command")
+    parser.add_argument("--schemathesis", required=True, help="the schemathesis command")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=8, help="at most so many requests an operation and phase")
+    parser.add_argument("--json", type=Path, help="write what was done there")
+    parser.add_argument("--kept", type=Path, default=Path(".berth"), help="where schemathesis's own words go")
+    options = parser.parse_args()
+    options.kept.mkdir(parents=True, exist_ok=True)
+    output, report = (options.kept.resolve() / f"schemathesis.{ending}" for ending in ("txt", "json"))
+    report.unlink(missing_ok=True)  # that of an earlier run tells nothing of this one
+    said = {**judged(invent(options, output, report), report), "output": str(options.kept / output.name)}
+    if not said["passed"]:
+        with output.open() as told:
+            shutil.copyfileobj(told, sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps(said, indent=1))
+    sys.stdout.write(json.dumps(said) + "\n")
+    return 0 if said["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""What a run of .ci/run executed, in one line, read from the files that its steps left in a folder.
+
+    python -m tests.executed FOLDER
+
+Exit status 1, and no such line, when a file is missing or cannot be read, tells of a failure, or of nothing at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+
+class Untold(Exception):
+    """A file that does not say that its step did something and passed."""
+
+
+class Step(NamedTuple):
+    """One step's file, how to count what was done, whether all of it passed, and how that is said."""
+
+    file: str
+    count: Callable[[Any], int]
+    passed: Callable[[Any], bool]
+    words: str
+
+
+def _suites(report: ElementTree.Element, name: str) -> int:
+    return sum(int(suite.attrib[name]) for suite in report.iter("testsuite"))
+
+
+STEPS = (
+    Step(
+        "pytest.xml",
+        lambda told: _suites(told, "tests") - _suites(told, "skipped"),
+        lambda told: _suites(told, "failures") == _suites(told, "errors") == 0,
+        "{} tests (pytest)",
+    ),
+    Step(
+        "demo.json",
+        lambda told: told["requests"],
+        lambda told: bool(told["verdicts"]) and all(verdict["holds"] is True for verdict in told["verdicts"]),
+        "demo {} boots",
+    ),
+    Step("conformance.json", lambda told: told["passed"], lambda told: told["failed"] == 0, "conformance {}"),
+    Step(
+        "differential.json",
+        lambda told: told["requests"],
+        lambda told: told["failed"] == 0 and told["failures"] == [],
+        "differential {} requests",
+    ),
+    Step("simulate.json", lambda told: told["requests"], lambda told: told["failed"] == [], "simulation {} requests"),
+    Step(
+        "clients.json",
+        lambda told: sum(life["steps"] for life in told.values() if isinstance(life, dict)),
+        lambda told: told["passed"] is True,
+        "clients {} calls",
+    ),
+    Step("bad-input.json", lambda told: told["requests"], lambda told: told["passed"] is True, "bad input {} requests"),
+)
+
+
+def executed(folder: Path) -> str:
+    """The line; raises Untold."""
+    return "all passed: " + ", ".join(step.words.format(_counted(folder / step.file, step)) for step in STEPS)
+
+
+def _counted(path: Path, step: Step) -> int:
+    try:
+        told = ElementTree.parse(path).getroot() if path.suffix == ".xml" else json.loads(path.read_text())
+        count, passed = step.count(told), step.passed(told)
+        nothing = count < 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ElementTree.ParseError) as wrong:
+        raise Untold(f"{path} does not say what was executed: {type(wrong).__name__}: {wrong}") from wrong
+    if not passed:
+        raise Untold(f"{path} tells of a failure")
+    if nothing:
+        raise Untold(f"{path} says that nothing was executed")
+    return count
+
+
+def main() -> int:
+    """Print the line; 0 when there is one."""
+    try:
+        sys.stdout.write(f"==== {executed(Path(sys.argv[1]))}\n")
+    except Untold as untold:
+        sys.stderr.write(f"==== {untold}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The last line of .ci/run says what was executed, or there is no such line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.executed import STEPS, Untold, executed
+
+PYTEST = '<testsuites><testsuite name="pytest" errors="{}" failures="{}" skipped="{}" tests="{}"/></testsuites>'
+TOLD: dict[str, Any] = {
+    "demo.json": {"requests": 1000, "verdicts": [{"holds": True}, {"holds": True}]},
+    "conformance.json": {"passed": 1315, "failed": 0, "total": 1316},
+    "differential.json": {"requests": 3000, "failed": 0, "failures": []},
+    "simulate.json": {"seeds": 130, "failed": [], "requests": 4466},
+    "clients.json": {"passed": True, "openstack command": {"steps": 40}, "openstacksdk": {"steps": 17}},
+    "bad-input.json": {"passed": True, "requests": 1524},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pytest.xml").write_text(PYTEST.format(0, 0, 0, 2858))
+    for name, told in TOLD.items():
+        (tmp_path / name).write_text(json.dumps(told))
+    return tmp_path
+
+
+def test_what_every_step_did_is_said_in_one_line(folder: Path) -> None:
+    assert executed(folder) == (
+        "all passed: 2858 tests (pytest), demo 1000 boots, conformance 1315, differential 3000 requests, "
+        "simulation 4466 requests, clients 57 calls, bad input 1524 requests"
+    )
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.file)
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", "<a/>", "<testsuite/>", '{"passed": true}'])
+def test_a_file_that_is_missing_or_says_nothing_is_no_pass(folder: Path, step: Any, text: str | None) -> None:
+    path = folder / step.file
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(Untold, match=step.file):
+        executed(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("demo.json", {"requests": 0}),
+        ("demo.json", {"verdicts": []}),
+        ("demo.json", {"verdicts": [{"holds": True}, {"holds": False}]}),
+        ("conformance.json", {"passed": 0}),
+        ("conformance.json", {"failed": 1}),
+        ("differential.json", {"requests": 0}),
+        ("differential.json", {"requests": "3000"}),
+        ("differential.json", {"failed": 1}),
+        ("differential.json", {"failures": ["one"]}),
+        ("simulate.json", {"failed": [7]}),
+        ("simulate.json", {"requests": 0}),
+        ("clients.json", {"passed": False}),
+        ("clients.json", {"openstacksdk": {"wrong": "Unexpected"}}),
+        ("bad-input.json", {"passed": False}),
+        ("bad-input.json", {"requests": 0}),
+    ],
+)
+def test_a_failure_or_nothing_done_is_no_pass(folder: Path, name: str, changed: dict[str, Any]) -> None:
+    (folder / name).write_text(json.dumps({**TOLD[name], **changed}))
+    with pytest.raises(Untold, match=name):
+        executed(folder)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0), (0, 0, 9, 9), (1, 0, 0, 9), (0, 1, 0, 9)])
+def test_no_test_executed_or_one_that_failed_is_no_pass(folder: Path, counts: tuple[int, ...]) -> None:
+    (folder / "pytest.xml").write_text(PYTEST.format(*counts))
+    with pytest.raises(Untold, match=r"pytest\.xml"):
+        executed(folder)
+
+
+def test_a_test_that_was_skipped_was_not_executed(folder: Path) -> None:
+    (folder / "pytest.xml").write_text(PYTEST.format(0, 0, 8, 10))
+    assert "all passed: 2 tests (pytest)" in executed(folder)
+
+
+def test_as_a_command_it_says_so_by_its_exit_status(folder: Path) -> None:
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.executed", str(folder)]
+        root = Path(__file__).parents[3]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+    good = run()
+    assert (good.returncode, good.stdout.splitlines()[-1][:30]) == (0, "==== all passed: 2858 tests (p")
+    (folder / "demo.json").unlink()
+    bad = run()
+    assert (bad.returncode, bad.stdout) == (1, "") and "demo.json" in bad.stderr
