@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.clock import Clock, SystemClock
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.service.database import Database
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 
 KINDS = ["memory", pytest.param("postgres", marks=pytest.mark.postgres)]
+HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
+VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 
 
 class Books:
@@ -38,3 +41,10 @@ async def books(request: pytest.FixtureRequest, clock: Clock | None = None) -> A
     yield found
     for store in found.made:
         await store.close()
+
+
+def roomy_host(uuid: str) -> InventoryUpdate:
+    """A host with plenty of room."""
+    stock = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
+    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
+    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))

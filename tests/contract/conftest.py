@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from placement_worker.store.port import PlacementStore
+from tests.contract.books import HOSTS, KINDS, Books, books, roomy_host
 from tests.contract.house import House
 from tests.contract.rig import Rig, rig_for
 
@@ -23,3 +25,19 @@ async def house(rig: Rig) -> AsyncIterator[House]:
         yield made
     finally:
         await made.close()
+
+
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
+    """Another store on the same book, as another process has it."""
+    async with books(request) as made:
+        yield made
+
+
+@pytest.fixture
+async def store(make: Books) -> PlacementStore:
+    """A book of HOSTS with plenty of room; a suite that needs another has its own."""
+    made = make()
+    await made.open()
+    await made.report([roomy_host(uuid) for uuid in HOSTS])
+    return made

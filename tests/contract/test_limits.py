@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-
-import pytest
 
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
-    Inventory,
-    InventoryUpdate,
-    ProviderReport,
     Release,
 )
 from placement_worker.store.port import PlacementStore
-from tests.contract.books import KINDS, Books, books
+from tests.contract.books import HOSTS, VMS, Books
 
-HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
-VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 FOUR = {"VCPU": 4}
-
-
-@pytest.fixture(params=KINDS)
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    """Another store on the same book, as another process has it."""
-    async with books(request) as made:
-        yield made
-
-
-@pytest.fixture
-async def store(make: Books) -> PlacementStore:
-    """A book of hosts with plenty of room."""
-    made = make()
-    await made.open()
-    await made.report([host(uuid) for uuid in HOSTS])
-    return made
-
-
-def host(uuid: str) -> InventoryUpdate:
-    stock = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
-    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
-    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))
 
 
 def claim(vm: int, at: int = 0, *, limits: dict[str, int] = FOUR, project: str = "p", **amounts: int) -> Claim:

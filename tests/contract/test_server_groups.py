@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,43 +13,17 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
-    Inventory,
-    InventoryUpdate,
-    ProviderReport,
     Release,
     WhereRequest,
 )
 from placement_worker.store.port import PlacementStore
-from tests.contract.books import KINDS, Books, books
+from tests.contract.books import HOSTS, VMS, Books
 
-HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
-VMS = [f"c00000{n:02d}-0000-4000-8000-000000000000" for n in range(40)]
 GROUP = "e0000000-0000-4000-8000-000000000000"
 APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
 PAIRS = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY, max_per_host=2)
 TOGETHER = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
 WISH = ServerGroup(uuid=GROUP, policy=GroupPolicy.SOFT_ANTI_AFFINITY)
-
-
-@pytest.fixture(params=KINDS)
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    """Another store on the same book, as another process has it."""
-    async with books(request) as made:
-        yield made
-
-
-@pytest.fixture
-async def store(make: Books) -> PlacementStore:
-    """A book of hosts with plenty of room."""
-    made = make()
-    await made.open()
-    await made.report([host(uuid) for uuid in HOSTS])
-    return made
-
-
-def host(uuid: str) -> InventoryUpdate:
-    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories={"VCPU": Inventory(total=100)})
-    return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))
 
 
 def member(vm: int, *hosts: int, group: ServerGroup | None = APART, project: str = "p", **fields: object) -> Claim:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from placement_worker.store import audit
 from placement_worker.store.postgres import PostgresStore
 
 START_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
 PROJECT = "0b6d1c1e-4f0a-4c8e-9c64-2a4c6a1f6a10"
 
 
@@ -122,9 +124,25 @@ def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, An
     }
 
 
+@asynccontextmanager
+async def serving(url: str, **config: float) -> AsyncIterator[Placement]:
+    """A placement worker with these settings of its REST API."""
+    made = Placement(url, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Until a condition holds, asked again and again: sockets and threads tell nobody."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  (sockets and threads tell nobody)
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 async def placement(postgres_url: str) -> AsyncIterator[Placement]:
-    made = Placement(postgres_url, RestConfig(listen=f"127.0.0.1:{free_port()}"))
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(postgres_url) as made:
+        yield made

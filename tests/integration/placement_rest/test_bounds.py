@@ -6,21 +6,16 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 
-from berth.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest import candidates, metrics
-from placement_worker.rest.config import RestConfig
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving, until
 
 pytestmark = pytest.mark.postgres
 
-PATIENCE_S = 60.0
 GROUPS = "&".join(f"resources{number}=SRIOV_NET_VF:1" for number in range(1, 81))
 LONG = f"/allocation_candidates?{GROUPS}&group_policy=isolate&limit=1000"
 
@@ -43,22 +38,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
     monkeypatch.setattr(candidates, "monotonic", gate)
     return gate
-
-
-@asynccontextmanager
-async def serving(url: str, **config: float) -> AsyncIterator[Placement]:
-    made = Placement(url, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (sockets and threads tell nobody)
-            await asyncio.sleep(0.01)
 
 
 def is_cut_off(sock: socket.socket) -> bool:

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 
-from berth.embedded.process import free_port
 from placement_worker.rest import metrics
-from placement_worker.rest.config import RestConfig
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import PATIENCE_S, serving, until
 
 pytestmark = pytest.mark.postgres
 
-PATIENCE_S = 60.0
 TOO_MUCH = 2**25  # more than any system's own buffers take
-
-
-@asynccontextmanager
-async def serving(url: str, **config: float) -> AsyncIterator[Placement]:
-    made = Placement(url, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (sockets tell nobody)
-            await asyncio.sleep(0.005)
 
 
 # Each is sent again and again, until the connection ends.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,17 +13,6 @@ from tests.integration.scheduler.world import World
 pytestmark = pytest.mark.postgres
 
 CONFIG = SchedulerConfig(default_quota={"VCPU": 5}, quotas={"small": {"INSTANCES": 1}, "unbound": {}})
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,17 +13,6 @@ from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
-
-
-@pytest.fixture
-async def world(postgres_url: str) -> AsyncIterator[World]:
-    made = World(postgres_url)
-    await made.open()
-    try:
-        await made.placement()
-        yield made
-    finally:
-        await made.close()
 
 
 def group(world: World, policy: GroupPolicy, **fields: int) -> ServerGroup:
