@@ -9,7 +9,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from tests.unit.conductor.test_table import (
+from tests.unit.conductor.story import (
     DELETE,
     RELEASED,
     TIMED_OUT,

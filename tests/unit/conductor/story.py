@@ -1,0 +1,92 @@
+"""What the suites of the instance state machine tell it, and what they read from its answer."""
+
+from __future__ import annotations
+
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
+from bus.contracts.placement import ClaimOutcome
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.rules import Patience, Step
+from cell_conductor.domain.table import step
+
+PATIENCE = Patience(cell="c1", ask_again_s=15.0, destroy_again_s=30.0, report_grace_s=30.0)
+UUID = "00000000-0000-4000-8000-000000000001"
+
+
+def host(n: int) -> str:
+    return f"10000000-0000-4000-8000-{n:012d}"
+
+
+def selection(n: int) -> Selection:
+    return Selection(
+        host_uuid=host(n), host=f"host-{n}", service="s1", allocations={host(n): {"VCPU": n}}, shapes={host(n): n}
+    )
+
+
+SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", user_id="u")
+
+
+def asked(hosts: int = 3, at: float = 100.0) -> e.BuildAsked:
+    return e.BuildAsked(
+        at=at,
+        spec=SPEC,
+        selections=tuple(selection(n) for n in range(1, hosts + 1)),
+        consumer_generation=7,
+        build_timeout_s=60.0,
+        cause="why",
+    )
+
+
+def run(*happened: e.Event, start: Instance | None = None) -> Step:
+    """The last step of a story."""
+    stepped = Step(start or Instance(uuid=UUID))
+    for event in happened:
+        stepped = step(stepped.instance, event, PATIENCE)
+    return stepped
+
+
+def spawned(attempt: int = 1, n: int | None = None, at: float = 110.0) -> e.Spawned:
+    return e.Spawned(at=at, attempt=attempt, host_uuid=host(n or attempt), service="s1")
+
+
+def failed(attempt: int = 1, n: int | None = None, *, final: bool = False) -> e.SpawnFailed:
+    return e.SpawnFailed(
+        at=110.0, attempt=attempt, host_uuid=host(n or attempt), code="spawn.no_disk", reason="full", final=final
+    )
+
+
+def claimed(attempt: int = 2, option: int = 0, generation: int = 9) -> e.Claimed:
+    outcomes = (ClaimOutcome.FULL,) * option + (ClaimOutcome.CLAIMED,)
+    return e.Claimed(at=111.0, attempt=attempt, option=option, consumer_generation=generation, outcomes=outcomes)
+
+
+def refused(attempt: int = 2, *, changed: bool = False) -> e.ClaimRefused:
+    return e.ClaimRefused(
+        at=111.0, attempt=attempt, consumer_changed=changed, outcomes=(ClaimOutcome.FULL, ClaimOutcome.RACED)
+    )
+
+
+DELETE = e.DeleteAsked(at=120.0)
+TIMED_OUT = e.TimedOut(at=170.0)
+RELEASED = e.Released(at=130.0)
+
+
+def said(stepped: Step) -> list[BuildEvent]:
+    return [command for command in stepped.commands if isinstance(command, BuildEvent)]
+
+
+def destroys(stepped: Step) -> list[tuple[int, str]]:
+    return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Destroy)]
+
+
+def spawns(stepped: Step) -> list[tuple[int, str]]:
+    return [(c.attempt, c.host_uuid) for c in stepped.commands if isinstance(c, Spawn)]
+
+
+def orders(stepped: Step) -> list[tuple[str, str, int]]:
+    return [(c.service, c.host_uuid, c.attempt) for c in stepped.commands if isinstance(c, Destroy)]
+
+
+def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
+    return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service, seen_at=125.0)

@@ -1,0 +1,160 @@
+"""The instance state machine: builds, their alternates, and how they end."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import Spawn
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Claim, ClaimOutcome, Release
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import FIRST_SEQUENCE, State
+from cell_conductor.domain.rules import Step
+from cell_conductor.domain.table import step, wanted
+from tests.unit.conductor.story import (
+    DELETE,
+    PATIENCE,
+    RELEASED,
+    TIMED_OUT,
+    UUID,
+    asked,
+    claimed,
+    destroys,
+    failed,
+    host,
+    refused,
+    run,
+    said,
+    spawned,
+    spawns,
+)
+
+
+def test_build_spawns_on_the_first_selection_and_announces() -> None:
+    stepped = run(asked())
+    spawn, event = stepped.commands
+    assert isinstance(spawn, Spawn) and isinstance(event, BuildEvent)
+    assert (spawn.attempt, spawn.host_uuid, spawn.allocations) == (1, host(1), {host(1): {"VCPU": 1}})
+    assert (event.state, event.sequence, event.terminal) == (BuildState.BUILDING, FIRST_SEQUENCE, False)
+    assert stepped.instance.deadline == 160.0
+
+
+def test_success_is_terminal_and_forgets_the_alternates() -> None:
+    stepped = run(asked(), spawned())
+    (event,) = said(stepped)
+    assert (event.state, event.terminal, event.sequence, event.host) == (BuildState.ACTIVE, True, 11, "host-1")
+    assert stepped.instance.deadline is None and len(stepped.instance.selections) == 1
+    assert [record.outcome for record in event.history] == ["active"]
+
+
+def test_failure_destroys_there_and_asks_for_the_alternates_in_order() -> None:
+    stepped = run(asked(), failed())
+    assert stepped.instance.state is State.RECLAIMING
+    assert destroys(stepped) == [(1, host(1))] and not said(stepped)
+    claim = wanted(stepped.instance)
+    assert isinstance(claim, Claim)
+    assert (claim.attempt, claim.consumer_generation, claim.release_first) == (2, 7, True)
+    assert [list(option.allocations) for option in claim.options] == [[host(2)], [host(3)]]
+    assert claim.options[0].shapes == {host(2): 2}
+
+
+def test_a_claimed_alternate_is_built_under_the_next_attempt() -> None:
+    stepped = run(asked(), failed(), claimed(option=1))
+    assert spawns(stepped) == [(2, host(3))]
+    assert stepped.instance.consumer_generation == 9
+    assert [(r.host, r.outcome, r.code) for r in stepped.instance.history] == [
+        ("host-1", "failed", "spawn.no_disk"),
+        ("host-2", "not_claimed", "full"),
+    ]
+
+
+def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
+    over = run(asked(hosts=1), failed())
+    assert over.instance.state is State.GIVING_UP and not said(over)
+    assert wanted(over.instance) == Release(consumer=UUID, attempt=2)
+    (event,) = said(run(RELEASED, start=over.instance))
+    assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
+    assert "host-1: failed (spawn.no_disk: full)" in event.reason
+    assert len(event.history) == 1
+
+
+def test_exhausted_by_the_claim_fences_what_may_be_on_its_way_then_fails() -> None:
+    over = run(asked(), failed(), refused())
+    assert wanted(over.instance) == Release(consumer=UUID, attempt=2), "a late copy of the claim of attempt 2"
+    stepped = run(RELEASED, start=over.instance)
+    (event,) = said(stepped)
+    assert (stepped.instance.state, event.code, event.terminal) == (State.FAILED, "max_retries_exceeded", True)
+    assert [r.code for r in event.history] == ["spawn.no_disk", "full", "raced"]
+    assert wanted(stepped.instance) is None
+
+
+def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew() -> None:
+    """Schedulers forget a failed build a day before its cell does: the new one stayed scheduled, and held its claim."""
+    over = run(asked(hosts=1), failed(), RELEASED).instance
+    assert run(asked(), start=over) == Step(over), "a copy of the same request"
+    anew = run(replace(asked(), requested_at=9e5, at=9e5), start=over)
+    assert spawns(anew) == [(1, host(1))] and anew.instance.state is State.BUILDING
+    assert not anew.instance.history and not anew.instance.answered and not anew.instance.code
+    (event,) = said(anew)
+    assert event.sequence == over.sequence, "higher than all that was said of it"
+
+
+def test_changed_consumer_is_fatal() -> None:
+    """Trap 6."""
+    stepped = run(asked(), failed(), refused(changed=True))
+    assert stepped.instance.state is State.FAILED and not spawns(stepped)
+    assert said(stepped)[0].code == "placement.consumer_changed"
+
+
+def test_a_final_failure_tries_no_alternate() -> None:
+    stepped = run(asked(), failed(final=True))
+    assert stepped.instance.state is State.GIVING_UP
+    assert said(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
+
+
+def test_a_host_that_never_answers_is_fenced_and_left() -> None:
+    stepped = run(asked(), TIMED_OUT)
+    assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
+    assert stepped.instance.history[0].code == "spawn.timeout"
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        (asked(), TIMED_OUT),
+        (asked(), TIMED_OUT, claimed()),
+        (asked(), TIMED_OUT, claimed(), spawned(2)),
+        (asked(), TIMED_OUT, refused()),
+        (asked(), TIMED_OUT, refused(), RELEASED),
+        (asked(), TIMED_OUT, DELETE),
+        (asked(hosts=1), TIMED_OUT, RELEASED),
+        (asked(), TIMED_OUT, claimed(), DELETE),
+    ],
+)
+def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, ...]) -> None:
+    before = run(*story).instance
+    stepped = step(before, spawned(1), PATIENCE)
+    assert stepped.instance == before
+    assert destroys(stepped) == [(1, host(1))] and len(stepped.commands) == 1
+
+
+def test_an_attempt_never_commanded_is_destroyed() -> None:
+    assert destroys(run(asked(), spawned(2))) == [(2, host(2))]
+    assert destroys(run(asked(), spawned(1, n=3))) == [(1, host(3))]
+    assert destroys(run(spawned())) == [(1, host(1))]
+
+
+def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
+    apart = ServerGroup(uuid=host(99), policy=GroupPolicy.ANTI_AFFINITY)
+    stepped = run(replace(asked(), server_group=apart), failed(1))
+    claim = wanted(stepped.instance)
+    assert isinstance(claim, Claim)
+    assert claim.server_group == apart
+    assert [option.host for option in claim.options] == [host(2), host(3)]
+    # Ruled out is as good as full: the next state is the same, and the history says it.
+    refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.RULED_OUT, ClaimOutcome.FULL))
+    over = run(refused, start=stepped.instance).instance
+    assert over.state is State.GIVING_UP
+    assert [record.code for record in over.history[-2:]] == ["ruled_out", "full"]

@@ -1,0 +1,116 @@
+"""The instance state machine: what a host's own report of its machines changes."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
+from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Look, State
+from cell_conductor.domain.rules import Step
+from cell_conductor.domain.table import step
+from tests.unit.conductor.story import (
+    DELETE,
+    PATIENCE,
+    RELEASED,
+    asked,
+    destroys,
+    host,
+    orders,
+    reported,
+    run,
+    said,
+    spawned,
+)
+
+
+def test_report_finds_a_lost_success() -> None:
+    runs = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0)
+    assert run(asked(), runs).instance.state is State.ACTIVE
+
+
+def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event() -> None:
+    up = run(asked(), spawned(at=110.0))
+    young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9)
+    assert run(young, start=up.instance).instance.state is State.ACTIVE
+    lost = run(replace(young, seen_at=140.1), start=up.instance)
+    assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
+    (event,) = said(run(RELEASED, start=lost.instance))
+    assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
+
+
+@pytest.mark.parametrize("ahead_s", [240.0, -240.0])
+def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hides_a_lost_one(ahead_s: float) -> None:
+    """Its report's time was compared with ours: ahead it killed what it had not seen yet, behind it hid a loss."""
+    up = run(asked(), replace(spawned(at=110.0), service="s1", ended_at=110.0 + ahead_s))
+    looked = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0 + ahead_s, service=up.instance.here.service)
+    assert run(looked, start=up.instance).instance.state is State.ACTIVE
+    lost = run(replace(looked, seen_at=111.0 + ahead_s), start=up.instance)
+    assert lost.instance.state is State.GIVING_UP
+    other = replace(looked, seen_at=139.0, service="heir")
+    assert run(other, start=up.instance).instance.state is State.ACTIVE
+
+
+@pytest.mark.parametrize("set_by_s", [240.0, -240.0])
+@pytest.mark.parametrize("after", [Look(5, 4), Look(6, 1)])
+def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lost_one(
+    set_by_s: float, after: Look
+) -> None:
+    """Set back after a look and before the build ended, its clock made the look the later, and the machine lost."""
+    up = run(asked(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, look=Look(5, 3)))
+    before = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=Look(5, 3))
+    for earlier in (before, replace(before, look=Look(4, 9))):
+        assert run(earlier, start=up.instance).instance.state is State.ACTIVE
+    gone = replace(before, seen_at=111.0, look=after)
+    assert run(gone, start=up.instance).instance.state is State.GIVING_UP
+
+
+def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
+    seen = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0, look=Look(5, 3))
+    for up in (run(asked(), seen), run(asked(), spawned(at=110.0), replace(seen, service="heir"))):
+        missed = e.HostMissing(
+            at=1.0, host_uuid=host(1), seen_at=999.0, service=up.instance.here.service, look=Look(5, 3)
+        )
+        assert run(missed, start=up.instance).instance.state is State.ACTIVE
+        missed = replace(missed, seen_at=1.0, look=Look(5, 4))
+        assert run(missed, start=up.instance).instance.state is State.GIVING_UP
+
+
+def test_a_host_that_says_no_look_is_judged_by_its_clock() -> None:
+    """Its service is of a release that counted none, at the report or at the build."""
+    for told, seen in ((None, Look(5, 4)), (Look(5, 3), None)):
+        up = run(asked(), replace(spawned(at=110.0), ended_at=110.0, look=told))
+        missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=seen)
+        assert run(missed, start=up.instance).instance.state is State.ACTIVE
+        assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP
+
+
+def test_a_young_build_is_not_killed_by_a_report() -> None:
+    building = run(asked()).instance
+    assert run(e.HostMissing(at=999.0, host_uuid=host(1), seen_at=999.0), start=building).instance == building
+
+
+def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
+    leaving = run(asked(), spawned(), DELETE).instance
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0), start=leaving).instance == leaving
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
+
+
+def test_a_machine_of_an_unknown_attempt_is_the_current_one_on_its_own_host_only() -> None:
+    def runs(n: int) -> e.HostRuns:
+        return e.HostRuns(at=120.0, attempt=UNKNOWN_ATTEMPT, host_uuid=host(n), service="s1", seen_at=120.0)
+
+    building = run(asked()).instance
+    assert step(building, runs(1), PATIENCE).instance.state is State.ACTIVE
+    active = run(asked(), spawned()).instance
+    assert step(active, runs(1), PATIENCE) == Step(active)
+    (order,) = step(active, runs(2), PATIENCE).commands
+    assert isinstance(order, Destroy) and order.host_uuid == host(2)
+
+
+def test_a_build_that_the_heir_reports_is_the_heirs() -> None:
+    up = run(asked(), reported("heir"))
+    assert up.instance.state is State.ACTIVE
+    assert orders(run(DELETE, start=up.instance)) == [("heir", host(1), 1)]
