@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 from msgspec import Struct
 
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
@@ -103,9 +104,10 @@ class Crew:
         while True:
             try:
                 answer = await http.get(f"http://127.0.0.1:{worker.port}/readyz")
-                if answer.status_code == 200:
+                pid = _pid(answer.content)
+                if answer.status_code == 200 and pid == worker.process.pid:
                     return
-                said = answer.text
+                said = answer.text if pid == worker.process.pid else f"process {pid} answers at its port"
             except httpx.HTTPError as error:
                 said = repr(error)
             if not worker.process.running:
@@ -114,3 +116,15 @@ class Crew:
                 late = f"{worker.name} was not ready after {timeout_s:g} s ({said})"
                 raise ServerFailed(f"{late}:\n{worker.process.tail()}")
             await asyncio.sleep(POLL_S)
+
+
+class _Readiness(Struct):
+    pid: int = 0
+
+
+def _pid(body: bytes) -> int:
+    """Who answered: somebody else may have the port, and our worker may have died of that. 0: it does not say."""
+    try:
+        return msgspec.json.decode(body, type=_Readiness).pid
+    except msgspec.MsgspecError:
+        return 0

@@ -15,8 +15,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ POLL_S = 0.02
 PORTS = 12_000
 LOWEST_PORT = 10_000
 PORT_TRIES = 100
+# So many of the ports given last are kept from everybody else; their servers need seconds to bind them.
+KEPT_PORTS = 256
 
 # stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
 # The watcher asks the server to stop when the pipe closes; when nobody said "keep" before, we died, and a temporary
@@ -182,9 +186,10 @@ class Workspace:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody uses now, and that the system gives to nobody who asks for just any.
+    """A TCP port on 127.0.0.1 that nobody uses now, that is given only once, and that the system gives to no client.
 
-    Its server binds it seconds later: one of the system's own choice could be a client's by then.
+    Its server binds it seconds later: one of the system's own choice could be a client's by then, and one that is only
+    drawn could be drawn again, here or by another system that starts on this machine.
     """
     lowest = _lowest_given_out()
     for _ in range(PORT_TRIES):
@@ -192,8 +197,24 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", wanted))
             port: int = probe.getsockname()[1]
+            _keep(port)
             return port
     raise ServerFailed(f"no free port on 127.0.0.1 in {PORT_TRIES} tries")
+
+
+# Open for as long as this process lives: the kernel ends it with us, whatever kills us.
+_kept: deque[int] = deque()
+
+
+def _keep(port: int) -> None:
+    """Keep a port from all who draw ports as we do, by a name of the kernel's. Raises OSError: somebody keeps it."""
+    if sys.platform != "linux":
+        return  # there are no such names
+    with socket.socket(socket.AF_UNIX) as name:
+        name.bind(f"\0berth-port-{port}")
+        _kept.append(name.detach())
+    if len(_kept) > KEPT_PORTS:
+        os.close(_kept.popleft())
 
 
 def _lowest_given_out() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -63,7 +64,8 @@ class Health:
                 return 200, JSON, b'{"alive":true}'
             case "/readyz":
                 missing = list(self._not_ready())
-                body = msgspec.json.encode({"ready": not missing, "not_ready": missing})
+                # The pid: whoever started a process and asks here may be answered by another that has its port.
+                body = msgspec.json.encode({"ready": not missing, "not_ready": missing, "pid": os.getpid()})
                 return (503 if missing else 200), JSON, body
             case "/metrics":
                 return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)

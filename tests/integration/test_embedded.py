@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_p
 from berth.embedded.rabbitmq import NOT_STARTED, RabbitMQ
 
 PATIENCE_S = 60.0
+LOWEST_GIVEN_OUT = 32_768
 
 CHILD = """
 import sys, time
@@ -187,6 +190,44 @@ def test_a_free_port_is_none_that_the_system_gives_to_a_client_meanwhile() -> No
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest - module.PORTS >= module.LOWEST_PORT:
         assert all(module.LOWEST_PORT <= free_port() < lowest for _ in range(200))
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Let these be drawn for the next ports, and then what none of the tests draws."""
+    drawn = itertools.chain(numbers, itertools.count(1000))
+    monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
+    monkeypatch.setattr(module, "_lowest_given_out", lambda: LOWEST_GIVEN_OUT)
+
+
+def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a crew's fifteen servers two had the same port, once in a hundred starts: the second one died of it."""
+    draw(monkeypatch, 7, 7, 7)
+    assert free_port() != free_port()
+
+
+GIVES = """
+import itertools, sys
+from berth.embedded import process
+drawn = itertools.count(11)
+process.secrets.randbelow = lambda _: next(drawn)
+process._lowest_given_out = lambda: 32_768
+print(process.free_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_port_that_another_process_gave_is_not_given_while_that_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two systems that start on one machine at once draw from the same ports."""
+    other = subprocess.Popen([sys.executable, "-c", GIVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with other:
+        assert other.stdout is not None and other.stdin is not None
+        theirs = int(other.stdout.readline())
+        draw(monkeypatch, LOWEST_GIVEN_OUT - 1 - theirs)
+        assert free_port() != theirs
+        other.stdin.close()
+        assert other.wait(PATIENCE_S) == 0
+    draw(monkeypatch, LOWEST_GIVEN_OUT - 1 - theirs)
+    assert free_port() == theirs, "who gave it is gone"
 
 
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:

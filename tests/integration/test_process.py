@@ -97,7 +97,7 @@ def test_ready_then_drained_by_sigterm(start: object) -> None:
     assert worker.line() == "ready"
     port = next(line["port"] for line in worker.lines() if line["event"] == "health.listening")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE_S) as answer:
-        assert json.load(answer) == {"ready": True, "not_ready": []}
+        assert json.load(answer) == {"ready": True, "not_ready": [], "pid": worker.process.pid}
     worker.process.send_signal(signal.SIGTERM)
     assert worker.line() == "draining"
     assert worker.process.wait(PATIENCE_S) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 
 import httpx
@@ -30,7 +31,7 @@ async def test_health_needs_no_token_and_the_api_at_the_root_path_does(both: Pla
     await opened(both)
     answers = {path: await both.client.get(path) for path in ("/healthz", "/readyz?verbose", "/metrics", "/")}
     assert {answer.status_code for answer in answers.values()} == {200}
-    assert answers["/readyz?verbose"].json() == {"ready": True, "not_ready": []}
+    assert answers["/readyz?verbose"].json() == {"ready": True, "not_ready": [], "pid": os.getpid()}
     assert "berth_placement_rest" in answers["/metrics"].text
     assert answers["/"].json()["versions"][0]["max_version"] == "1.39"
     assert (await both.client.head("/metrics")).content == b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -37,7 +38,8 @@ async def ask(health: Health, request: bytes) -> tuple[int, bytes]:
 
 
 async def test_readyz_names_what_is_not_ready(health: Health, missing: list[str]) -> None:
-    assert await ask(health, b"GET /readyz HTTP/1.1\r\n\r\n") == (200, b'{"ready":true,"not_ready":[]}')
+    status, body = await ask(health, b"GET /readyz HTTP/1.1\r\n\r\n")
+    assert (status, json.loads(body)) == (200, {"ready": True, "not_ready": [], "pid": os.getpid()})
     missing.append("bus api")
     status, body = await ask(health, b"GET /readyz?verbose HTTP/1.1\r\n\r\n")
     assert (status, json.loads(body)["not_ready"]) == (503, ["bus api"])
