@@ -26,7 +26,7 @@ from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.faults import Transient
 from bus.port import BusError, BusUnavailable
-from bus.service.once import Once
+from bus.service.once import IN_NO_HURRY, Once
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -38,7 +38,9 @@ MAX_ROWS = 10_000  # rows a relay holds in memory; one more stays in the table f
 LANE_PUBLISHES = 4  # publishes of one bus under way at a time, so that a confirm's round trip is not idle
 LANE_BATCH = 512  # messages handed to the bus at once
 FORGET_BATCH = 2_000  # rows deleted by one statement
-FORGET_PAUSE_S = 0.05  # confirmed rows gather this long before they are deleted together
+# Confirmed rows gather this long before they are deleted together: the statement takes its time from the next boot.
+# What a process that dies had not deleted is said again; and they must be far too young for another's sweep meanwhile.
+FORGET_PAUSE_S = 0.25
 SWEEP_EVERY_S = 1.0
 SWEEP_AGE_S = 5.0  # a row this old belongs to a process that died, or to one whose broker is away: publish it again
 SWEEP_BATCH = 200
@@ -162,6 +164,15 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
     return {row["message_id"] for row in rows}
 
 
+# Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
+# worth a disk flush.
+FORGET = f"WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[])) SELECT {IN_NO_HURRY}"
+TAKE_OLD = """
+UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox
+WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) RETURNING id, body
+"""
+
+
 class Rows(Protocol):
     """What a relay needs of an outbox. Adapters: `PostgresRows`, `bus.service.memory_database`. All raise Transient."""
 
@@ -183,21 +194,13 @@ class PostgresRows:
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
-        async with self._database.raw() as connection:
-            # Losing this in a crash of the database means that a sweep repeats them: not worth a disk flush.
-            await connection.execute("SET LOCAL synchronous_commit = off")
-            await connection.execute("DELETE FROM outbox WHERE id = ANY($1::bigint[])", row_ids)
+        async with self._database.single() as connection:
+            await connection.fetchval(FORGET, row_ids)
 
     async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
         """Rows older than this, by id; taking one makes it young again."""
-        async with self._database.raw() as connection:
-            rows = await connection.fetch(
-                "UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox "
-                "WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) "
-                "RETURNING id, body",
-                age_s,
-                limit,
-            )
+        async with self._database.single() as connection:
+            rows = await connection.fetch(TAKE_OLD, age_s, limit)
         return sorted((row["id"], row["body"]) for row in rows)
 
     async def forget_handled(self, keep_s: float, limit: int) -> None:
@@ -258,6 +261,8 @@ class Relay:
         self._tickets: dict[int, _Ticket] = {}
         self._confirmed: list[int] = []
         self._some_confirmed = asyncio.Event()
+        self._gathering: asyncio.Task[None] | None = None
+        self._in_a_hurry = False  # somebody waits for the end of all rows
         self._changed = asyncio.Event()  # pulsed when a ticket ends
         self._running = False
 
@@ -310,12 +315,16 @@ class Relay:
 
     async def drain(self, grace_s: float) -> None:
         """Return when all that was sent is confirmed and forgotten; after the grace time the rest is the sweep's."""
+        self._in_a_hurry = True
+        self._hasten()
         try:
             async with asyncio.timeout(grace_s):
                 while self._running and self.held:
                     await self._change()
         except TimeoutError:
             log.warning("outbox.left_behind", rows=self.held)
+        finally:
+            self._in_a_hurry = False
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -335,12 +344,31 @@ class Relay:
                 continue
             self._confirmed.append(ticket.row_id)
             self._some_confirmed.set()
+            if self._is_due():
+                self._hasten()
+
+    def _is_due(self) -> bool:
+        """Whether confirmed rows have nothing to gather for."""
+        return self._in_a_hurry or len(self._confirmed) >= FORGET_BATCH
+
+    def _hasten(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+
+    async def _gather(self) -> None:
+        self._gathering = asyncio.create_task(self._clock.sleep(FORGET_PAUSE_S))
+        try:
+            await asyncio.wait([self._gathering])
+        finally:
+            self._gathering.cancel()
+            self._gathering = None
 
     async def _forget(self) -> None:
         pause = RETRY_FIRST_S
         while True:
             await self._some_confirmed.wait()
-            await self._clock.sleep(FORGET_PAUSE_S)
+            if not self._is_due():
+                await self._gather()
             ids = self._confirmed[:FORGET_BATCH]
             try:
                 await self._rows.forget(ids)

@@ -18,7 +18,7 @@ class Mistaken(Exception):
 
 
 # The implicit transaction's own setting: read at its commit, gone after it.
-_IN_NO_HURRY = "set_config('synchronous_commit', 'off', true) AS hurry"
+IN_NO_HURRY = "set_config('synchronous_commit', 'off', true) AS hurry"
 
 
 class Once:
@@ -50,7 +50,7 @@ class Once:
         # Dividing by zero is how a plain statement undoes itself.
         columns = [f"1 / ({' AND '.join(self._checks) or 'true'})::int AS held", *self._columns]
         if not durable:
-            columns.append(_IN_NO_HURRY)
+            columns.append(IN_NO_HURRY)
         try:
             return await connection.fetchrow(
                 f"WITH {', '.join(self._parts)} SELECT {', '.join(columns)}", *self._values

@@ -130,6 +130,43 @@ async def test_a_committed_row_is_published_with_its_causes_and_forgotten(databa
     assert await rows(database) == 0
 
 
+async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(database: Database) -> None:
+    """A deferred trigger runs in the commit itself, and sees what the commit goes by."""
+    async with database.raw() as connection:
+        await connection.execute(
+            "CREATE TABLE seen (way text);"
+            "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN INSERT INTO seen VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$;"
+            "CREATE CONSTRAINT TRIGGER see AFTER DELETE ON outbox DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION see()"
+        )
+    row = await commit(database, [Addressed("api", event())])
+    assert row is not None
+    await PostgresRows(database).forget([row])
+    async with database.single() as connection:
+        assert await connection.fetchval("SELECT current_setting('synchronous_commit')") == "on"
+        assert await connection.fetchval("SELECT array_agg(way) FROM seen") == ["off"]
+    assert await rows(database) == 0
+
+
+@pytest.mark.parametrize("kept", [0, 50_000])
+async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Database, kept: int) -> None:
+    async with database.raw() as connection:
+        await connection.execute(
+            "INSERT INTO outbox (id, body) OVERRIDING SYSTEM VALUE SELECT n, 'x' FROM generate_series(1, $1) n", kept
+        )
+    async with database.single() as connection:
+        await connection.execute("ANALYZE outbox")
+        await connection.execute(f"PREPARE forget(bigint[]) AS {outbox.FORGET}")
+        for count in (1, 2_000):
+            ids = ",".join(str(n * 7) for n in range(1, count + 1))
+            found = await connection.fetch(f"EXPLAIN EXECUTE forget('{{{ids}}}')")
+            plan = "\n".join(row[0] for row in found)
+            assert "outbox_pkey" in plan, plan
+            assert "Seq Scan" not in plan, plan
+        await connection.execute("DEALLOCATE forget")
+
+
 async def test_nothing_to_say_is_no_row(database: Database) -> None:
     assert await commit(database, []) is None
     async with running(database, StubBus("api")) as relay:

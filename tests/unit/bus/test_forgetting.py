@@ -1,0 +1,138 @@
+"""Rows that are confirmed are forgotten together: after a pause, or at once where there is nothing to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from bus import outbox
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.cell import CellDelete
+from bus.faults import DatabaseUnavailable
+from bus.outbox import FORGET_PAUSE_S, Addressed, Relay
+
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+PATIENCE_S = 20.0
+CELL = "c1"
+OUTGOING = [Addressed(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
+
+
+class Gate(SystemClock):
+    """The pause before forgetting ends when the test says so, or never; no other sleep ends."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds == FORGET_PAUSE_S:
+            self.waiting.set()
+            await self.over.wait()
+        elif seconds == outbox.RETRY_FIRST_S:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.Event().wait()
+
+
+class Rows:
+    """Remembers what each statement deleted."""
+
+    def __init__(self) -> None:
+        self.statements: list[list[int]] = []
+        self.away = 0
+        self.deleted = asyncio.Event()
+
+    async def forget(self, row_ids: Sequence[int]) -> None:
+        if self.away:
+            self.away -= 1
+            raise DatabaseUnavailable("away")
+        self.statements.append(list(row_ids))
+        self.deleted.set()
+
+    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+        return []
+
+    async def forget_handled(self, keep_s: float, limit: int) -> None: ...
+
+
+class Confirming:
+    name = CELL
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None: ...
+
+
+@asynccontextmanager
+async def relaying(clock: Gate, rows: Rows) -> AsyncIterator[Relay]:
+    buses: dict[str, Bus] = {CELL: Confirming()}  # type: ignore[dict-item]
+    relay = Relay(rows, buses, clock=clock)
+    running = asyncio.create_task(relay.run())
+    await asyncio.sleep(0)  # it runs
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield relay
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def test_what_is_confirmed_in_the_pause_goes_in_one_statement() -> None:
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send(1, OUTGOING)
+        await clock.waiting.wait()
+        relay.send(2, OUTGOING)
+        relay.send(3, OUTGOING)
+        while len(relay._confirmed) < 3:  # noqa: ASYNC110  (it needs only turns of the loop)
+            await asyncio.sleep(0)
+        assert rows.statements == []
+        clock.over.set()
+        await rows.deleted.wait()
+        assert rows.statements == [[1, 2, 3]]
+
+
+async def test_draining_does_not_wait_for_the_pause() -> None:
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send(1, OUTGOING)
+        await clock.waiting.wait()
+        await relay.drain(PATIENCE_S)
+        assert relay.held == 0
+        assert rows.statements == [[1]]
+
+
+async def test_draining_forgets_what_is_confirmed_only_then_and_tries_again() -> None:
+    clock, rows = Gate(), Rows()
+    rows.away = 1
+    async with relaying(clock, rows) as relay:
+        draining = asyncio.create_task(relay.drain(PATIENCE_S))
+        relay.send(1, OUTGOING)
+        await draining
+        relay.send(2, OUTGOING)
+        await relay.drain(PATIENCE_S)
+        assert rows.statements == [[1], [2]]
+
+
+async def test_after_a_drain_rows_gather_again() -> None:
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send(1, OUTGOING)
+        await relay.drain(PATIENCE_S)
+        clock.waiting.clear()
+        relay.send(2, OUTGOING)
+        await clock.waiting.wait()
+        assert rows.statements == [[1]]
+
+
+async def test_a_full_batch_waits_for_no_more() -> None:
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        for row in range(outbox.FORGET_BATCH + 1):
+            relay.send(row + 1, OUTGOING)
+        await rows.deleted.wait()
+        assert [len(ids) for ids in rows.statements] == [outbox.FORGET_BATCH]
+        await relay.drain(PATIENCE_S)
+        assert sum(map(len, rows.statements)) == outbox.FORGET_BATCH + 1
