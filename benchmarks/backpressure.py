@@ -31,7 +31,8 @@ from msgspec import Struct
 from rich.console import Console
 
 from benchmarks import probe
-from benchmarks.street import BIG, MIX, all_hosts_known, connected
+from benchmarks.street_measure import MIX, all_hosts_known, connected
+from benchmarks.street_systems import BIG
 from berth.client import BuildClient
 from berth.crew import Crew
 from berth.gather import gather, rest

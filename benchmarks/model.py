@@ -25,7 +25,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.scale import Scale
-from benchmarks.street import Result, positive
+from benchmarks.street import positive
+from benchmarks.street_report import Result
 
 FILL = 0.7
 # Each host's whole inventory is repeated so often (compute_sim: report_s, every tenth time).

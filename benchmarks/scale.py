@@ -24,7 +24,9 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from benchmarks.street import Result, on_real_servers, parsed, positive
+from benchmarks.street import parsed, positive
+from benchmarks.street_report import Result
+from benchmarks.street_systems import on_real_servers
 from berth.embedded.process import ServerFailed
 from bus.service.telemetry import configure_logging
 

@@ -28,11 +28,13 @@ import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.street import all_hosts_known, connected, progress
+from benchmarks.street_measure import all_hosts_known, connected, progress
+from berth.client import BuildClient
 from berth.gather import gather, rest
 from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun
 from berth.load.fleet import GPU_CLASS, GPU_TRAIT, demand, mean_in, read_hosts, settings_like
+from berth.load.plan import Arrival
 from berth.load.record import LoadRecord
 from berth.load.report import render
 from berth.load.session import recorded
@@ -227,30 +229,13 @@ async def replay(here: Site, requests: list[Request], hosts: int, options: argpa
     """Fire it at a system that runs; look on; judge."""
     shapes = {one.flavor: one.shape for one in {request.asked for request in requests}}
     arrivals = arrivals_of(requests, shapes, speed=options.speed, deletes=options.deletes)
-    plan = LoadPlan(boots=len(arrivals), mix={}, trace=arrivals, timeout_s=TIMEOUT_S)
     book = here.environment("bench").database("placement", pool_size=1)
     watch = Watch(book, here.clock)
     try:
         async with connected(here, keep_events=False) as client:
             progress(f"waiting until {hosts:,} hosts are known")
             await all_hosts_known(client, here, hosts)
-            progress(f"{len(arrivals):,} arrivals in {arrivals[-1].at_s:.0f} s")
-            looking = asyncio.create_task(watch.forever())
-            try:
-                record = await recorded(
-                    client,
-                    plan,
-                    clock=here.clock,
-                    rng=random.Random(options.seed),
-                    started=watch.begin,
-                    seed=options.seed,
-                    trace=options.requests.name,
-                    speed=options.speed,
-                )
-            finally:
-                looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
-            await watch.look()
+            record = await looked_on(here, client, arrivals, watch, options)
             progress("judging the invariants")
             await rest(here, timeout_s=REST_TIMEOUT_S)
             verdicts = judge(await gather(here, accepted=list(client.tracks)))
@@ -262,12 +247,51 @@ async def replay(here: Site, requests: list[Request], hosts: int, options: argpa
     for verdict in verdicts:
         if not verdict.holds:
             print(f"BROKEN: {verdict.sentence}: {verdict.examples}")
+    hold = all(verdict.holds for verdict in verdicts)
+    return summed_up(requests, record, watch, left, options, hosts=hosts, invariants_hold=hold)
+
+
+async def looked_on(
+    here: Site, client: BuildClient, arrivals: tuple[Arrival, ...], watch: Watch, options: argparse.Namespace
+) -> LoadRecord:
+    """The run's record; the book is looked at all along, and once more at its end."""
+    progress(f"{len(arrivals):,} arrivals in {arrivals[-1].at_s:.0f} s")
+    looking = asyncio.create_task(watch.forever())
+    try:
+        record = await recorded(
+            client,
+            LoadPlan(boots=len(arrivals), mix={}, trace=arrivals, timeout_s=TIMEOUT_S),
+            clock=here.clock,
+            rng=random.Random(options.seed),
+            started=watch.begin,
+            seed=options.seed,
+            trace=options.requests.name,
+            speed=options.speed,
+        )
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    await watch.look()
+    return record
+
+
+def summed_up(
+    requests: list[Request],
+    record: LoadRecord,
+    watch: Watch,
+    left: Sequence[FreeHost],
+    options: argparse.Namespace,
+    *,
+    hosts: int,
+    invariants_hold: bool,
+) -> Replay:
+    """The figures of a run that has ended."""
     capacity = watch.seen[-1][2]
     milli = capacity["gpus"] * WHOLE_GPU
     totals = record.totals
     return Replay(
         hosts=hosts,
-        requests=len(arrivals),
+        requests=len(requests),
         speed=options.speed,
         skipped_s=options.skip,
         deletes=options.deletes,
@@ -286,7 +310,7 @@ async def replay(here: Site, requests: list[Request], hosts: int, options: argpa
         free_gpu_share=round(sum(free for host in left for free, _ in host.gpus) / milli, 4),
         fragmented_share=round(fragmented(left, Counter(one.asked for one in requests)) / milli, 4),
         pieces=pieces(requests, watch, speed=options.speed, deletes=options.deletes),
-        invariants_hold=all(verdict.holds for verdict in verdicts),
+        invariants_hold=invariants_hold,
     )
 
 

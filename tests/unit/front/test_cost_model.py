@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.model import FILL, Point, carried, cost_ms, curves, first_full, needs, role_of
-from benchmarks.street import Costs, Result
+from benchmarks.street_report import Costs, Result
 
 POINTS = [Point(100.0, 4.0), Point(1000.0, 1.0)]
 

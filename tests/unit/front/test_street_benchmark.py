@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import scale, street
+from benchmarks import scale, street, street_systems
 from benchmarks.scale import Run, Scale, parse_parts, read, spread, tables, with_run
-from benchmarks.street import Result
+from benchmarks.street_report import Result
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,7 +47,7 @@ def test_by_default_the_street_measures_all_that_it_is_asked_for_in_one_run() ->
 def test_a_part_says_everything_that_the_street_reads() -> None:
     """The street had learned two options that scale did not pass: every part ended in an AttributeError."""
     options = scale.options_of(1000, 2, 50)
-    tree = ast.parse(inspect.getsource(street.on_real_servers))
+    tree = ast.parse(inspect.getsource(street_systems.on_real_servers))
     asked = {
         node.attr
         for node in ast.walk(tree)

@@ -1,0 +1,95 @@
+"""One system's figures, and how they are said to a person. See benchmarks/street.py."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What 1,000 boots cost while the street was full, each process by its name, and the counts per boot."""
+
+    cpu_s_per_1000_boots: dict[str, float]
+    cpu_s_per_1000_boots_all: float
+    memory_mb: dict[str, float]
+    broker_messages_per_boot: float
+    items_per_boot: float
+    items_per_broker_message: dict[str, float]
+    transactions_per_boot: float
+    claims_per_boot: float
+    conflict_rate: float  # the share of claims that were lost
+    statements_per_boot: float | None = None
+    statements: dict[str, tuple[float, float]] | None = None  # {statement: (calls a boot, ms in the server a boot)}
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """One system's figures."""
+
+    system: str
+    boots: int
+    hosts: int
+    cells: int
+    schedulers: int
+    boots_per_s: float
+    latency_ms: dict[str, float]
+    stages_ms: dict[str, dict[str, float]]
+    spent_ms: dict[str, dict[str, float]]  # in each stage, which add up to a boot's latency
+    idle_p50_ms: float
+    idle_p95_ms: float
+    idle_stages_ms: dict[str, float]
+    idle_spent_ms: dict[str, float]  # the median of each stage
+    invariants_hold: bool
+    active: int
+    ratio_to_bare_pipeline: float | None = None
+    bare_boots_per_s: float | None = None
+    idle_ratio_to_bare_pipeline: float | None = None
+    bare_idle_p50_ms: float | None = None
+    at_rates: dict[str, dict[str, float]] = {}
+    costs: Costs | None = None
+    costs_at_rates: dict[str, Costs] = {}
+    background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
+
+
+def say(result: Result, seconds: float) -> None:
+    """One system's figures for a person."""
+    ratio = f", {result.ratio_to_bare_pipeline} x the bare pipeline" if result.ratio_to_bare_pipeline else ""
+    print(
+        f"{result.system}: {result.boots_per_s:.0f} boots/s{ratio} ({result.active} of {result.boots} active, "
+        f"{result.hosts} hosts in {result.cells} cells), idle boot p50 {result.idle_p50_ms:.1f} ms, "
+        f"p95 {result.idle_p95_ms:.1f} ms, invariants {'hold' if result.invariants_hold else 'BROKEN'}; "
+        f"{seconds:.0f} s in all"
+    )
+    if result.bare_idle_p50_ms is not None:
+        print(
+            f"  the bare pipeline: {result.bare_boots_per_s:.0f} boots/s, one alone {result.bare_idle_p50_ms:.1f} ms "
+            f"(ours {result.idle_ratio_to_bare_pipeline} x that)"
+        )
+    print("  idle, ms until:", ", ".join(f"{name} {ms}" for name, ms in result.idle_stages_ms.items()))
+    print("  idle, ms in each stage:", ", ".join(f"{name} {ms}" for name, ms in result.idle_spent_ms.items()))
+    spent = (f"{name} {ms['p50']:.0f} ({ms['p99']:.0f})" for name, ms in result.spent_ms.items())
+    print("  loaded, ms in each stage, p50 (p99):", ", ".join(spent))
+    for share, figures in result.at_rates.items():
+        stages = ", ".join(f"{n.removesuffix('_p50')} {ms:.0f}" for n, ms in figures.items() if n.endswith("_p50"))
+        print(
+            f"  at {share} ({figures['rate_per_s']:.0f}/s): p50 {figures['p50']:.0f} ms, p99 {figures['p99']:.0f} ms",
+            end="",
+        )
+        print(f"; in each stage, p50: {stages}")
+    if result.background_cores:
+        print(f"  cores used while nothing is booted: {sum(result.background_cores.values()):.3f}")
+    for share, spending in result.costs_at_rates.items():
+        print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
+    if result.costs is not None:
+        _say_costs(result.costs)
+
+
+def _say_costs(costs: Costs) -> None:
+    print(f"  CPU ms a boot: {costs.cpu_s_per_1000_boots_all:.3f} =", end=" ")
+    print(", ".join(f"{name} {used:.3f}" for name, used in costs.cpu_s_per_1000_boots.items()))
+    print(
+        f"  a boot: {costs.broker_messages_per_boot} broker messages of {costs.items_per_boot} items, "
+        f"{costs.transactions_per_boot} transactions, {costs.statements_per_boot} statements; "
+        f"{costs.claims_per_boot} claims, {costs.conflict_rate:.2%} of them lost"
+    )
+    print("  items a broker message:", ", ".join(f"{n} {v}" for n, v in costs.items_per_broker_message.items()))
+    for statement, (calls, ms) in list((costs.statements or {}).items())[:14]:
+        print(f"    {1000 * ms:7.1f} us {calls:7.4f} calls  {statement[:110]}")
