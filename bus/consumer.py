@@ -14,26 +14,24 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import structlog
-import tenacity
-from msgspec import structs
 from prometheus_client import Counter
 
 from bus import metrics
-from bus.burial import bury
 from bus.clock import new_uuid
-from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.catalogue import BY_QUEUE, DEAD, QueueKind, taken_by
-from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
-from bus.faults import BrokenInvariant, Forbidden, Transient
-from bus.link import Mode, Waiter
-from bus.outcome import Done, Handler, Outcome, Received, Refuse, Retry
+from bus.contracts.base import MAX_REASON, Message, Meta
+from bus.contracts.catalogue import BY_QUEUE, taken_by
+from bus.faults import BrokenInvariant, Forbidden
+from bus.insistence import Insistence
+from bus.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.pace import Pace
-from bus.port import BusError, BusForbidden, Delivery, Outgoing, Subscription, retry_queue
-from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Codec, Malformed, Packed, headers_of, pack
+from bus.parcel import Item, Parcel
+from bus.port import BusError, BusForbidden, Delivery, Subscription
+from bus.settling import Settling
+from bus.wire import Codec, Malformed
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -42,41 +40,10 @@ __all__ = ["Consumer", "Malformed"]
 
 log = structlog.get_logger("bus.consumer")
 
-T = TypeVar("T")
-
-# Waits between calls while something we depend on is away: from the first, doubled, to the longest; halved at random.
-FIRST_WAIT_S = 0.05
-LONGEST_WAIT_S = 5.0
 # A consumer that has waited this long for what it depends on says that it is not ready.
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
-
-
-class _Parcel:
-    """One delivery, which may hold many messages; it is acknowledged when the last of them is settled."""
-
-    __slots__ = ("delivery", "open")
-
-    def __init__(self, delivery: Delivery, count: int) -> None:
-        self.delivery = delivery
-        self.open = count
-
-    def settle(self) -> None:
-        self.open -= 1
-        if not self.open:
-            self.delivery.ack()
-
-
-class _Item:
-    """One message in hand. until: by this process's own clock, nobody waits for its answer any more; None: never so."""
-
-    __slots__ = ("parcel", "received", "until")
-
-    def __init__(self, parcel: _Parcel, received: Received | Malformed, until: float | None = None) -> None:
-        self.parcel = parcel
-        self.received = received
-        self.until = until
 
 
 class Consumer:
@@ -103,20 +70,20 @@ class Consumer:
         self._max_batch = max_batch
         self._concurrency = concurrency
         self._prefetch = prefetch
-        self._on_malformed = on_malformed
+        self._settling = Settling(bus, self._row, on_malformed)
+        self._insistence = Insistence(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._deliveries: deque[Delivery] = deque()
-        self._items: deque[_Item] = deque()
-        self._in_hand: set[_Parcel] = set()
+        self._items: deque[Item] = deque()
+        self._in_hand: set[Parcel] = set()
         self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
-        self._settling = 0
+        self._busy = 0
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
-        self._stalled_since: dict[int, float] = {}
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
         self._outcomes: dict[str, Counter] = {}
 
@@ -125,8 +92,7 @@ class Consumer:
         """Whether it gets on with its work (for /readyz)."""
         if self._subscription is None or not self._bus.transport.connected:
             return False
-        oldest = min(self._stalled_since.values(), default=None)
-        return oldest is None or self._bus.clock.monotonic() - oldest < NOT_READY_AFTER_S
+        return self._insistence.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
@@ -136,6 +102,7 @@ class Consumer:
     async def start(self) -> None:
         """Declare the queue and begin. When the bus goes away meanwhile it may be called again."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
+        self._settling.queue = self._insistence.queue = self.queue
         self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
@@ -194,13 +161,13 @@ class Consumer:
             await self._turn()
             items = self._take()
             if items:
-                self._settling += 1
+                self._busy += 1
                 try:
                     await self._settle_all(items, number)
                 finally:
-                    self._settling -= 1
+                    self._busy -= 1
             elif self._broken is not None:
-                if self._settling:
+                if self._busy:
                     return  # the last one says why
                 raise self._broken
             elif self._draining:
@@ -221,7 +188,7 @@ class Consumer:
         """At least so many messages have arrived that nobody has in hand."""
         return len(self._deliveries) + len(self._items)
 
-    def _take(self) -> list[_Item]:
+    def _take(self) -> list[Item]:
         """At most `max_batch` messages of what has arrived."""
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
             self._open(self._deliveries.popleft())
@@ -236,14 +203,14 @@ class Consumer:
         if not reads:
             delivery.ack()
             return
-        parcel = _Parcel(delivery, len(reads))
+        parcel = Parcel(delivery, len(reads))
         self._in_hand.add(parcel)
         for read in reads:
             if isinstance(read, Malformed):
-                self._items.append(_Item(parcel, read))
+                self._items.append(Item(parcel, read))
                 continue
             received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered)
-            self._items.append(_Item(parcel, received, self._until(read.meta)))
+            self._items.append(Item(parcel, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:
         """When an answer is of no use any more, on our clock.
@@ -256,12 +223,12 @@ class Consumer:
         left_s = meta.deadline - (meta.sent_at or self._bus.clock.time())
         return self._bus.clock.monotonic() + left_s
 
-    async def _settle_all(self, items: list[_Item], number: int) -> None:
+    async def _settle_all(self, items: list[Item], number: int) -> None:
         now = self._bus.clock.monotonic()
-        sound: list[_Item] = []
+        sound: list[Item] = []
         for item in items:
             if isinstance(item.received, Malformed):
-                await self._insist(number, lambda item=item: self._refuse_malformed(item))  # type: ignore[misc]
+                await self._insistence.insist(number, lambda item=item: self._settling.refuse_malformed(item))  # type: ignore[misc]
                 self._close(item)
                 self._count(item.received.code, 1)
             elif item.until is not None and item.until < now:
@@ -274,13 +241,13 @@ class Consumer:
             if self._pace is not None:
                 done = self._bus.clock.monotonic()
                 self._pace.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
-            await self._insist(number, lambda: self._act(sound, outcomes))
+            await self._insistence.insist(number, lambda: self._settling.act(sound, outcomes))
             for item in sound:
                 self._close(item)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
 
-    def _close(self, item: _Item) -> None:
+    def _close(self, item: Item) -> None:
         item.parcel.settle()
         if not item.parcel.open:
             self._in_hand.discard(item.parcel)
@@ -291,12 +258,12 @@ class Consumer:
             counter = self._outcomes[outcome] = metrics.OUTCOMES.labels(self._bus.name, self._row.name, outcome)
         counter.inc(times)
 
-    async def _ask(self, items: Sequence[_Item], number: int) -> Sequence[Outcome]:
+    async def _ask(self, items: Sequence[Item], number: int) -> Sequence[Outcome]:
         """The handler's answers; a crash is narrowed down to the items that cause it."""
         received = [item.received for item in items if isinstance(item.received, Received)]
         last = max((math.inf if item.until is None else item.until) for item in items)
         try:
-            return await self._insist(number, lambda: self._call(received, last))
+            return await self._insistence.insist(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):
             raise  # not the message's fault: it goes back with the connection, and the process says why it ends
         except BrokenInvariant as broken:
@@ -331,153 +298,3 @@ class Consumer:
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")
         return outcomes
-
-    async def _insist(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
-        """Call until what we depend on is there; anything but a passing fault is raised."""
-        try:
-            return await call()
-        except (Transient, BusError) as error:
-            if isinstance(error, BusForbidden):
-                raise
-            self._stalled(number, error)
-        clock, rng = self._bus.clock, self._bus.rng
-
-        async def once() -> T:  # tenacity awaits only what it can see to be a coroutine function
-            return await call()
-
-        def wait(state: tenacity.RetryCallState) -> float:
-            longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(state.attempt_number, 30))
-            return longest * (0.5 + rng.random() / 2)
-
-        again = tenacity.AsyncRetrying(
-            sleep=clock.sleep,
-            wait=wait,
-            retry=tenacity.retry_if_exception(_passes),
-            before_sleep=lambda state: self._stalled(number, state.outcome.exception() if state.outcome else None),
-            reraise=True,
-        )
-        await clock.sleep(FIRST_WAIT_S * (0.5 + rng.random() / 2))
-        try:
-            return await again(once)
-        finally:
-            self._stalled_since.pop(number, None)
-
-    def _stalled(self, number: int, error: BaseException | None) -> None:
-        code = str(getattr(error, "code", ""))
-        if number not in self._stalled_since:
-            self._stalled_since[number] = self._bus.clock.monotonic()
-            log.warning("consumer.waits", queue=self.queue, code=code, reason=str(error))
-        metrics.STALLS.labels(self._bus.name, self._row.name, code).inc()
-
-    async def _act(self, items: Sequence[_Item], outcomes: Sequence[Outcome]) -> None:
-        """Send what the outcomes ask for. Returns when it is confirmed, so that the messages may be acknowledged."""
-        moves, replies = Waiter(), Waiter()
-        buried: list[Outgoing] = []
-        for item, outcome in zip(items, outcomes, strict=True):
-            received = item.received
-            if isinstance(received, Malformed):
-                continue
-            if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
-                continue
-            await self._bus.publisher.room()
-            if isinstance(outcome, Done):
-                self._reply(received.meta, outcome.reply, replies)
-            elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
-                self._retry(received, moves)
-            else:
-                buried += self._give_up(item, outcome.code, outcome.reason, replies)
-        self._bus.publisher.pump()
-        await self._sent(moves, replies, buried)
-
-    async def _sent(self, moves: Waiter, replies: Waiter, buried: Sequence[Outgoing]) -> None:
-        for letter in buried:
-            await bury(self._bus, self.queue, letter)
-        try:
-            await replies.wait()
-        except BusError as error:
-            # A reply that cannot be delivered is the asker's timeout; it must not hold up the queue.
-            log.info("consumer.reply_lost", queue=self.queue, code=error.code)
-        await moves.wait()
-
-    def _reply(self, meta: Meta, reply: Message | None, waiter: Waiter) -> None:
-        if meta.reply_to is None or reply is None:
-            return
-        bus = self._bus
-        answer = Meta(
-            id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
-        )
-        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX), False, False)
-        bus.publisher.post("", meta.reply_to, mode, pack(reply, answer), waiter)
-
-    def _retry(self, received: Received, waiter: Waiter) -> None:
-        attempt = received.meta.attempt
-        meta = structs.replace(received.meta, attempt=attempt + 1)
-        mode = Mode(True, True, True)
-        key = retry_queue(self.queue, attempt)
-        self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
-
-    def _give_up(self, item: _Item, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
-        """A Refusal to whoever asked, else a dead letter; a queue without one loses it, and says so."""
-        received = item.received
-        if received.meta.reply_to is not None:
-            self._reply(received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
-            return []
-        if self._row.kind is not QueueKind.DURABLE:
-            log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
-            return []
-        return [self._dead_letter(item, code, reason)]
-
-    def _dead_letter(self, item: _Item, code: str, reason: str) -> Outgoing:
-        received, delivery = item.received, item.parcel.delivery
-        packed = (
-            Packed(received.body, received.meta, delivery.type or "")
-            if isinstance(received, Malformed)
-            else pack(received.message, received.meta)
-        )
-        log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
-        return Outgoing(
-            exchange=DEAD,
-            routing_key=self.queue,
-            body=packed.body,
-            content_type=JSON,
-            message_id=received.meta.id,
-            type=packed.type,
-            correlation_id=received.meta.correlation_id,
-            reply_to=received.meta.reply_to,
-            headers={
-                **headers_of(received.meta),
-                CODE: code,
-                REASON: reason[:MAX_REASON],
-                QUEUE: self.queue,
-                EXCHANGE: delivery.exchange,
-                ORIGINAL_KEY: delivery.routing_key,
-                DIED_AT: int(self._bus.clock.time() * 1000),
-            },
-            mandatory=True,
-        )
-
-    async def _refuse_malformed(self, item: _Item) -> None:
-        """Answer what could not be read: on the reply queue, as the owner says, or as a dead letter."""
-        bad = item.received
-        assert isinstance(bad, Malformed)
-        answers = self._answers(structs.replace(bad, queue=self.queue)) if bad.meta.reply_to is None else ()
-        if answers:
-            await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
-            return
-        moves, replies = Waiter(), Waiter()
-        buried = self._give_up(item, bad.code, bad.reason, replies)
-        self._bus.publisher.pump()
-        await self._sent(moves, replies, buried)
-
-    def _answers(self, bad: Malformed) -> Sequence[Message]:
-        """What the owner of the queue says to it; a crash there makes it a dead letter, not a dead worker."""
-        try:
-            return self._on_malformed(bad) if self._on_malformed is not None else ()
-        except Exception:  # the input is hostile
-            log.exception("consumer.on_malformed_crashed", queue=self.queue, code=bad.code)
-            return ()
-
-
-def _passes(error: BaseException) -> bool:
-    """Whether waiting helps."""
-    return isinstance(error, Transient | BusError) and not isinstance(error, BusForbidden)

@@ -1,0 +1,143 @@
+"""What follows from a handler's outcomes: replies, retries, refusals, and dead letters, confirmed before it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+from msgspec import structs
+
+from bus.burial import bury
+from bus.clock import new_uuid
+from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
+from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
+from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
+from bus.link import Mode, Waiter
+from bus.outcome import Done, Outcome, Received, Retry
+from bus.parcel import Item
+from bus.port import BusError, Outgoing, retry_queue
+from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Malformed, Packed, headers_of, pack
+
+if TYPE_CHECKING:
+    from bus.bus import Bus
+
+log = structlog.get_logger("bus.consumer")
+
+
+class Settling:
+    """One consumer's: it sends what outcomes ask for; the consumer acknowledges afterwards."""
+
+    def __init__(self, bus: Bus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None) -> None:
+        self.queue = row.name
+        self._row = row
+        self._bus = bus
+        self._on_malformed = on_malformed
+
+    async def act(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:
+        """Send what the outcomes ask for. Returns when it is confirmed, so that the messages may be acknowledged."""
+        moves, replies = Waiter(), Waiter()
+        buried: list[Outgoing] = []
+        for item, outcome in zip(items, outcomes, strict=True):
+            received = item.received
+            if isinstance(received, Malformed):
+                continue
+            if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
+                continue
+            await self._bus.publisher.room()
+            if isinstance(outcome, Done):
+                self._reply(received.meta, outcome.reply, replies)
+            elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
+                self._retry(received, moves)
+            else:
+                buried += self._give_up(item, outcome.code, outcome.reason, replies)
+        self._bus.publisher.pump()
+        await self._sent(moves, replies, buried)
+
+    async def _sent(self, moves: Waiter, replies: Waiter, buried: Sequence[Outgoing]) -> None:
+        for letter in buried:
+            await bury(self._bus, self.queue, letter)
+        try:
+            await replies.wait()
+        except BusError as error:
+            # A reply that cannot be delivered is the asker's timeout; it must not hold up the queue.
+            log.info("consumer.reply_lost", queue=self.queue, code=error.code)
+        await moves.wait()
+
+    def _reply(self, meta: Meta, reply: Message | None, waiter: Waiter) -> None:
+        if meta.reply_to is None or reply is None:
+            return
+        bus = self._bus
+        answer = Meta(
+            id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
+        )
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX), False, False)
+        bus.publisher.post("", meta.reply_to, mode, pack(reply, answer), waiter)
+
+    def _retry(self, received: Received, waiter: Waiter) -> None:
+        attempt = received.meta.attempt
+        meta = structs.replace(received.meta, attempt=attempt + 1)
+        mode = Mode(True, True, True)
+        key = retry_queue(self.queue, attempt)
+        self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
+
+    def _give_up(self, item: Item, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
+        """A Refusal to whoever asked, else a dead letter; a queue without one loses it, and says so."""
+        received = item.received
+        if received.meta.reply_to is not None:
+            self._reply(received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
+            return []
+        if self._row.kind is not QueueKind.DURABLE:
+            log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
+            return []
+        return [self._dead_letter(item, code, reason)]
+
+    def _dead_letter(self, item: Item, code: str, reason: str) -> Outgoing:
+        received, delivery = item.received, item.parcel.delivery
+        packed = (
+            Packed(received.body, received.meta, delivery.type or "")
+            if isinstance(received, Malformed)
+            else pack(received.message, received.meta)
+        )
+        log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
+        return Outgoing(
+            exchange=DEAD,
+            routing_key=self.queue,
+            body=packed.body,
+            content_type=JSON,
+            message_id=received.meta.id,
+            type=packed.type,
+            correlation_id=received.meta.correlation_id,
+            reply_to=received.meta.reply_to,
+            headers={
+                **headers_of(received.meta),
+                CODE: code,
+                REASON: reason[:MAX_REASON],
+                QUEUE: self.queue,
+                EXCHANGE: delivery.exchange,
+                ORIGINAL_KEY: delivery.routing_key,
+                DIED_AT: int(self._bus.clock.time() * 1000),
+            },
+            mandatory=True,
+        )
+
+    async def refuse_malformed(self, item: Item) -> None:
+        """Answer what could not be read: on the reply queue, as the owner says, or as a dead letter."""
+        bad = item.received
+        assert isinstance(bad, Malformed)
+        answers = self._answers(structs.replace(bad, queue=self.queue)) if bad.meta.reply_to is None else ()
+        if answers:
+            await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
+            return
+        moves, replies = Waiter(), Waiter()
+        buried = self._give_up(item, bad.code, bad.reason, replies)
+        self._bus.publisher.pump()
+        await self._sent(moves, replies, buried)
+
+    def _answers(self, bad: Malformed) -> Sequence[Message]:
+        """What the owner of the queue says to it; a crash there makes it a dead letter, not a dead worker."""
+        try:
+            return self._on_malformed(bad) if self._on_malformed is not None else ()
+        except Exception:  # the input is hostile
+            log.exception("consumer.on_malformed_crashed", queue=self.queue, code=bad.code)
+            return ()
