@@ -9,7 +9,9 @@ host" (N-23).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Protocol
 
 import structlog
@@ -30,7 +32,7 @@ from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.adoption import Adoption
-from scheduler_worker.company import look_up
+from scheduler_worker.company import look_up, names_others
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.ranking import Candidate, Choice, Ranking
 from scheduler_worker.domain.select import Selector
@@ -50,6 +52,7 @@ class Refreshes(Protocol):
         """Fold the newest changes in now; False: they did not come in time."""
 
 
+NOTHING: Mapping[str, Work] = MappingProxyType({})
 # How often a request that fits nowhere else looks again at hosts some children of which were full.
 SECOND_CHANCES = 3
 
@@ -81,18 +84,30 @@ class Claiming:
         self._jitter = _Jitter(rng, config.retry_jitter_s)
         self.spread = Spread()
 
-    async def place(self, wanted: Sequence[Asking]) -> list[Ending]:
-        """An ending for each, in order."""
-        works = [
-            Work(
-                request=asking.request,
-                wanted=asking.wanted,
-                most_alternates=self._alternates(asking.request),
-                fresh=asking.fresh,
-                tried=self._ignored(asking.request),
-            )
-            for asking in wanted
-        ]
+    def choose(self, wanted: Sequence[Asking]) -> dict[str, Work]:
+        """Choose hosts before it is known whether the requests are new, by instance: for `place`, or for `drop`.
+
+        Only what is found at once; whoever finds nothing, or has to ask where others are, is left to `place`.
+        """
+        started = self._clock.monotonic()
+        works = {ask.request.instance_uuid: self._work(ask) for ask in wanted if not names_others(ask.request)}
+        subset, rankings = self._subset(), dict[tuple[str, ...], Ranking]()
+        for work in works.values():
+            with suppress(QueryTooWide):
+                work.is_chosen = self._choose(work, rankings, subset, started)
+                work.decided_at = self._clock.time()
+        metrics.STAGE_S.labels("decide").observe(self._clock.monotonic() - started)
+        return {instance: work for instance, work in works.items() if work.is_chosen}
+
+    def drop(self, works: Iterable[Work]) -> None:
+        """Assume no longer what was chosen and not claimed."""
+        for work in works:
+            if not isinstance(work.ending, Placed):
+                self._book.settle(work.request.instance_uuid, None)
+
+    async def place(self, wanted: Sequence[Asking], ahead: Mapping[str, Work] = NOTHING) -> list[Ending]:
+        """An ending for each, in order. ahead: what `choose` found for some of them."""
+        works = [ahead.get(asking.request.instance_uuid) or self._work(asking) for asking in wanted]
         await look_up(self._bus, works, timeout_s=self._config.claim_timeout_s)
         deadline = self._clock.monotonic() + self._config.claim_deadline_s
         rounds = AsyncRetrying(
@@ -115,9 +130,7 @@ class Claiming:
             await self._decide_and_claim(still)
         finally:
             # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
-            for work in still:
-                if not isinstance(work.ending, Placed):
-                    self._book.settle(work.request.instance_uuid, None)
+            self.drop(still)
         return any(work.ending is None for work in still)
 
     async def _decide_and_claim(self, works: list[Work]) -> None:
@@ -137,19 +150,35 @@ class Claiming:
 
     def _decide(self, works: list[Work]) -> None:
         """One synchronous pass over the book: each choice is assumed, so that the next one sees it (N-18)."""
-        subset = self.spread.subset(self._config.host_subset_size, self._config.max_subset_size)
-        metrics.SUBSET.set(subset)
+        subset, rankings = self._subset(), dict[tuple[str, ...], Ranking]()
         now_s = self._clock.monotonic()
-        rankings: dict[tuple[str, ...], Ranking] = {}
         for work in works:
+            if work.is_chosen:
+                work.is_chosen = False
+                continue
             try:
-                self._choose(work, rankings, subset, now_s)
+                if not self._choose(work, rankings, subset, now_s):
+                    self._nothing(work, now_s)
             except QueryTooWide as error:  # a flavor whose traits combine in too many ways to search them all
                 work.choice = work.probe = None
                 work.ending = Stopped(error.code, str(error))
 
-    def _choose(self, work: Work, rankings: dict[tuple[str, ...], Ranking], subset: int, now_s: float) -> None:
-        """One request's choice, or what to do without one."""
+    def _subset(self) -> int:
+        subset = self.spread.subset(self._config.host_subset_size, self._config.max_subset_size)
+        metrics.SUBSET.set(subset)
+        return subset
+
+    def _work(self, asking: Asking) -> Work:
+        return Work(
+            request=asking.request,
+            wanted=asking.wanted,
+            most_alternates=self._alternates(asking.request),
+            fresh=asking.fresh,
+            tried=self._ignored(asking.request),
+        )
+
+    def _choose(self, work: Work, rankings: dict[tuple[str, ...], Ranking], subset: int, now_s: float) -> bool:
+        """One request's choice, assumed; False: there is none."""
         work.choice = self._same_host(work)
         if work.choice is None:
             ranking = rankings.get(work.wanted.key)
@@ -163,8 +192,7 @@ class Claiming:
                 ranking.consumed(work.choice.selected)
         else:
             self._assume(work, work.choice)
-        if work.choice is None:
-            self._nothing(work, now_s)
+        return work.choice is not None
 
     def _same_host(self, work: Work) -> Choice | None:
         """The host whose shape had changed, if it still fits as it is now."""

@@ -78,6 +78,7 @@ class Work(Struct, kw_only=True):
     tried: dict[str, str]
     most_alternates: int
     choice: Choice | None = None
+    is_chosen: bool = False  # the choice is a new one, and assumed: claim it before choosing anything else
     again: Candidate | None = None  # ask for this host again: its shape had changed
     raced: int = 0
     claims: int = 0

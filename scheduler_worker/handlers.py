@@ -7,6 +7,7 @@ record's state: whoever else has the same request in hand loses there and does n
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +42,7 @@ from scheduler_worker.deleting import delete_all, never_built
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.select import NoHost, Selector
 from scheduler_worker.domain.wanted import Impossible, Wanted
-from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stranded
+from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stranded, Work
 from scheduler_worker.forgetting import longest_way_s
 from scheduler_worker.item import (
     TOO_OLD,
@@ -64,6 +65,7 @@ WHO = "scheduler"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 # Requests in hand that are remembered, those too that were given up because they crashed.
 MAX_BEGUN = 10_000
+FEW = 16  # so many requests choose their hosts while they are recorded; choosing for more takes longer than that
 UNHEARD = Retry("hosts.unheard", "not every host has been heard from yet")
 
 
@@ -98,22 +100,26 @@ class RequestHandler:
         now = self._clock.time()
         items = [self._item(received, now) for received in batch if isinstance(received.message, BuildRequest)]
         deletes = [received for received in batch if isinstance(received.message, DeleteRequest)]
-        if items:
-            started = self._clock.monotonic()
-            await self._record(items)
-            metrics.STAGE_S.labels("record").observe(self._clock.monotonic() - started)
+        ahead: Mapping[str, Work] = {}
         outcomes: dict[int, Outcome | None] = {}
-        if deletes:
-            done, going = await delete_all(self._store, deletes, self._author())
-            outcomes.update(done)
-            for item in items:
-                item.cancelled |= item.request.instance_uuid in going
-        cancelled = [item for item in items if item.cancelled and item.outcome is None]
-        if cancelled:
-            await self._cancel(cancelled)
-        still = [item for item in items if item.outcome is None]
-        if still:
-            await self._place(still)
+        try:
+            if items:
+                started = self._clock.monotonic()
+                ahead = await self._recorded(items, alone=not deletes)
+                metrics.STAGE_S.labels("record").observe(self._clock.monotonic() - started)
+            if deletes:
+                done, going = await delete_all(self._store, deletes, self._author())
+                outcomes.update(done)
+                for item in items:
+                    item.cancelled |= item.request.instance_uuid in going
+            cancelled = [item for item in items if item.cancelled and item.outcome is None]
+            if cancelled:
+                await self._cancel(cancelled)
+            still = [item for item in items if item.outcome is None]
+            if still:
+                await self._place(still, ahead)
+        finally:
+            self._claiming.drop(ahead.values())
         outcomes.update((id(item.received), item.outcome) for item in items)
         for item in items:
             self._begun.pop(item.request.instance_uuid, None)
@@ -130,6 +136,29 @@ class RequestHandler:
         elif 0 < received.meta.sent_at < now - longest_way_s(self._config):
             item.refused = (TOO_OLD, "it was sent so long ago that it may have been carried out and forgotten since")
         return item
+
+    async def _recorded(self, items: list[Item], *, alone: bool) -> dict[str, Work]:
+        """Put them on record; a few choose their hosts while the database writes. Returns what was chosen, assumed."""
+        if not alone or len(items) > FEW or any(item.refused or self._may_have_run(item) for item in items):
+            await self._record(items)
+            return {}
+        recording = asyncio.create_task(self._record(items))
+        ahead: dict[str, Work] = {}
+        try:
+            await asyncio.sleep(0)  # its statement leaves
+            wanted = [(item, self._selector.want(item.request)) for item in items]
+            ahead = self._claiming.choose(
+                [Asking(request=i.request, wanted=one) for i, one in wanted if not isinstance(one, Impossible)]
+            )
+            await recording
+        except BaseException:
+            self._claiming.drop(ahead.values())
+            recording.cancel()
+            await asyncio.gather(recording, return_exceptions=True)
+            raise
+        vain = [item.request.instance_uuid for item in items if item.outcome is not None or not item.fresh]
+        self._claiming.drop(ahead.pop(uuid) for uuid in vain if uuid in ahead)
+        return ahead
 
     async def _record(self, items: list[Item]) -> None:
         """Put new requests on record and tell repeats from clashes (one statement each for the whole batch)."""
@@ -171,12 +200,13 @@ class RequestHandler:
                 unit.say(to_clients(first_event(item, now)))
         return fresh, known
 
-    async def _place(self, items: list[Item]) -> None:
+    async def _place(self, items: list[Item], ahead: Mapping[str, Work]) -> None:
         author = self._author()
         asking: list[tuple[Item, Wanted]] = []
         decided: list[Decided] = []
         for item in items:
-            wanted = self._selector.want(item.request)
+            chosen = ahead.get(item.request.instance_uuid)
+            wanted = self._selector.want(item.request) if chosen is None else chosen.wanted
             if isinstance(wanted, Impossible) and wanted.code == HOST_UNKNOWN and self._may_wait(item):
                 item.outcome = UNHEARD
             elif isinstance(wanted, Impossible):
@@ -186,7 +216,7 @@ class RequestHandler:
             else:
                 asking.append((item, wanted))
         endings = await self._claiming.place(
-            [Asking(request=item.request, wanted=wanted, fresh=item.fresh) for item, wanted in asking]
+            [Asking(request=item.request, wanted=wanted, fresh=item.fresh) for item, wanted in asking], ahead
         )
         author = self._author()
         placed: dict[str, Placed] = {}

@@ -22,6 +22,7 @@ from placement_worker.replica.request import Group
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.select import NoHost
+from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.endings import Asking, Away, Contended, Ending, Placed, Stopped
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -84,6 +85,7 @@ class Street:
 
 
 # Hosts were announced at 0, and the loop has its own time.
+APART = GroupPolicy.ANTI_AFFINITY
 CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001, service_down_time_s=1e12)
 
 
@@ -434,3 +436,35 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -
         assert len(before) <= 1
         assert last.server_group == together
         assert placed.lost == tuple(f"{street.host_of(claim)}: ruled_out" for claim in before)
+
+
+async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(street: Street) -> None:
+    """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
+    request = street.hosts.request()
+    wanted = street.hosts.selector.want(request)
+    assert isinstance(wanted, Wanted)
+    asking = Asking(request=request, wanted=wanted)
+    chosen = street.claiming.choose([asking])
+    assert list(chosen) == list(street.hosts.book.assumed_keys()) == [request.instance_uuid]
+    choice = chosen[request.instance_uuid].choice
+    assert choice is not None and street.claims == []
+    outcomes = iter([ClaimOutcome.FULL])
+    street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
+    (placed,) = await street.claiming.place([asking], chosen)
+    first, second = map(street.host_of, street.claims)
+    assert isinstance(placed, Placed) and placed.claims == 2
+    assert first == street.hosts.name(choice.selected.row) != second == placed.selections[0].host
+    street.claiming.drop(chosen.values())
+    assert list(street.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
+
+
+async def test_what_was_chosen_ahead_and_is_not_wanted_is_not_assumed(street: Street) -> None:
+    request = street.hosts.request()
+    apart = street.hosts.request(server_group=ServerGroup(uuid=new_uuid(street.hosts.rng), policy=APART))
+    wanted = [street.hosts.selector.want(one) for one in (request, apart)]
+    chosen = street.claiming.choose(
+        [Asking(request=r, wanted=w) for r, w in zip((request, apart), wanted, strict=True) if isinstance(w, Wanted)]
+    )
+    assert list(chosen) == [request.instance_uuid], "who has to ask where others are is not chosen for ahead"
+    street.claiming.drop(chosen.values())
+    assert list(street.hosts.book.assumed_keys()) == []
