@@ -110,6 +110,12 @@ def changes_of(decision: Decision) -> list[Change]:
     ]
 
 
+def may_be_new(claim: Claim) -> bool:
+    """Whether a claim may be of a consumer that holds nothing."""
+    # A release_first that found nothing to release has what it wanted: it is being repeated after a crash.
+    return claim.consumer_generation is None or claim.release_first
+
+
 class _Ledger:
     """The running state of one group: what was loaded, overlaid by what has been decided so far."""
 
@@ -249,8 +255,7 @@ def _may_claim(known: Consumer | None, claim: Claim) -> bool:
     if known is not None and claim.attempt <= known.attempt:
         return False
     if known is None or not known.holding:
-        # A release_first that found nothing to release has what it wanted: it is being repeated after a crash.
-        return claim.consumer_generation is None or claim.release_first
+        return may_be_new(claim)
     return claim.consumer_generation == known.generation
 
 
