@@ -1,4 +1,4 @@
-"""The change feed's rows: numbered in commit order, read in order, published in order, trimmed by a bound.
+"""The change feed's rows: numbered in commit order, read in order, trimmed by a bound. Published by `publishing`.
 
 A sequence would not do: numbers drawn by transactions that commit in another order leave holes that fill later. Here
 every writing transaction locks one counter row last and commits, so that number order is commit order.
@@ -6,7 +6,7 @@ every writing transaction locks one counter row last and commits, so that number
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import asyncpg
@@ -14,7 +14,6 @@ import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import Change
-from placement_worker.store.port import Published
 
 # A row, and what is read at once: bounded in changes and in bytes, well under what one bus message may carry.
 MAX_CHANGES_PER_ROW = 500
@@ -27,15 +26,6 @@ APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number FROM feed_head"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
-# The position's lock, and what follows it. A statement that had to wait for the lock may not see the newest changes; it
-# sees all that come before those it sees, and whoever committed the newest wakes a publisher, too.
-READ_NEXT = """
-WITH position AS MATERIALIZED (SELECT number FROM feed_position FOR UPDATE)
-SELECT c.first, c.last, c.body, position.number FROM position
-CROSS JOIN LATERAL (SELECT * FROM changes WHERE last > position.number ORDER BY last LIMIT $1) AS c
-"""
-# Losing this write in a crash of the database means a repetition, no more: not worth a disk flush.
-MOVE_POSITION = "SET LOCAL synchronous_commit = off; UPDATE feed_position SET number = {:d}"
 TRIM = """
 DELETE FROM changes WHERE last IN (
     SELECT last FROM changes
@@ -84,7 +74,8 @@ async def read(
 ) -> tuple[list[Change], bool]:
     """(changes numbered above `after`, in order, whether there may be more): at most `limit`, fewer when large.
 
-    found: the first rows, if they have been read already.
+    found: the first rows, if they have been read already. Outside of a transaction rows may be trimmed between two
+    looks; what is returned has no hole, and ends where they were.
     """
     changes: list[Change] = []
     size = 0
@@ -94,6 +85,8 @@ async def read(
             found = await connection.fetch(READ, after, wanted)
         for row in found:
             first, last, body = row[0], row[1], row[2]
+            if first > after + 1:
+                return changes, True
             changes.extend(_numbered(first, body, after))
             after = last
             size += len(body)
@@ -130,20 +123,3 @@ async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bo
     """Whether the change after this number has been trimmed already."""
     oldest: int | None = await connection.fetchval(OLDEST)
     return after < newest if oldest is None else after < oldest - 1
-
-
-async def publish(
-    connection: asyncpg.Connection, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int
-) -> Published:
-    """Send what follows the published position and move it, inside the caller's transaction.
-
-    The position's row lock makes one publisher at a time; a publisher that dies frees it with its connection, and
-    the next one repeats what was sent but not written down: changes may repeat, never skip.
-    """
-    found = await connection.fetch(READ_NEXT, min(limit, ROWS_AT_ONCE))
-    if not found:
-        return Published(0, False)
-    changes, more = await read(connection, found[0][3], limit, found)
-    await send(changes)
-    await connection.execute(MOVE_POSITION.format(changes[-1].sequence))
-    return Published(len(changes), more)

@@ -7,6 +7,7 @@ one writer of trees, consumers by uuid, providers by number, the feed's counter 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -46,6 +47,7 @@ from placement_worker.domain.values import (
     is_closed,
     state_of,
 )
+from placement_worker.store import publishing
 from placement_worker.store.claims import providers_of, reply
 from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
 from placement_worker.store.handover import HoldersBusy, Leaving
@@ -66,7 +68,7 @@ class Kept(Struct):
 class MemoryBookTable(MemoryDatabase):
     """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
 
-    ROWS = (*MemoryDatabase.ROWS, "position")  # all else is flushed by its commit
+    ROWS = (*MemoryDatabase.ROWS, "position", "taken_until")  # all else is flushed by its commit
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -81,6 +83,7 @@ class MemoryBookTable(MemoryDatabase):
         self.changes: list[Change] = []  # kept ones, in order
         self.head = 0
         self.position = 0
+        self.taken_until = -math.inf  # by whoever publishes
         self._next_number = 0
 
     def number(self, uuid: str) -> int:
@@ -123,6 +126,7 @@ class MemoryBook:
         assert isinstance(session.database, MemoryBookTable)
         self._table = session.database
         self._session = session
+        self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
         self.ready = False
 
     async def open(self) -> None:
@@ -353,15 +357,24 @@ class MemoryBook:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns."""
         table = self._table
         async with self._session.transaction() as transaction:
-            await transaction.lock([POSITION])
-            await transaction.statement()
-            changes = self._after(table.position, limit)
+            position, changes = table.position, self._after(table.position, limit)
             if not changes:
                 return Published(0, False)
-            await send(changes)
+            await transaction.lock([POSITION])
+            now = table.clock.time()
+            is_taken = table.taken_until != self._lease and now <= table.taken_until <= now + publishing.LEASE_S
+            if table.position != position or is_taken:
+                return Published(0, True, taken=True)
+            until = now + publishing.LEASE_S
             transaction.durable = False  # forgotten in a crash, they are said once more
-            last = changes[-1].sequence
-            transaction.will(lambda: setattr(table, "position", last))
+            transaction.will(lambda: setattr(table, "taken_until", until))
+        self._lease = until
+        await send(changes)
+        async with self._session.transaction() as transaction:
+            await transaction.lock([POSITION])
+            transaction.durable = False
+            transaction.will(lambda: _move(table, changes[-1].sequence, until))
+        self._lease = None
         return Published(len(changes), len(changes) >= limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
@@ -383,6 +396,12 @@ class MemoryBook:
     def _after(self, after: int, limit: int) -> list[Change]:
         start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
         return self._table.changes[start : start + limit]
+
+
+def _move(table: MemoryBookTable, number: int, lease: float) -> None:
+    table.position = max(table.position, number)
+    if table.taken_until == lease:
+        table.taken_until = -math.inf
 
 
 def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:

@@ -36,10 +36,11 @@ class Refused(Struct, frozen=True):
 
 
 class Published(Struct, frozen=True):
-    """What one turn of publishing came to; `more`: there may be changes left."""
+    """What one turn of publishing came to; `more`: there may be changes left. taken: another process is at it."""
 
     count: int
     more: bool
+    taken: bool = False
 
 
 class PlacementStore(Protocol):
@@ -84,7 +85,8 @@ class PlacementStore(Protocol):
     async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns.
 
-        One publisher at a time among all processes; the others wait.
+        One publisher at a time among all processes; the others find it taken. One that dies or hangs keeps it for
+        `publishing.LEASE_S`; its changes are repeated. Not to be called twice at once.
         """
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:

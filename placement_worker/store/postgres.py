@@ -20,6 +20,7 @@ from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, feed, inventory, members, quick, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
+from placement_worker.store.publishing import Publishing
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -45,6 +46,7 @@ class PostgresStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._names = Names(database)
+        self._publishing = Publishing(database)
 
     @property
     def database(self) -> Database:
@@ -117,13 +119,12 @@ class PostgresStore:
 
     async def head(self) -> int:
         """The newest committed change's number."""
-        async with self._database.raw() as connection:
+        async with self._database.single() as connection:
             return await feed.head(connection)
 
     async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
-        """Hand the next unpublished changes to `send`; see `feed.publish`."""
-        async with self._database.raw() as connection:
-            return await feed.publish(connection, send, limit)
+        """Hand the next unpublished changes to `send`; see `publishing`."""
+        return await self._publishing.publish(send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Forget what nobody needs any more, a bounded statement and transaction each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -26,20 +26,16 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
 from bus.service.memory_database import turn
+from placement_worker.store import publishing
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import ClaimItem, PlacementStore, Refused
+from placement_worker.store.port import ClaimItem, PlacementStore, Published, Refused
 from placement_worker.store.postgres import PostgresStore
-from tests.contract.books import KINDS, Books, books
+from tests.contract.books import Books
 
+PATIENCE_S = 60.0
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 5)]
 CHILD = "a0000000-0000-4000-8000-000000000000"
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
-
-
-@pytest.fixture(params=KINDS)
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    async with books(request) as made:
-        yield made
 
 
 @pytest.fixture
@@ -141,6 +137,105 @@ async def test_publishing_repeats_what_failed_and_skips_nothing(store: Placement
     while (await store.publish(send, 2)).more:
         pass
     assert sent == [1, 2, 1, 2, 3, 4]
+
+
+class Sends:
+    """Sends of a publisher that take until they are let go."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.sending = asyncio.Event()
+        self.confirmed = asyncio.Event()
+
+    async def __call__(self, changes: Sequence[Change]) -> None:
+        self.sent.extend(change.sequence for change in changes)
+        self.sending.set()
+        await self.confirmed.wait()
+
+
+async def publish_when_free(store: PlacementStore, limit: int) -> list[int]:
+    """What a store sends once nobody else publishes."""
+    sends = Sends()
+    sends.confirmed.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await store.publish(sends, limit)).taken:  # each look is a turn of the loop, or a round trip
+            pass
+    return sends.sent
+
+
+async def test_while_one_publishes_the_others_find_it_taken(
+    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+    other, sends = make(), Sends()
+    await other.open()
+    await store.report([report(host, 1, VCPU=1) for host in HOSTS])
+    first = asyncio.create_task(store.publish(sends, 2))
+    await sends.sending.wait()
+    assert (await other.publish(sends, 2)) == Published(0, True, taken=True)
+    sends.confirmed.set()
+    assert (await first).more
+    assert (await other.publish(sends, 2)).count == 2
+    assert sends.sent == [1, 2, 3, 4]
+    assert (await store.publish(sends, 2)) == (await other.publish(sends, 2)) == Published(0, False)
+
+
+async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process(
+    store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+    sends = Sends()
+    await store.report([report(host, 1, VCPU=1) for host in HOSTS])
+    cut = asyncio.create_task(store.publish(sends, 10))
+    await sends.sending.wait()
+    cut.cancel()
+    await asyncio.wait([cut])
+    assert await publish_when_free(store, 10) == [1, 2, 3, 4]
+    assert (await store.publish(sends, 10)) == Published(0, False)
+
+
+async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_comes_to(
+    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEASE_S", 0.001)
+    other, sends = make(), Sends()
+    await other.open()
+    await store.report([report(host, 1, VCPU=1) for host in HOSTS])
+    hung = asyncio.create_task(store.publish(sends, 2))
+    await sends.sending.wait()
+    assert await publish_when_free(other, 10) == [1, 2, 3, 4]
+    sends.confirmed.set()
+    await hung
+    await store.report([report(HOSTS[0], 2, VCPU=2)])
+    assert await publish_when_free(other, 10) == [5]
+
+
+async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
+    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEASE_S", 0.001)
+    other, third, late, now = make(), make(), Sends(), Sends()
+    await other.open()
+    await third.open()
+    await store.report([report(host, 1, VCPU=1) for host in HOSTS])
+    hung = asyncio.create_task(store.publish(late, 2))
+    await late.sending.wait()
+    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+
+    async def take_over() -> None:
+        while (await other.publish(now, 3)).taken:
+            pass
+
+    over = asyncio.create_task(take_over())
+    async with asyncio.timeout(PATIENCE_S):
+        await now.sending.wait()
+    late.confirmed.set()
+    await hung
+    assert (await third.publish(late, 10)).taken
+    now.confirmed.set()
+    await over
+    assert (late.sent, now.sent) == ([1, 2], [1, 2, 3])
+    assert await publish_when_free(third, 10) == [4]
 
 
 async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> None:

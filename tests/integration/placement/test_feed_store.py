@@ -13,7 +13,7 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Change, Claim, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
-from placement_worker.store import feed, snapshot
+from placement_worker.store import feed, publishing, snapshot
 from placement_worker.store.postgres import PostgresStore
 
 from .conftest import Book
@@ -21,6 +21,11 @@ from .conftest import Book
 pytestmark = pytest.mark.postgres
 
 MakeClaim = Callable[..., Claim]
+PATIENCE_S = 60.0
+
+
+async def nothing(_changes: Sequence[Change]) -> None:
+    return
 
 
 async def all_changes(store: PostgresStore) -> list[Change]:
@@ -122,27 +127,94 @@ async def test_two_publishers_publish_everything_once_and_in_order(
     await second.close()
 
 
-async def test_a_publisher_that_dies_before_it_writes_its_position_is_repeated_not_skipped(
-    book: Book, rng: random.Random
+async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_skipped(
+    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(publishing, "LEASE_S", 0.01)
     await book.hosts(3, rng, VCPU=1)
+    second = PostgresStore(Database(book.url, "placement"))
+    await second.open()
     sent: list[int] = []
 
     async def send(changes: Sequence[Change]) -> None:
         sent.extend(change.sequence for change in changes)
-        if len(sent) <= 3:
-            killer = await asyncpg.connect(book.url)
-            await killer.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
-                " AND datname = current_database()"
-            )
-            await killer.close()
 
+    async def kill_who_waits() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await killer.fetchval(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+                " AND datname = current_database()"
+            ):
+                pass
+
+    killer = await asyncpg.connect(book.url)
+
+    async def hold_the_position_and_send(changes: Sequence[Change]) -> None:
+        await send(changes)
+        await blocker.execute("BEGIN; SELECT FROM placement.feed_position FOR UPDATE")
+
+    blocker = await asyncpg.connect(book.url)
+    killing = asyncio.create_task(kill_who_waits())
     with pytest.raises(DatabaseUnavailable):
-        await book.store.publish(send, 100)
-    assert (await book.store.publish(send, 100)).count == 3
+        await book.store.publish(hold_the_position_and_send, 100)
+    await killing
+    await blocker.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while (published := await second.publish(send, 100)).taken:  # each look is a round trip
+            pass
+    assert published.count == 3
     assert sent == [1, 2, 3, 1, 2, 3]
     assert (await book.store.publish(send, 100)).count == 0
+    await killer.close()
+    await second.close()
+
+
+async def test_a_lease_of_a_clock_that_was_set_back_holds_up_nobody(book: Book, rng: random.Random) -> None:
+    await book.hosts(1, rng, VCPU=1)
+    async with book.database.raw() as connection:
+        await connection.execute("UPDATE feed_position SET taken_until = now() + interval '1 hour'")
+    assert (await book.store.publish(nothing, 100)).count == 1
+
+
+async def test_publishing_waits_for_no_disk(book: Book, rng: random.Random) -> None:
+    """A deferred trigger runs in the commit itself, and sees what the commit goes by."""
+    await book.hosts(1, rng, VCPU=1)
+    async with book.database.raw() as connection:
+        await connection.execute(
+            "CREATE TABLE seen (way text);"
+            "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN INSERT INTO seen VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$;"
+            "CREATE CONSTRAINT TRIGGER see AFTER UPDATE ON feed_position DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION see()"
+        )
+    assert (await book.store.publish(nothing, 100)).count == 1
+    assert (await book.store.publish(nothing, 100)).count == 0
+    async with book.database.raw() as connection:
+        assert await connection.fetchval("SELECT array_agg(way) FROM seen") == ["off", "off"]
+
+
+async def test_the_next_changes_are_found_by_key(book: Book) -> None:
+    async with book.database.single() as connection:
+        await connection.execute("INSERT INTO changes SELECT n, n, '[]' FROM generate_series(1, 50000) n")
+        await connection.execute("UPDATE feed_position SET number = 40000; ANALYZE changes")
+        await connection.execute(f"PREPARE take(bigint, float8, timestamptz) AS {publishing.TAKE}")
+        found = await connection.fetch("EXPLAIN EXECUTE take(16, 2.0, NULL)")
+        await connection.execute("DEALLOCATE take")
+    plan = "\n".join(row[0] for row in found)
+    assert "changes_pkey" in plan, plan
+    assert "Seq Scan on changes" not in plan, plan
+
+
+async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book: Book, rng: random.Random) -> None:
+    """Who publishes reads without a transaction: a process that has overtaken it may have published and trimmed."""
+    for _ in range(feed.ROWS_AT_ONCE + 4):
+        await book.hosts(1, rng, VCPU=1)
+    async with book.database.single() as connection:
+        found = await connection.fetch(feed.READ, 0, feed.ROWS_AT_ONCE)
+        await connection.execute("DELETE FROM changes WHERE last <= $1", feed.ROWS_AT_ONCE + 2)
+        changes, more = await feed.read(connection, 0, 1000, found)
+    assert [change.sequence for change in changes] == list(range(1, feed.ROWS_AT_ONCE + 1))
+    assert more
 
 
 async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Book, rng: random.Random) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 from bus.bus import API, Bus
-from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement import Change, Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker
 from placement_worker.config import PlacementConfig
-from placement_worker.publisher import FeedPublisher
+from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from tests.unit.front.world import HandClock
 
@@ -57,6 +58,47 @@ async def test_trimming_removes_shells_that_nobody_uses_any_more() -> None:
             await asyncio.sleep(0)
     trimming.cancel()
     await asyncio.gather(trimming, return_exceptions=True)
+
+
+async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -> None:
+    clock = HandClock()
+    table = MemoryBookTable(clock)
+    other, store = MemoryBook(table.session()), MemoryBook(table.session())
+    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
+    sending, confirmed = asyncio.Event(), asyncio.Event()
+    sent: list[int] = []
+
+    async def send(changes: Sequence[Change]) -> None:
+        sent.extend(change.sequence for change in changes)
+        sending.set()
+        await confirmed.wait()
+
+    async def note(changes: Sequence[Change]) -> None:
+        sent.extend(change.sequence for change in changes)
+
+    async def report(version: int) -> None:
+        stock = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
+        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(stock,))])
+
+    publisher._send = note  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        await report(1)
+        turn = asyncio.create_task(other.publish(send, 1))
+        await sending.wait()
+        await report(2)
+        started = clock.now
+        running = asyncio.create_task(publisher.run())
+        publisher.wake()
+        while clock.now < started + TAKEN_WAIT_S:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+        confirmed.set()
+        await turn
+        while len(sent) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert sent == [1, 2]
 
 
 async def test_the_news_of_a_claim_waits_for_its_answer_to_leave_and_all_other_news_for_nothing() -> None:
