@@ -6,6 +6,7 @@ For backups and for moving a site's book; not for the running system, which neve
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import asyncpg
 import msgspec
@@ -15,19 +16,20 @@ from msgspec.structs import replace
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.values import Consumer, Provider, Stock, capacity
-from placement_worker.store import feed
-from placement_worker.store.image_flaws import flaw_of_consumer, flaw_of_names, flaw_of_provider
+from placement_worker.store import feed, image_members
+from placement_worker.store.image_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
+from placement_worker.store.image_members import HOLD_CLAIMS, Member
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
 from placement_worker.store.names import Names
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-FORMAT = "berth.placement.v1"
+# v2 says who is in which server group. Of v1 they are not known, and stay as they are where it is imported.
+FORMAT, BEFORE_GROUPS = "berth.placement.v2", "berth.placement.v1"
+FAMILY = "berth.placement."
 MAX_LINE_BYTES = 2**24
 CHUNK = 2000  # rows in one statement
 
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# Writers of consumers wait, readers do not. After the writers of trees and before any provider's row: the one order.
-HOLD_CONSUMERS = "LOCK TABLE consumers IN EXCLUSIVE MODE"
 ALL_IDS = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
 ALL_IDS_READ = "SELECT id FROM providers ORDER BY id"
 READ_CONSUMERS = """
@@ -57,17 +59,25 @@ RETURNING i.provider_id
 """
 
 
+T = TypeVar("T")
+
+
 class ImageError(Exception):
     """A file that is no book, or a book that does not fit together."""
 
 
 class Image(Struct, frozen=True):
-    """Everything: custom names, providers and who holds what."""
+    """Everything: custom names, providers, who holds what, and who is in which server group (None: it is not said)."""
 
     classes: frozenset[str]
     traits: frozenset[str]
     providers: dict[str, Provider]
     consumers: dict[str, Consumer]
+    members: frozenset[Member] | None = None
+
+
+class _Head(Struct, frozen=True):
+    format: str | None = None
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -76,7 +86,12 @@ class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     trait: str | None = None
     provider: Provider | None = None
     consumer: tuple[str, Consumer] | None = None
+    member: Member | None = None
     end: int | None = None  # the last line: how many came before it, so that half a file is not taken for a book
+
+
+_head = msgspec.json.Decoder(_Head)
+_line = msgspec.json.Decoder(_Line)
 
 
 async def read(connection: asyncpg.Connection, names: Names) -> Image:
@@ -99,7 +114,8 @@ async def _read(connection: asyncpg.Connection, names: Names, ids: str) -> Image
         if row[0] in held
     }
     classes = frozenset(filter(is_custom, names.class_ids))
-    return Image(classes, frozenset(filter(is_custom, names.trait_ids)), providers, consumers)
+    traits = frozenset(filter(is_custom, names.trait_ids))
+    return Image(classes, traits, providers, consumers, await image_members.read(connection))
 
 
 async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> int:
@@ -109,9 +125,9 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     """
     image = checked(image)
     await connection.execute(ONE_WRITER_OF_TREES)
-    await connection.execute(HOLD_CONSUMERS)
+    await connection.execute(HOLD_CLAIMS)
     before = await _read(connection, names, ALL_IDS)
-    changed = [u for u in before.consumers.keys() | image.consumers.keys() if _differs(u, before, image)]
+    changed = sorted(u for u in before.consumers.keys() | image.consumers.keys() if _differs(u, before, image))
     after = {uuid: _next(before.providers.get(uuid), provider) for uuid, provider in image.providers.items()}
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     stocked = {uuid: p for uuid, p in before.providers.items() if uuid in after}
@@ -122,10 +138,12 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     await write_providers(connection, ids, _with_old_stocks(stocked, after), after, names)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
     await write_providers(connection, ids, gone, {}, names)
+    regrouped = await _write_members(connection, image, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     _, states = await read_providers(connection, READ_PROVIDERS_BY_ID, sorted(moved))
     await feed.append(connection, changes_of(gone, states))
-    return len(changed) + len(gone) + len({uuid for uuid, p in after.items() if before.providers.get(uuid) is not p})
+    rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
+    return len(regrouped.union(changed)) + len(gone) + len(rewritten)
 
 
 def checked(image: Image) -> Image:
@@ -134,6 +152,7 @@ def checked(image: Image) -> Image:
         flaw_of_names((*image.classes, *image.traits)),
         *map(flaw_of_provider, image.providers.values()),
         *(flaw_of_consumer(uuid, consumer) for uuid, consumer in image.consumers.items()),
+        *(flaw_of_member(member, image.consumers) for member in sorted(image.members or ())),
     )
     for flaw in filter(None, flaws):
         raise ImageError(flaw)
@@ -239,16 +258,27 @@ async def _write_consumers(
         await connection.execute(INSERT_ALLOCATIONS, *map(list, zip(*rows, strict=True)))
 
 
+async def _write_members(connection: asyncpg.Connection, image: Image, before: Image, changed: list[str]) -> set[str]:
+    """The consumers whose server groups are others than before."""
+    if image.members is None:
+        await image_members.follow(connection, changed, before.consumers)
+        return set()
+    regrouped = image_members.joined(before.members or (), image.members)
+    await image_members.write(connection, image.members, regrouped.union(changed))
+    return regrouped
+
+
 # --- JSON lines
 
 
 def lines(image: Image) -> Iterator[bytes]:
     """The book as lines, each ending in a newline."""
-    rows = [_Line(format=FORMAT)]
+    rows = [_Line(format=BEFORE_GROUPS if image.members is None else FORMAT)]
     rows += [_Line(resource_class=name) for name in sorted(image.classes)]
     rows += [_Line(trait=name) for name in sorted(image.traits)]
     rows += [_Line(provider=image.providers[uuid]) for uuid in sorted(image.providers)]
     rows += [_Line(consumer=(uuid, image.consumers[uuid])) for uuid in sorted(image.consumers)]
+    rows += [_Line(member=member) for member in sorted(image.members or ())]
     rows.append(_Line(end=len(rows)))
     return (msgspec.json.encode(row) + b"\n" for row in rows)
 
@@ -259,15 +289,14 @@ def parse(rows: Iterable[bytes]) -> Image:
     traits: set[str] = set()
     providers: dict[str, Provider] = {}
     consumers: dict[str, Consumer] = {}
-    decode = msgspec.json.Decoder(_Line).decode
+    members: set[Member] | None = None
     ended = False
     for number, row in enumerate(rows):
-        try:
-            line = decode(row)
-        except msgspec.DecodeError as error:
-            raise ImageError(f"line {number + 1}: {error}") from error
-        if ended or (number == 0 and line.format != FORMAT):
-            raise ImageError(f"line {number + 1} is not part of a {FORMAT} file")
+        if number == 0:
+            members = set() if _format(row) == FORMAT else None
+        line = _decoded(_line, row, number)
+        if ended or (line.member is not None and members is None):
+            raise ImageError(f"line {number + 1} is not part of such a file")
         if line.resource_class is not None:
             classes.add(line.resource_class)
         elif line.trait is not None:
@@ -276,10 +305,30 @@ def parse(rows: Iterable[bytes]) -> Image:
             providers[line.provider.uuid] = line.provider
         elif line.consumer is not None:
             consumers[line.consumer[0]] = line.consumer[1]
+        elif line.member is not None and members is not None:
+            members.add(line.member)
         elif line.end is not None:
             if line.end != number:
                 raise ImageError(f"{number} lines of {line.end}")
             ended = True
     if not ended:
         raise ImageError("the file ends too soon")
-    return Image(frozenset(classes), frozenset(traits), providers, consumers)
+    known = None if members is None else frozenset(members)
+    return Image(frozenset(classes), frozenset(traits), providers, consumers, known)
+
+
+def _format(row: bytes) -> str:
+    """What the first line says the file is. Raises ImageError for what this berth cannot read whole."""
+    said = _decoded(_head, row, 0).format or ""
+    if said in (FORMAT, BEFORE_GROUPS):
+        return said
+    if said.startswith(FAMILY):
+        raise ImageError(f"a file of a newer berth: it is {said[:64]}, and this one reads up to {FORMAT}")
+    raise ImageError(f"line 1 does not begin a {FORMAT} file")
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
+    try:
+        return decoder.decode(row)
+    except msgspec.DecodeError as error:
+        raise ImageError(f"line {number + 1}: {error}") from error

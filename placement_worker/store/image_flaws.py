@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.names import MAX_NAME
 from placement_worker.domain.values import Consumer, Provider, Stock
+from placement_worker.store.image_members import Member
 
 MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
 
@@ -50,6 +51,16 @@ def flaw_of_consumer(uuid: str, consumer: Consumer) -> str | None:
     if not amounts or not all(1 <= amount <= MAX_NUMBER for amount in amounts):
         return f"{uuid} holds nothing, or amounts that nobody can hold"
     return None
+
+
+def flaw_of_member(member: Member, consumers: Container[str]) -> str | None:
+    """Why this cannot be a member of a server group, or None. Its host may have left; its rule then is of no host."""
+    for uuid in (member.group, member.consumer, member.host):
+        if _UUID.fullmatch(uuid) is None:
+            return f"{uuid!r} is no uuid"
+    if not _is_text(member.project):
+        return f"the group {member.group} has no project"
+    return None if member.consumer in consumers else f"{member.consumer} is in a group and holds nothing"
 
 
 def _flaws_of_stock(stock: Stock) -> Iterator[str]:

@@ -6,10 +6,12 @@ import asyncpg
 
 from placement_worker.domain.reports import changes_of
 from placement_worker.store import feed
-from placement_worker.store.image import COUNT_USED, HOLD_CONSUMERS
+from placement_worker.store.image import COUNT_USED
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
+# Writers of consumers wait, readers do not. After the writers of trees and before any provider's row: the one order.
+HOLD_CONSUMERS = "LOCK TABLE consumers IN EXCLUSIVE MODE"
 LOCK_ALL = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
 # Allocations of nobody, of no provider, or of no inventory: nobody can ever give them back.
 DELETE_STRAYS = """

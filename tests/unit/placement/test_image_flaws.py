@@ -9,16 +9,23 @@ from msgspec.structs import replace
 
 from placement_worker.domain.values import Consumer, Provider, Stock
 from placement_worker.store.image import Image, ImageError, checked
+from placement_worker.store.image_members import Member
 
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 STOCK = Stock(8, 0, 1, 8, 1, 2.0, 16)
 HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": STOCK}, {}, ("HW_CPU_X86_VMX",), (C,))
 HOLDER = Consumer(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 
+MEMBER = Member("p", C, B, A)
+
 
 def book(**changes: Any) -> Image:
     host = replace(HOST, **changes)
     return Image(frozenset(), frozenset(), {host.uuid: host}, {})
+
+
+def joined(**changes: Any) -> Image:
+    return replace(held(), members=frozenset({replace(MEMBER, **changes)}))
 
 
 def held(**changes: Any) -> Image:
@@ -58,6 +65,10 @@ def held(**changes: Any) -> Image:
         held(holding={A: {"VCPU": 2**70}}),
         held(holding={B: {"VCPU": 1}}),
         held(holding={A: {"DISK_GB": 1}}),
+        joined(project=""),
+        joined(group="x"),
+        joined(consumer=C),
+        joined(host=""),
         Image(frozenset({"custom_x"}), frozenset(), {}, {}),
         Image(frozenset(), frozenset({""}), {}, {}),
         Image(frozenset(), frozenset(), {A: HOST, B: replace(HOST, uuid=B, root=B)}, {}),
@@ -75,6 +86,7 @@ def test_unusual_books_are_books() -> None:
     for stock in (full, closed, over):
         good = Image(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
         assert checked(good) == good
+    assert checked(joined(host=C)).members == frozenset({replace(MEMBER, host=C)}), "a host that has left since"
     assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
 
 

@@ -1,0 +1,160 @@
+"""A book that goes out and in again goes on to enforce what it did: server groups' rules, and projects' limits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Claim, ClaimOption, Release
+from placement_worker.store import image, limits, members
+from placement_worker.store.image import Image, ImageError
+from placement_worker.store.image_members import Member
+from tests.kit.servers import fresh_database
+
+from .conftest import Book
+
+pytestmark = pytest.mark.postgres
+
+APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
+TOGETHER = ServerGroup(uuid="e1000000-0000-4000-8000-000000000000", policy=GroupPolicy.AFFINITY)
+PATIENCE_S = 60.0
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+TWO = {"INSTANCES": 2, "VCPU": 6}
+
+
+@pytest.fixture
+async def other(postgres_server: str) -> AsyncIterator[Book]:
+    """Another book, empty."""
+    with fresh_database(postgres_server) as url:
+        made = Book(url)
+        await made.open()
+        yield made
+        await made.store.close()
+
+
+@pytest.fixture
+async def hosts(book: Book, rng: random.Random) -> list[str]:
+    return await book.hosts(3, rng, VCPU=16)
+
+
+def member(
+    rng: random.Random, host: str, group: ServerGroup | None = APART, most: dict[str, int] | None = None
+) -> Claim:
+    option = ClaimOption(allocations={host: {"VCPU": 3}}, host=host)
+    return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", server_group=group, limits=most or {})
+
+
+async def outcomes(book: Book, *claims: Claim) -> list[str]:
+    return [str(reply.outcome) for reply in await book.store.apply(claims)]
+
+
+async def exported(book: Book) -> Image:
+    await book.store.names.refresh()
+    async with book.database.raw() as connection:
+        return image.parse(list(image.lines(await image.read(connection, book.store.names))))
+
+
+async def imported(book: Book, what: Image) -> int:
+    async with book.database.raw() as connection:
+        return await image.assign(connection, what, book.store.names)
+
+
+async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_did(
+    book: Book, other: Book, hosts: list[str], rng: random.Random
+) -> None:
+    near = member(rng, hosts[2], TOGETHER)
+    assert await outcomes(book, member(rng, hosts[0]), member(rng, hosts[1]), near) == ["claimed"] * 3
+    before = await exported(book)
+    assert before.members is not None
+    assert len(before.members) == 3
+    assert await imported(other, before) == 6
+    assert await exported(other) == before
+    assert await imported(other, before) == 0, "what is equal is not written"
+    for one in (book, other):
+        claims = (member(rng, hosts[0]), member(rng, hosts[1], TOGETHER), member(rng, hosts[2], None, TWO))
+        assert await outcomes(one, *claims) == ["ruled_out", "ruled_out", "over_limit"]
+        assert await outcomes(one, Release(consumer=near.consumer), member(rng, hosts[1], TOGETHER)) == [  # type: ignore[arg-type]
+            "released",
+            "claimed",
+        ]
+
+
+async def test_members_alone_are_made_to_be_what_the_file_says(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    first, second = member(rng, hosts[0]), member(rng, hosts[1])
+    assert await outcomes(book, first, second) == ["claimed"] * 2
+    before = await exported(book)
+    assert before.members is not None
+    left = replace(before, members=frozenset(one for one in before.members if one.consumer == first.consumer))
+    assert await imported(book, left) == 1
+    assert await outcomes(book, member(rng, hosts[0]), member(rng, hosts[1])) == ["ruled_out", "claimed"]
+
+
+async def test_who_is_gone_is_no_member_and_who_comes_back_is_in_its_own_group(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    """A row of one who holds nothing counts no more, and does not count again when an import has it hold something."""
+    alone = member(rng, hosts[0], None)
+    assert await outcomes(book, alone) == ["claimed"]
+    before = await exported(book)
+    again = replace(alone, server_group=APART, attempt=2)
+    assert await outcomes(book, Release(consumer=alone.consumer), again) == ["released", "claimed"]  # type: ignore[arg-type]
+    await book.store.apply([Release(consumer=alone.consumer)])
+    for file in (before, replace(before, members=None)):
+        assert await imported(book, file) > 0
+        assert (await exported(book)).members == frozenset()
+        await book.store.apply([Release(consumer=alone.consumer)])
+
+
+async def test_an_older_file_leaves_groups_as_they_are_and_members_follow_what_they_hold(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    mover, stays = member(rng, hosts[0]), member(rng, hosts[1])
+    assert await outcomes(book, mover, stays) == ["claimed"] * 2
+    before = await exported(book)
+    old = image.parse(list(image.lines(replace(before, members=None))))
+    assert (old.members, old.consumers) == (None, before.consumers)
+    assert await imported(book, old) == 0
+    assert (await exported(book)).members == before.members
+    moved = replace(old.consumers[mover.consumer], generation=2, holding={hosts[2]: {"VCPU": 3}})
+    assert await imported(book, replace(old, consumers={**old.consumers, mover.consumer: moved})) > 0
+    claims = [member(rng, host) for host in hosts]
+    assert await outcomes(book, *claims) == ["claimed", "ruled_out", "ruled_out"]
+
+
+def test_a_file_says_what_it_is_and_a_newer_one_is_refused_in_words() -> None:
+    empty = Image(frozenset(), frozenset(), {}, {}, frozenset())
+    assert b'"berth.placement.v2"' in next(image.lines(empty))
+    assert b'"berth.placement.v1"' in next(image.lines(replace(empty, members=None)))
+    newer = [b'{"format": "berth.placement.v3", "secrets": 1}\n', *list(image.lines(empty))[1:]]
+    with pytest.raises(ImageError, match=r"a file of a newer berth: it is berth\.placement\.v3, and this one reads up"):
+        image.parse(newer)
+    group = Member("p", APART.uuid, new_uuid(random.Random(1)), new_uuid(random.Random(2)))
+    lines = list(image.lines(replace(empty, members=frozenset({group}))))
+    with pytest.raises(ImageError, match="line 2 is not part"):
+        image.parse([b'{"format":"berth.placement.v1"}\n', *lines[1:]])
+
+
+async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_project(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    """Decided by the members and the sums of the book before, they would break the rule in the book after."""
+    assert await outcomes(book, member(rng, hosts[0])) == ["claimed"]
+    file = await exported(book)
+    for asked in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
+        async with book.database.raw() as reading:
+            await members.lock(reading, [asked])
+            await limits.lock(reading, [asked], book.store.names)
+            importing = asyncio.create_task(imported(book, file))
+            async with asyncio.timeout(PATIENCE_S):
+                while not await reading.fetchval(WAITING):
+                    pass
+            assert not importing.done()
+        assert await importing == 0
