@@ -21,6 +21,9 @@ Written = TypeVar("Written")
 # How long names may be believed that another process has perhaps taken away meanwhile.
 BELIEVED_FOR_S = 5.0
 
+READ_CLASSES = "SELECT name, id FROM resource_classes"
+READ_TRAITS = "SELECT name, id FROM traits"
+
 
 class StaleNames(Exception):
     """The book has a name that this process has not heard of, because another one made it."""
@@ -42,6 +45,8 @@ class Names:
         self.class_names: dict[int, str] = {}
         self.trait_ids: dict[str, int] = {}
         self._read_at = 0.0
+        self._reads = 0
+        self._newest = 0  # of the reads, by when they began
 
     async def open(self) -> None:
         """Write down the standard classes and traits of the installed libraries, and read all."""
@@ -98,12 +103,22 @@ class Names:
     async def names_of(self, connection: asyncpg.Connection, class_ids: set[int]) -> dict[int, str]:
         """Class names by number, with at least these in it: another process may have created one since."""
         if not self.class_names.keys() >= class_ids:
-            await self._read(connection)
+            # Only added: what this transaction sees may be older than what is known, and in use by others meanwhile.
+            classes = await connection.fetch(READ_CLASSES)
+            traits = await connection.fetch(READ_TRAITS)
+            self.class_names |= {row[1]: row[0] for row in classes}
+            self.class_ids = _Numbers({**dict(classes), **self.class_ids})
+            self.trait_ids = _Numbers({**dict(traits), **self.trait_ids})
         return self.class_names
 
     async def _read(self, connection: asyncpg.Connection) -> None:
-        classes = await connection.fetch("SELECT name, id FROM resource_classes")
-        traits = await connection.fetch("SELECT name, id FROM traits")
+        self._reads += 1
+        number = self._reads
+        classes = await connection.fetch(READ_CLASSES)
+        traits = await connection.fetch(READ_TRAITS)
+        if number < self._newest:
+            return  # somebody who began later was sooner done, and has seen more
+        self._newest = number
         self.class_ids = _Numbers(classes)
         self.class_names = {row[1]: row[0] for row in classes}
         self.trait_ids = _Numbers(traits)
