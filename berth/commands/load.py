@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from msgspec import Struct
@@ -25,10 +24,29 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.commands.load_options import (
+    Boots,
+    BusUrl,
+    Churn,
+    Compare,
+    Concurrency,
+    Deletes,
+    JsonFile,
+    Mix,
+    Patience,
+    Project,
+    Ramp,
+    Rate,
+    ReportFile,
+    Seed,
+    Skip,
+    Speed,
+    Trace,
+)
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.live import LiveView, render_record
-from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
+from berth.load.plan import DEFAULT_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
 from berth.load.sampler import Sample
@@ -46,45 +64,24 @@ STDOUT = Path("-")
 
 def load(
     context: typer.Context,
-    boots: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_BOOTS, help="How many builds; default 1000, or all of a ramp or trace."),
-    ] = None,
-    mix: Annotated[
-        str,
-        typer.Option(help="Flavors and their weights, `small=8,large=2,metal=1`; metal: all bare-metal flavors."),
-    ] = DEFAULT_MIX,
-    rate: Annotated[
-        float, typer.Option(min=0, help="Open loop: so many a second, whatever comes back; latency from their times.")
-    ] = 0.0,
-    ramp: Annotated[
-        str | None, typer.Option(help="Open loop at a changing rate, FROM..TO/SECONDS; finds the knee.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: so many in flight; 0 = all at once.")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="Replay the arrivals and deletions of this CSV file.")] = None,
-    speed: Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs so many times faster.")] = 1.0,
-    deletes: Annotated[
-        bool, typer.Option("--deletes/--no-deletes", help="A trace's deletions too; without them the fleet fills up.")
-    ] = True,
-    skip: Annotated[
-        float, typer.Option(min=0, help="Seconds of a trace to leave out; what is there then comes at once.")
-    ] = 0.0,
-    churn: Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")] = 0.0,
-    patience: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds to offer again what a full queue refused; default: open loop 0, else all."),
-    ] = None,
-    project: Annotated[str, typer.Option(help="Whose they are.")] = "load",
-    seed: Annotated[
-        int | None, typer.Option(help="Draw flavors, and which are deleted, from this seed; uuids are new.")
-    ] = None,
+    boots: Boots = None,
+    mix: Mix = DEFAULT_MIX,
+    rate: Rate = 0.0,
+    ramp: Ramp = None,
+    concurrency: Concurrency = 0,
+    trace: Trace = None,
+    speed: Speed = 1.0,
+    deletes: Deletes = True,
+    skip: Skip = 0.0,
+    churn: Churn = 0.0,
+    patience: Patience = None,
+    project: Project = "load",
+    seed: Seed = None,
     timeout: Timeout = 300.0,
-    bus: Annotated[str | None, typer.Option(help="The API bus, amqp://..., instead of the settings'.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record as JSON; - is stdout.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Fire nothing: compare two records that --json wrote.")
-    ] = None,
+    bus: BusUrl = None,
+    json_file: JsonFile = None,
+    report: ReportFile = None,
+    compare: Compare = None,
 ) -> None:
     """Fire builds at a running system and say honestly what became of each.
 
