@@ -7,13 +7,10 @@ one writer of trees, consumers by uuid, providers by number, the feed's counter 
 from __future__ import annotations
 
 import bisect
-import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-import os_traits
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import (
@@ -29,18 +26,16 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from bus.faults import BrokenInvariant
-from bus.service.memory_database import MemoryDatabase, Session, Transaction
+from bus.service.memory_database import Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
-from placement_worker.domain.company import together
 from placement_worker.domain.handover import taken
-from placement_worker.domain.names import STANDARD_CLASSES, class_name, is_custom
-from placement_worker.domain.reports import Plan, flaw, plan
+from placement_worker.domain.names import class_name, is_custom
 from placement_worker.domain.reports import changes_of as changes_of_reports
+from placement_worker.domain.reports import flaw, plan
 from placement_worker.domain.shells import is_empty_shell
 from placement_worker.domain.values import (
     ABOVE_CELLS,
     ClaimedProvider,
-    Consumer,
     GroupKey,
     Provider,
     Room,
@@ -49,74 +44,16 @@ from placement_worker.domain.values import (
 )
 from placement_worker.store import publishing
 from placement_worker.store.claims import providers_of, reply
-from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
+from placement_worker.store.group import Group, Key
 from placement_worker.store.handover import HoldersBusy, Leaving
 from placement_worker.store.limits import projects_of
 from placement_worker.store.members import keys_of
+from placement_worker.store.memory_table import Kept, MemoryBookTable
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 
+__all__ = ["Kept", "MemoryBook", "MemoryBookTable"]
+
 TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
-
-
-class Kept(Struct):
-    """A consumer's row; `released_at` when it is only a fence."""
-
-    consumer: Consumer
-    released_at: float | None
-
-
-class MemoryBookTable(MemoryDatabase):
-    """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
-
-    ROWS = (*MemoryDatabase.ROWS, "position", "taken_until")  # all else is flushed by its commit
-
-    def __init__(self, *arguments: object, **named: object) -> None:
-        super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        self.providers: dict[str, Provider] = {}
-        self.numbers: dict[str, int] = {}
-        self.consumers: dict[str, Kept] = {}
-        self.members: dict[GroupKey, dict[str, str]] = {}
-        self.sources: dict[Key, Source] = {}
-        self.heard: dict[Key, float] = {}  # when each source said its last
-        self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
-        self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
-        self.changes: list[Change] = []  # kept ones, in order
-        self.head = 0
-        self.position = 0
-        self.taken_until = -math.inf  # by whoever publishes
-        self._next_number = 0
-
-    def number(self, uuid: str) -> int:
-        """The number of a provider, given when it is first seen."""
-        if uuid not in self.numbers:
-            self._next_number += 1
-            self.numbers[uuid] = self._next_number
-        return self.numbers[uuid]
-
-    def alive(self, key: GroupKey) -> dict[str, str]:
-        """A server group's members that hold something."""
-        return {
-            uuid: host
-            for uuid, host in self.members.get(key, {}).items()
-            if uuid in self.consumers and self.consumers[uuid].consumer.holding
-        }
-
-    def held_by(self, project: str) -> dict[str, int]:
-        """What a project's consumers hold together, and how many they are."""
-        total: Counter[str] = Counter()
-        for kept in self.consumers.values():
-            if kept.consumer.project_id == project:
-                total.update(together(kept.consumer.holding))
-        return dict(total)
-
-    def cell(self, uuid: str) -> str | None:
-        """The cell of a provider: its root's."""
-        provider = self.providers.get(uuid)
-        return self.providers[provider.root].cell if provider is not None else None
-
-    def by_number(self, uuids: Sequence[str]) -> list[str]:
-        """Those that exist, in lock order."""
-        return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
 
 
 class MemoryBook:
@@ -227,11 +164,11 @@ class MemoryBook:
         locked = await self._lock_holders(transaction, leaving)
         before = await self._lock_trees(transaction, planned)
         await self._lock_late_holders(transaction, leaving, locked)
-        holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in _holders(table, leaving)}
+        holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in table.holders(leaving)}
         outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings, group.bus)
         group.settle(fresh, outcome.results)
         await transaction.statement()
-        transaction.will(lambda: _write_trees(table, before, outcome, group))
+        transaction.will(lambda: table.write_trees(before, outcome, group))
         return await self._append(transaction, changes_of_reports(before, outcome.after))
 
     async def remove_shells(self, limit: int) -> list[str]:
@@ -240,14 +177,14 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
-            sources = {key: table.sources[key] for key in sorted(table.sources) if _is_taken_out(table, key)}
-            keys = [key for key in sources if is_empty_shell(_tree(table, key[0]))][:limit]
+            sources = {key: table.sources[key] for key in sorted(table.sources) if table.is_taken_out(key)}
+            keys = [key for key in sources if is_empty_shell(table.tree(key[0]))][:limit]
             said = [
                 InventoryUpdate(source=source, version=sources[root, source].version, root_uuid=root)
                 for root, source in keys
             ]
             await self._lock_trees(transaction, said)
-            empty = [update for update in said if is_empty_shell(_tree(table, update.root_uuid))]
+            empty = [update for update in said if is_empty_shell(table.tree(update.root_uuid))]
             await self._apply_reports(transaction, Group(empty, sources, cells={}, bus=ABOVE_CELLS))
         return list(dict.fromkeys(update.root_uuid for update in empty))
 
@@ -256,7 +193,7 @@ class MemoryBook:
         if not leaving:
             return []
         await transaction.statement()
-        holders = _holders(self._table, leaving)
+        holders = self._table.holders(leaving)
         await transaction.lock([("consumer", uuid) for uuid in holders])
         return holders
 
@@ -264,7 +201,7 @@ class MemoryBook:
         self, transaction: Transaction, leaving: Sequence[Leaving], locked: Sequence[str]
     ) -> None:
         """Those who came before the providers were locked: without waiting, or the group is tried again."""
-        late = [("consumer", uuid) for uuid in _holders(self._table, leaving) if uuid not in locked]
+        late = [("consumer", uuid) for uuid in self._table.holders(leaving) if uuid not in locked]
         if not all(transaction.is_free(key) for key in late):
             raise HoldersBusy("an allocation that is to be moved is being changed")
         await transaction.lock(late)
@@ -282,7 +219,7 @@ class MemoryBook:
         if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
             return
         async with self._session.transaction() as transaction:
-            transaction.will(partial(_know, table, classes, traits))
+            transaction.will(partial(table.know, classes, traits))
 
     async def _lock_trees(self, transaction: Transaction, updates: Sequence[InventoryUpdate]) -> dict[str, Provider]:
         """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
@@ -373,7 +310,7 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             await transaction.lock([POSITION])
             transaction.durable = False
-            transaction.will(lambda: _move(table, changes[-1].sequence, until))
+            transaction.will(lambda: table.published(changes[-1].sequence, until))
         self._lease = None
         return Published(len(changes), len(changes) >= limit)
 
@@ -383,25 +320,19 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             until = min(table.head - keep_changes, table.position)
             before = table.clock.time() - keep_fences_s
-            old = [uuid for uuid, kept in table.consumers.items() if _is_over(kept, before)][:limit]
-            sources = _silent(table, table.clock.time() - keep_sources_s)[:limit]
+            old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
+            sources = table.silent(table.clock.time() - keep_sources_s)[:limit]
             changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
             until = changes[-1] if changes else 0
             await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
             gone = [(key, uuid) for key in table.members for uuid in table.members[key] if uuid not in table.alive(key)]
-            transaction.will(lambda: _forget(table, until, before, old, sources))
+            transaction.will(lambda: table.forget(until, before, old, sources))
             transaction.will(lambda: _forget_members(table, gone[:limit]))
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
     def _after(self, after: int, limit: int) -> list[Change]:
         start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
         return self._table.changes[start : start + limit]
-
-
-def _move(table: MemoryBookTable, number: int, lease: float) -> None:
-    table.position = max(table.position, number)
-    if table.taken_until == lease:
-        table.taken_until = -math.inf
 
 
 def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:
@@ -430,82 +361,3 @@ def _claimed(provider: Provider) -> ClaimedProvider:
         for name, stock in provider.stocks.items()
     }
     return ClaimedProvider(provider.generation, provider.shape, rooms)
-
-
-def _holders(table: MemoryBookTable, leaving: Sequence[Leaving]) -> list[str]:
-    return sorted(
-        uuid
-        for uuid, kept in table.consumers.items()
-        if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
-    )
-
-
-def _write_trees(table: MemoryBookTable, before: Mapping[str, Provider], outcome: Plan, group: Group) -> None:
-    after = outcome.after
-    for uuid, holding in outcome.moved.items():
-        table.consumers[uuid] = Kept(replace(table.consumers[uuid].consumer, holding=holding), None)
-    for uuid in before:
-        if uuid not in after:
-            del table.providers[uuid]
-    for uuid, provider in after.items():
-        if before.get(uuid) is not provider:
-            table.number(uuid)
-            table.providers[uuid] = provider
-    for root, source, version, digest, settled, providers in group.written:
-        table.sources[root, source] = Source(version, digest, settled, providers.split(",") if providers else [])
-        table.heard[root, source] = table.clock.time()
-    for root, source in group.changed:
-        for key, said in table.sources.items():
-            if key[0] == root and key[1] != source and said.settled:
-                table.sources[key] = replace(said, settled=False)
-
-
-def _is_over(kept: Kept, before: float) -> bool:
-    return kept.released_at is not None and kept.released_at < before
-
-
-def _know(table: MemoryBookTable, classes: Iterable[str], traits: Mapping[str, None]) -> None:
-    for name in classes:
-        table.classes.setdefault(name, len(table.classes))
-    table.traits.update(traits)
-
-
-def _silent(table: MemoryBookTable, before: float) -> list[Key]:
-    """Sources that said their last before, of roots that are gone or that another answers for since."""
-
-    def is_of_no_use(key: Key) -> bool:
-        mine = set(table.sources[key].providers)
-        return key[0] not in table.providers or any(
-            other[0] == key[0] and table.heard[other] > table.heard[key] and mine <= set(said.providers)
-            for other, said in table.sources.items()
-        )
-
-    return [key for key in table.sources if table.heard[key] < before and is_of_no_use(key)]
-
-
-def _is_taken_out(table: MemoryBookTable, key: Key) -> bool:
-    """Whether a source's last word took its root out, is not carried out, and nobody has reported the root since."""
-    said = table.sources[key]
-    return (
-        not said.settled
-        and said.digest == TAKEN_OUT
-        and not any(
-            other[0] == key[0] and rival.digest != TAKEN_OUT and table.heard[other] >= table.heard[key]
-            for other, rival in table.sources.items()
-        )
-    )
-
-
-def _tree(table: MemoryBookTable, root: str) -> list[Provider]:
-    return [provider for provider in table.providers.values() if provider.root == root]
-
-
-def _forget(table: MemoryBookTable, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
-    for key in sources:
-        table.sources.pop(key, None)
-        table.heard.pop(key, None)
-    table.changes = [change for change in table.changes if change.sequence > until]
-    for uuid in fences:
-        kept = table.consumers.get(uuid)
-        if kept is not None and _is_over(kept, before):
-            del table.consumers[uuid]

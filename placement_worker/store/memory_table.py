@@ -1,0 +1,164 @@
+"""The book's rows in memory: what is committed, and outlives the placement workers. See memory.py."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import os_traits
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.placement import Change
+from bus.service.memory_database import MemoryDatabase
+from placement_worker.domain.company import together
+from placement_worker.domain.names import STANDARD_CLASSES
+from placement_worker.domain.reports import Plan
+from placement_worker.domain.values import Consumer, GroupKey, Provider
+from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
+from placement_worker.store.handover import Leaving
+
+
+class Kept(Struct):
+    """A consumer's row; `released_at` when it is only a fence."""
+
+    consumer: Consumer
+    released_at: float | None
+
+    def is_over(self, before: float) -> bool:
+        """Whether it is only a fence, and was released before."""
+        return self.released_at is not None and self.released_at < before
+
+
+class MemoryBookTable(MemoryDatabase):
+    """The committed book; it outlives the placement workers. `numbers` give providers their place in lock order."""
+
+    ROWS = (*MemoryDatabase.ROWS, "position", "taken_until")  # all else is flushed by its commit
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.providers: dict[str, Provider] = {}
+        self.numbers: dict[str, int] = {}
+        self.consumers: dict[str, Kept] = {}
+        self.members: dict[GroupKey, dict[str, str]] = {}
+        self.sources: dict[Key, Source] = {}
+        self.heard: dict[Key, float] = {}  # when each source said its last
+        self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
+        self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
+        self.changes: list[Change] = []  # kept ones, in order
+        self.head = 0
+        self.position = 0
+        self.taken_until = -math.inf  # by whoever publishes
+        self._next_number = 0
+
+    def number(self, uuid: str) -> int:
+        """The number of a provider, given when it is first seen."""
+        if uuid not in self.numbers:
+            self._next_number += 1
+            self.numbers[uuid] = self._next_number
+        return self.numbers[uuid]
+
+    def alive(self, key: GroupKey) -> dict[str, str]:
+        """A server group's members that hold something."""
+        return {
+            uuid: host
+            for uuid, host in self.members.get(key, {}).items()
+            if uuid in self.consumers and self.consumers[uuid].consumer.holding
+        }
+
+    def held_by(self, project: str) -> dict[str, int]:
+        """What a project's consumers hold together, and how many they are."""
+        total: Counter[str] = Counter()
+        for kept in self.consumers.values():
+            if kept.consumer.project_id == project:
+                total.update(together(kept.consumer.holding))
+        return dict(total)
+
+    def cell(self, uuid: str) -> str | None:
+        """The cell of a provider: its root's."""
+        provider = self.providers.get(uuid)
+        return self.providers[provider.root].cell if provider is not None else None
+
+    def by_number(self, uuids: Sequence[str]) -> list[str]:
+        """Those that exist, in lock order."""
+        return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
+
+    def published(self, number: int, lease: float) -> None:
+        """A turn of publishing has come so far; its lease ends, if it is still its own."""
+        self.position = max(self.position, number)
+        if self.taken_until == lease:
+            self.taken_until = -math.inf
+
+    def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+        """Consumers that hold something of what leaves, in lock order."""
+        return sorted(
+            uuid
+            for uuid, kept in self.consumers.items()
+            if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
+        )
+
+    def write_trees(self, before: Mapping[str, Provider], outcome: Plan, group: Group) -> None:
+        """What a group of reports comes to."""
+        after = outcome.after
+        for uuid, holding in outcome.moved.items():
+            self.consumers[uuid] = Kept(replace(self.consumers[uuid].consumer, holding=holding), None)
+        for uuid in before:
+            if uuid not in after:
+                del self.providers[uuid]
+        for uuid, provider in after.items():
+            if before.get(uuid) is not provider:
+                self.number(uuid)
+                self.providers[uuid] = provider
+        for root, source, version, digest, settled, providers in group.written:
+            self.sources[root, source] = Source(version, digest, settled, providers.split(",") if providers else [])
+            self.heard[root, source] = self.clock.time()
+        for root, source in group.changed:
+            for key, said in self.sources.items():
+                if key[0] == root and key[1] != source and said.settled:
+                    self.sources[key] = replace(said, settled=False)
+
+    def know(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
+        """Names that reports brought with them."""
+        for name in classes:
+            self.classes.setdefault(name, len(self.classes))
+        self.traits.update(traits)
+
+    def silent(self, before: float) -> list[Key]:
+        """Sources that said their last before, of roots that are gone or that another answers for since."""
+
+        def is_of_no_use(key: Key) -> bool:
+            mine = set(self.sources[key].providers)
+            return key[0] not in self.providers or any(
+                other[0] == key[0] and self.heard[other] > self.heard[key] and mine <= set(said.providers)
+                for other, said in self.sources.items()
+            )
+
+        return [key for key in self.sources if self.heard[key] < before and is_of_no_use(key)]
+
+    def is_taken_out(self, key: Key) -> bool:
+        """Whether a source's last word took its root out, is not carried out, and nobody reported the root since."""
+        said = self.sources[key]
+        return (
+            not said.settled
+            and said.digest == TAKEN_OUT
+            and not any(
+                other[0] == key[0] and rival.digest != TAKEN_OUT and self.heard[other] >= self.heard[key]
+                for other, rival in self.sources.items()
+            )
+        )
+
+    def tree(self, root: str) -> list[Provider]:
+        """A root's providers."""
+        return [provider for provider in self.providers.values() if provider.root == root]
+
+    def forget(self, until: int, before: float, fences: Sequence[str], sources: Sequence[Key]) -> None:
+        """What is no longer kept: changes up to a number, fences, and sources."""
+        for key in sources:
+            self.sources.pop(key, None)
+            self.heard.pop(key, None)
+        self.changes = [change for change in self.changes if change.sequence > until]
+        for uuid in fences:
+            kept = self.consumers.get(uuid)
+            if kept is not None and kept.is_over(before):
+                del self.consumers[uuid]
