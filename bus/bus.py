@@ -13,7 +13,7 @@ from bus.consumer import Consumer
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
-from bus.link import BusLimits, Mode, Place, Publisher, Waiter
+from bus.link import TOGETHER, BusLimits, Mode, Place, Publisher, Waiter
 from bus.outcome import Handler
 from bus.pace import Pace
 from bus.port import Transport
@@ -25,7 +25,8 @@ __all__ = ["API", "Bus", "BusLimits"]
 
 R = TypeVar("R", bound=Message)
 
-TOGETHER = Mode(True)  # the batches of what is also said one by one
+# A call that publishes more than this gathers them: what is said alone and together then leaves in batches as well.
+FEW = 2
 
 API = "api"  # the name of the bus that clients speak to; every other bus is a cell's
 
@@ -72,18 +73,19 @@ class Bus:
         """
         waiter = Waiter()
         await self.publisher.room()
-        self._post(message, cause, waiter, reply_to, correlation_id)
+        self._post(message, cause, waiter, reply_to, correlation_id, few=True)
         self.publisher.pump()
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
         """Publish many messages, each with its cause; raises the first error after all are settled."""
         waiter = Waiter()
+        few = len(messages) <= FEW
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
                 await self.publisher.room()
-            self._post(message, cause, waiter, None, None)
+            self._post(message, cause, waiter, None, None, few=few)
         self.publisher.pump()
         await waiter.wait()
 
@@ -91,12 +93,13 @@ class Bus:
         """Publish many messages, each with its cause, and say of each how it went: None is confirmed."""
         waiter = Waiter()
         places: list[Place] = []
+        few = len(messages) <= FEW
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
                 await self.publisher.room()
             places.append(Place(waiter))
-            self._post(message, cause, places[-1], None, None)
+            self._post(message, cause, places[-1], None, None, few=few)
         self.publisher.pump()
         await waiter.wait()
         return [place.error for place in places]
@@ -153,7 +156,14 @@ class Bus:
         )
 
     def _post(
-        self, message: Message, cause: str, waiter: Waiter, reply_to: str | None, correlation_id: str | None
+        self,
+        message: Message,
+        cause: str,
+        waiter: Waiter,
+        reply_to: str | None,
+        correlation_id: str | None,
+        *,
+        few: bool,
     ) -> None:
         row, mode = self._row(type(message))
         meta = Meta(
@@ -166,8 +176,11 @@ class Bus:
         packed = pack(message, meta)
         # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
         key = row.together if row.together and not mode.asks_first else routing_key(message)
+        said_twice = mode.asks_first
+        if said_twice and few and self.publisher.post_once(row.exchange, key, mode, row.together, packed, waiter):
+            return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
-        if mode.asks_first:
+        if said_twice:
             # An id of its own: the broker's answers on this connection are told apart by it.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(row.exchange, row.together, TOGETHER, again, waiter)

@@ -58,6 +58,10 @@ class Mode(Struct, frozen=True):
         return min(self.most, limits.batch_items) if self.most else limits.batch_items
 
 
+# What is also said one by one, gathered under a key of its own.
+TOGETHER = Mode(True)
+
+
 class Waiter:
     """Waits for any number of messages to be settled; raises the first error after all are."""
 
@@ -106,6 +110,7 @@ class _Entry(Struct):
     packed: Packed
     waiter: Waiter
     expiration_s: float | None
+    alone: str = ""  # the routing key under which it leaves alone, besides its link's
 
 
 class _Link:
@@ -156,6 +161,8 @@ class _Link:
             "mandatory": self.mode.mandatory or asks,
             "expiration_s": expiration_s,
         }
+        if alone := entries[0].alone:
+            return single(entries[0].packed, self.exchange, alone, also=self.key, **options)
         if len(entries) == 1:
             return single(entries[0].packed, self.exchange, self.key, **options)
         return batch([entry.packed for entry in entries], self.exchange, self.key, **options)
@@ -199,6 +206,28 @@ class Publisher:
         waiter.pending += 1
         self.waiting += 1
 
+    def post_once(  # noqa: PLR0917  (hot, so no keywords)
+        self, exchange: str, key: str, mode: Mode, together: str, packed: Packed, waiter: Waiter
+    ) -> bool:
+        """Send a message that is said alone and together as one broker message under both keys, at once.
+
+        False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
+        gathers. (What is on its way already stays before it: all leave on one channel.) It never asks who listens:
+        that somebody hears it together says nothing about those who hear it alone.
+        """
+        self.pump()  # what was posted before it leaves before it
+        alone = self._links.get((exchange, key, mode))
+        name = (exchange, together, TOGETHER)
+        link = self._links.get(name) or _Link(*name)
+        waits = link.entries or (alone is not None and alone.entries)
+        if waits or link.flying >= self._limits.link_flights or len(self._flights) >= self._limits.flights:
+            return False
+        self._links[name] = link
+        waiter.pending += 1
+        self.waiting += 1
+        self._launch(link, [_Entry(packed, waiter, None, key)], asks=False)
+        return True
+
     def pump(self) -> None:
         """Send what may be sent now."""
         while self._stalled and len(self._flights) < self._limits.flights:
@@ -229,16 +258,19 @@ class Publisher:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
                 return
-            link.flying += 1
             asks = link.must_ask
             entries = link.take(self._limits)
             link.asked = len(link.entries) if asks else 0
             link.heard = max(0, link.heard - 1)
-            task = asyncio.get_running_loop().create_task(self._fly(link, entries, asks=asks))
-            self._flights.add(task)
-            task.add_done_callback(self._flights.discard)
+            self._launch(link, entries, asks=asks)
         if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
+
+    def _launch(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:
+        link.flying += 1
+        task = asyncio.get_running_loop().create_task(self._fly(link, entries, asks=asks))
+        self._flights.add(task)
+        task.add_done_callback(self._flights.discard)
 
     def _most(self, link: _Link) -> int:
         """How many broker messages of a link may fly now."""

@@ -49,11 +49,20 @@ class BusForbidden(BusError):
     code = "bus.forbidden"
 
 
+# The header that carries `Outgoing.also`, by the name that RabbitMQ has for it; deliveries show it.
+CC = "CC"
+
+
 class Outgoing(Struct, frozen=True, kw_only=True):
-    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue."""
+    """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
+
+    also: a second routing key of the same exchange ("": none). A queue that both keys lead to gets one copy; mandatory,
+    it is unroutable when neither leads anywhere. A dead letter no longer has it.
+    """
 
     exchange: str
     routing_key: str
+    also: str = ""
     body: bytes
     content_type: str = "application/json"
     message_id: str = ""

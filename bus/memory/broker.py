@@ -93,8 +93,10 @@ class MemoryBroker:
         return found
 
     def route(self, message: Outgoing, died: str = "") -> None:
-        """Put a message into every queue that its exchange and key lead to, or raise as the port says."""
+        """Put a message into every queue that its exchange and keys lead to, or raise as the port says."""
         names = self._targets(message.exchange, message.routing_key)
+        if message.also:
+            names = tuple(dict.fromkeys((*names, *self._targets(message.exchange, message.also))))
         if not names and message.mandatory:
             raise Unroutable(f"{message.exchange!r} {message.routing_key!r}")
         now = self.clock.monotonic()
@@ -111,7 +113,9 @@ class MemoryBroker:
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
         """What a queue gave up goes where its plan says. False: there is no room for it there."""
         exchange, key = planned.dead_exchange or "", planned.dead_key
-        letter = structs.replace(message, exchange=exchange, routing_key=key, mandatory=False, expiration_s=None)
+        letter = structs.replace(
+            message, exchange=exchange, routing_key=key, also="", mandatory=False, expiration_s=None
+        )
         try:
             self.route(letter, died=reason)
         except PublishRefused:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from bus.port import DELIVERY_FIELDS, Delivery, Outgoing
+from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing
 from bus.topology import QueuePlan
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ class MemoryDelivery:
         self.correlation_id = message.correlation_id
         self.reply_to = consumer.transport.names.local_reply(message.reply_to)
         self.headers: Mapping[str, object] = message.headers
+        if message.also:
+            self.headers = {**self.headers, CC: [message.also]}
         if stored.died:
-            self.headers = {**message.headers, "x-first-death-reason": stored.died}
+            self.headers = {**self.headers, "x-first-death-reason": stored.died}
         self.redelivered = stored.redelivered
         self.delivery_count = stored.returns
         self.timestamp: float | None = None

@@ -55,6 +55,7 @@ class PublishChannel:
             None if message.reply_to is None else self._names.queue(message.reply_to),
             channel=self.channel.number,
             frame_max=self._frame_max,
+            also=self._names.key(message.exchange, message.also) if message.also else "",
         )
         loop = asyncio.get_running_loop()
         confirmed: asyncio.Future[object] = loop.create_future()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from bus.port import Outgoing
+from bus.port import CC, Outgoing
 
 _FRAME = struct.Struct(">BHI")
 _METHOD = struct.Struct(">HHH")
@@ -21,12 +21,14 @@ _MAX_SHORT = 255
 FRAME_OVERHEAD = 8
 
 
-def publish(message: Outgoing, exchange: str, key: str, reply_to: str | None, *, channel: int, frame_max: int) -> bytes:
+def publish(
+    message: Outgoing, exchange: str, key: str, reply_to: str | None, *, channel: int, frame_max: int, also: str = ""
+) -> bytes:
     """The frames of one publish. ValueError: a name or property is longer than AMQP allows."""
     method = (
         _METHOD.pack(_BASIC, _PUBLISH, 0) + _short(exchange) + _short(key) + (b"\1" if message.mandatory else b"\0")
     )
-    header = _header(message, reply_to)
+    header = _header(message, reply_to, also)
     parts = [_frame(_METHOD_FRAME, channel, method), _frame(_HEADER_FRAME, channel, header)]
     room = frame_max - FRAME_OVERHEAD
     body = message.body
@@ -34,12 +36,12 @@ def publish(message: Outgoing, exchange: str, key: str, reply_to: str | None, *,
     return b"".join(parts)
 
 
-def _header(message: Outgoing, reply_to: str | None) -> bytes:
+def _header(message: Outgoing, reply_to: str | None, also: str) -> bytes:
     flags = _CONTENT_TYPE | _DELIVERY_MODE
     parts = [_short(message.content_type)]
-    if message.headers:
+    if message.headers or also:
         flags |= _HEADERS
-        parts.append(_table(message.headers))
+        parts.append(_table(message.headers, also))
     parts.append(b"\2" if message.persistent else b"\1")
     expiration = None if message.expiration_s is None else str(max(0, int(message.expiration_s * 1000)))
     for flag, value in (
@@ -66,8 +68,11 @@ def _short(text: str) -> bytes:
     return bytes((len(raw),)) + raw
 
 
-def _table(headers: Mapping[str, str | int | float]) -> bytes:
+def _table(headers: Mapping[str, str | int | float], also: str) -> bytes:
     raw = b"".join([_short(name) + _value(value) for name, value in headers.items()])
+    if also:
+        key = _value(also)
+        raw += _short(CC) + b"A" + struct.pack(">I", len(key)) + key
     return struct.pack(">I", len(raw)) + raw
 
 

@@ -59,8 +59,9 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
 
     together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
-    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). On a cell's
-    bus, where nobody else listens, only so.
+    what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where
+    nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where nobody else listens,
+    it leaves under this key only.
     """
 
     message: type[Message]

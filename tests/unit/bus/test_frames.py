@@ -10,12 +10,12 @@ from pamqp.body import ContentBody
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from bus.port import Outgoing
+from bus.port import CC, Outgoing
 from bus.rabbitmq import frames
 
 SHORT = st.text(max_size=60).filter(lambda text: "\0" not in text)
 HEADERS = st.dictionaries(
-    SHORT.filter(bool),
+    SHORT.filter(lambda name: name not in ("", CC)),
     st.one_of(SHORT, st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)),
     max_size=5,
 )
@@ -25,6 +25,7 @@ FRAME_MAX = 4096
 @given(
     exchange=SHORT,
     key=SHORT,
+    also=SHORT,
     body=st.binary(max_size=10_000),
     headers=HEADERS,
     persistent=st.booleans(),
@@ -35,6 +36,7 @@ FRAME_MAX = 4096
 def test_pamqp_reads_what_we_write(  # noqa: PLR0917
     exchange: str,
     key: str,
+    also: str,
     body: bytes,
     headers: dict[str, str | int | float],
     persistent: bool,
@@ -45,6 +47,7 @@ def test_pamqp_reads_what_we_write(  # noqa: PLR0917
     message = Outgoing(
         exchange="unused",
         routing_key="unused",
+        also="unused",
         body=body,
         message_id=names[0],
         type=names[1],
@@ -54,7 +57,7 @@ def test_pamqp_reads_what_we_write(  # noqa: PLR0917
         mandatory=mandatory,
         expiration_s=expiration_s,
     )
-    raw = frames.publish(message, exchange, key, names[3], channel=7, frame_max=FRAME_MAX)
+    raw = frames.publish(message, exchange, key, names[3], channel=7, frame_max=FRAME_MAX, also=also)
     read = []
     while raw:
         size, channel, frame = pamqp.frame.unmarshal(raw)
@@ -74,7 +77,7 @@ def test_pamqp_reads_what_we_write(  # noqa: PLR0917
     assert header.body_size == len(body)
     properties = header.properties
     assert properties.content_type == "application/json"
-    assert (properties.headers or {}) == headers
+    assert (properties.headers or {}) == ({**headers, CC: [also]} if also else headers)
     assert properties.delivery_mode == (2 if persistent else 1)
     found = (properties.message_id, properties.message_type, properties.correlation_id, properties.reply_to)
     assert tuple(name or "" for name in found) == names
