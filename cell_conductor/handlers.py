@@ -123,6 +123,7 @@ def build_asked(message: CellBuild, at: float, cause: str) -> BuildAsked:
         cause=cause,
         stamps=message.stamps,
         server_group=message.server_group,
+        limits=message.limits,
     )
 
 

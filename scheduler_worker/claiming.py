@@ -274,7 +274,7 @@ class Claiming:
                 project_id=work.request.project_id,
                 user_id=work.request.user_id,
                 server_group=work.request.server_group,
-                limits=self._config.quotas.get(work.request.project_id, self._config.default_quota),
+                limits=self._config.quota_of(work.request.project_id),
             )
             for work in works
         ]

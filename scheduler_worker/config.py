@@ -142,3 +142,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
     prefetch: Positive = 512
     max_funnel_nearest: Positive = 3
+
+    def quota_of(self, project: str) -> dict[str, int]:
+        """What a project may hold together."""
+        return self.quotas.get(project, self.default_quota)

@@ -15,6 +15,7 @@ from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.wire import Malformed
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import sentence, step
 from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
 from scheduler_worker.domain.select import NoHost
@@ -121,9 +122,7 @@ def decided_event(one: Decided, request: BuildRequest, at: float, stamps: Stamps
     )
 
 
-def cell_build(
-    request: BuildRequest, placed: Placed, at: float, stamps: Stamps, *, build_timeout_s: float
-) -> CellBuild:
+def cell_build(request: BuildRequest, placed: Placed, at: float, stamps: Stamps, config: SchedulerConfig) -> CellBuild:
     """The command to the cell (C-6)."""
     return CellBuild(
         spec=InstanceSpec(
@@ -136,9 +135,10 @@ def cell_build(
         ),
         selections=placed.selections,
         consumer_generation=placed.consumer_generation,
-        build_timeout_s=request.build_timeout_s or build_timeout_s,
+        build_timeout_s=request.build_timeout_s or config.build_timeout_s,
         requested_at=at,
         server_group=request.server_group,
+        limits=config.quota_of(request.project_id),
         stamps=replace(stamps, lost_claims=len(placed.lost)) if placed.lost else stamps,
     )
 

@@ -293,7 +293,7 @@ class RequestHandler:
         self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, stamps: Stamps, now: float
     ) -> None:
         if placed is not None:
-            command = cell_build(request, placed, now, stamps, build_timeout_s=self._config.build_timeout_s)
+            command = cell_build(request, placed, now, stamps, self._config)
             unit.say(Addressed(placed.cell, command, one.instance_uuid))
         unit.say(to_clients(decided_event(one, request, now, stamps)))
 

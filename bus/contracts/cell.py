@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, Generation, Label, Message, Reason, Uuid, Word
+from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, Uuid, Word
 from .groups import ServerGroup
 from .stages import Stamps
 
@@ -42,7 +42,8 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 
     consumer_generation: what the claim of the first selection left the consumer at.
     selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
-    server_group: whose rule the claims of alternates are held to.
+    server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
+    alternate's claim that is asked again may come after others have taken what this build had to give back.
     """
 
     spec: InstanceSpec
@@ -52,6 +53,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     requested_at: float = 0.0
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
+    limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):

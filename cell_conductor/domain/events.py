@@ -29,6 +29,7 @@ class BuildAsked(Event, frozen=True, kw_only=True):
     cause: str = ""
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
+    limits: dict[str, int] = {}
 
 
 class DeleteAsked(Event, frozen=True, kw_only=True):

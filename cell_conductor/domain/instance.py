@@ -48,7 +48,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     up_at, up_look: when its host was first known to run it, by that host's own clock, and how many looks at its
     machines it had begun then (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
-    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to.
+    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
+    limits: what its project may hold, which they are held to as well.
     """
 
     uuid: str
@@ -72,6 +73,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: str = ""
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
+    limits: dict[str, int] = {}
 
     @property
     def here(self) -> Selection:

@@ -261,6 +261,7 @@ def _adopt(instance: Instance, event: BuildAsked) -> Instance:
         spec=event.spec,
         selections=event.selections,
         server_group=event.server_group,
+        limits=event.limits,
         attempt=1,
         consumer_generation=event.consumer_generation,
         build_timeout_s=event.build_timeout_s,

@@ -241,6 +241,7 @@ def wanted(instance: Instance) -> Claim | Release | None:
                 for s in instance.alternates
             ),
             server_group=instance.server_group,
+            limits=instance.limits,
             project_id=instance.spec.project_id,
             user_id=instance.spec.user_id,
         )

@@ -61,6 +61,22 @@ async def test_a_repeat_and_an_alternate_of_the_same_size_take_nothing_more(stor
     assert await outcomes(store, alternate) == ["claimed"]
 
 
+async def test_an_alternate_that_is_asked_for_again_has_given_back_what_others_have_taken(
+    store: PlacementStore,
+) -> None:
+    """The first asking finds no room and gives back; the second comes when there is room, and the quota is used up."""
+    assert await outcomes(store, claim(0, VCPU=4), claim(9, 1, VCPU=98, project="q", limits={})) == [
+        "claimed",
+        "claimed",
+    ]
+    option = ClaimOption(allocations={HOSTS[1]: {"VCPU": 4}})
+    alternate = Claim(consumer=VMS[0], attempt=2, consumer_generation=1, release_first=True, options=(option,),
+                      project_id="p", limits=FOUR)  # fmt: skip
+    assert await outcomes(store, alternate, claim(1, VCPU=4)) == ["full", "claimed"]
+    await store.apply([Release(consumer=VMS[9])])
+    assert await outcomes(store, alternate) == ["over_limit"]
+
+
 async def test_processes_that_claim_at_once_on_hosts_of_their_own_do_not_pass_it(
     make: Books, store: PlacementStore
 ) -> None:

@@ -146,6 +146,16 @@ def test_an_attempt_never_commanded_is_destroyed() -> None:
     assert destroys(run(spawned())) == [(1, host(1))]
 
 
+def test_alternates_are_held_to_the_limits_of_their_project() -> None:
+    stepped = run(replace(asked(), limits={"INSTANCES": 3}), failed(1))
+    claim = wanted(stepped.instance)
+    assert isinstance(claim, Claim)
+    assert claim.limits == {"INSTANCES": 3}
+    refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.OVER_LIMIT, ClaimOutcome.OVER_LIMIT))
+    over = run(refused, start=stepped.instance).instance
+    assert (over.state, over.history[-1].code) == (State.GIVING_UP, "over_limit")
+
+
 def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     apart = ServerGroup(uuid=host(99), policy=GroupPolicy.ANTI_AFFINITY)
     stepped = run(replace(asked(), server_group=apart), failed(1))
