@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -228,6 +230,35 @@ def test_a_port_that_another_process_gave_is_not_given_while_that_one_lives(monk
         assert other.wait(PATIENCE_S) == 0
     draw(monkeypatch, LOWEST_GIVEN_OUT - 1 - theirs)
     assert free_port() == theirs, "who gave it is gone"
+
+
+def bound_just_below(lowest: int) -> socket.socket:
+    """Somebody's server on a port that we might draw, and that we did not give."""
+    for port in range(lowest - 1, 0, -1):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("there is no such port")
+
+
+def test_a_port_that_somebody_has_is_not_given_and_another_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest, drawn = LOWEST_GIVEN_OUT, secrets.randbelow
+    monkeypatch.setattr(module, "_lowest_given_out", lambda: lowest)
+    with bound_just_below(lowest) as server:
+        taken = server.getsockname()[1]
+        first = [lowest - 1 - taken]
+        monkeypatch.setattr(module.secrets, "randbelow", lambda below: first.pop() if first else drawn(below))
+        given = free_port()
+    assert not first and given != taken
+    assert lowest - module.PORTS <= given < lowest
+
+
+def test_where_no_port_is_free_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bound_just_below(LOWEST_GIVEN_OUT) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(module, "_lowest_given_out", lambda: LOWEST_GIVEN_OUT)
+        monkeypatch.setattr(module.secrets, "randbelow", lambda _: LOWEST_GIVEN_OUT - 1 - taken)
+        with pytest.raises(ServerFailed, match="no free port"):
+            free_port()
 
 
 def test_where_the_system_gives_out_all_ports_a_free_one_is_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from berth.commands.up_said import block, one_process
+from berth.commands.up_said import as_processes, block, one_process
+from berth.crew import Crew
 from berth.rest_address import AtUp
-from berth.settings import Settings
+from berth.settings import MEMORY, Settings
 from berth.site import Site
+from berth.up_processes import Numbers, Running
 from placement_worker.rest.config import RestConfig
 
 URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"
@@ -66,3 +68,34 @@ def test_processes_are_said_with_their_ports() -> None:
     )  # fmt: skip
     assert "berth is up: 2 processes for 2 CPUs" in text
     assert "scheduler1 4001, placement1 4002" in text and "/state/logs" in text and "amqp://u:***@h/berth" in text
+
+
+def test_servers_are_said_without_their_passwords(tmp_path: Path) -> None:
+    settings = Settings(state_dir=str(tmp_path))
+    settings = replace(settings, bus=replace(settings.bus, url="amqp://berth:hunter2@127.0.0.1:5672/berth"))
+    here = Site(settings, database_url=URL)
+    running = Running(crew=Crew(tmp_path, {}), site=here, logs=tmp_path / "logs", ironic_url="http://127.0.0.1:6385")
+    count = Numbers(schedulers=1, placements=1, conductors=1, computes=1)
+    told = as_processes(running, count, 2, AtUp(settings=settings))
+    assert (told["bus"], told["database"]) == (
+        "amqp://berth:***@127.0.0.1:5672/berth",
+        "postgresql://berth:***@127.0.0.1:5433/postgres",
+    )
+    assert (told["logs"], told["cpus"], told["ironic"]) == (f"{tmp_path}/logs", 2, "http://127.0.0.1:6385")
+    in_one = one_process(here, ("cell1-c1",), None, AtUp(settings=settings))
+    assert (in_one["bus"], in_one["database"]) == (told["bus"], told["database"])
+    assert "hunter2" not in str(told) + str(in_one)
+    assert "RabbitMQ amqp://berth:***@127.0.0.1:5672/berth" in " ".join(block(in_one).split())
+
+
+def test_the_next_thing_to_type_is_at_the_end() -> None:
+    text = block(
+        {
+            "up": True, "cells": ("a",), "workers": {}, "socket": "/s", "bus": MEMORY, "database": "d",
+            "placement_api": None, "ironic": None,
+        }
+    )  # fmt: skip
+    assert [line.strip() for line in text.splitlines()[-7:] if line] == [
+        "Next, in another terminal:", "berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts",
+        "berth check", "Ctrl-C drains and ends it.",
+    ]  # fmt: skip

@@ -43,7 +43,8 @@ def found(folders: list[Path], distribution: str = "/nowhere/python3", **env: st
     """The path printed, or nothing when find_python fails."""
     path = ":".join(map(str, folders))
     result = sourced(f"distribution_python={distribution}; find_python", PATH=path, **env)
-    assert (result.returncode == 0) == bool(result.stdout), result.stderr
+    assert result.stderr == ""
+    assert (result.returncode == 0) == bool(result.stdout)
     return result.stdout.strip()
 
 
