@@ -94,7 +94,7 @@ def _message(row: MessageRow) -> Iterator[str]:
     if row.together:
         only = "; on a cell's bus only so" if row.where is Where.BOTH else ""
         yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`{only}"
-        yield "- one that is alone comes there as a plain message (header `CC`); a queue bound to both keys gets it once"
+        yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
     yield f"- said by {', '.join(row.said_by)}; decided on by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
     if row.reply is not None:
