@@ -9,6 +9,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from berth.ironic_stand_in.farm import Behaviour
+from berth.sim.company import in_company
 from berth.sim.plan import KEEP_ALL, LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
@@ -55,7 +56,8 @@ def plan_of(seed: int) -> Plan:
     plan = replace(plan, flat=tuple(service for _, service in plan.services if rng.random() < FLAT_SHARE))
     plan = replace(plan, orders=_orders(rng, plan))
     plan = replace(plan, blows=_blows(rng, plan))
-    return _harder(random.Random(f"berth.sim.harder {seed}"), plan)
+    plan = _harder(random.Random(f"berth.sim.harder {seed}"), plan)
+    return in_company(random.Random(f"berth.sim.company {seed}"), plan)
 
 
 def with_metal(rng: random.Random, plan: Plan) -> Plan:

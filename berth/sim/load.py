@@ -81,7 +81,11 @@ class Client:
             flavor=order.flavor,
             project_id=order.project,
             max_attempts=order.max_attempts,
+            server_group=order.group,
+            different_host=order.apart_from,
+            same_host=order.together_with,
         )
+        self._world.company.asked(order)
         await self._insist(request, order.uuid)
         self.confirmed[order.uuid] = None
 

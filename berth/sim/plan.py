@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from berth.ironic_stand_in.farm import Behaviour
+from bus.contracts.groups import ServerGroup
 from compute_sim.config import HostSize
 from compute_sim.domain.faults import Faults
 
@@ -44,7 +45,10 @@ class Act(StrEnum):
 
 
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One act at its time. target: an instance, a host's number in its service, or a service. verb: for Ironic."""
+    """One act at its time. target: an instance, a host's number in its service, or a service. verb: for Ironic.
+
+    group, apart_from, together_with: whose company a build keeps (bus/contracts/build.py).
+    """
 
     at: float
     act: Act
@@ -57,6 +61,9 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float = 0.0
     max_attempts: int | None = None
     verb: str = ""
+    group: ServerGroup | None = None
+    apart_from: tuple[str, ...] = ()
+    together_with: tuple[str, ...] = ()
 
 
 class Kind(StrEnum):
@@ -138,6 +145,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     batch: int = 0  # messages that a handler takes at once; 0: as many as ever
     keep_s: float = 0.0  # how long fences, silent sources and deleted instances are kept; 0: as long as ever
     load_s: float = LOAD_S
+    quota: dict[str, int] = {}  # what each project may hold, but those that have a quota of their own
+    quotas: dict[str, dict[str, int]] = {}
+
+    def quota_of(self, project: str) -> dict[str, int]:
+        """What a project may hold together: {class: amount}; what is not named has no bound."""
+        return self.quotas.get(project, self.quota)
+
+    @property
+    def in_company(self) -> bool:
+        """Whether anybody minds where others are, or how much they hold."""
+        return bool(self.quota or self.quotas) or any(
+            order.group or order.apart_from or order.together_with for order in self.orders
+        )
 
     @property
     def services(self) -> list[tuple[str, str]]:

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
+from berth.sim.company import NONE_ALLOWED
+from berth.sim.company_watch import OVER_QUOTA, asked_of
+from berth.sim.draw import PROJECTS
 from berth.sim.load import Client
 from berth.sim.metal_watch import disagreements, is_reported
 from berth.sim.world import World
@@ -16,7 +19,6 @@ from compute_sim.domain.hosts import tree
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
-from scheduler_worker.config import DEFAULT_FLAVORS
 
 # The processes of a cell, by the first word of their name.
 FROM_CELLS = ("conductor", "compute")
@@ -36,6 +38,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_holdings(world, client))
     found += list(_inventories(world))
     found += list(_heard(world))
+    found += list(world.company.unsettled())
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -44,6 +47,27 @@ def unsettled(world: World, client: Client) -> list[str]:
         if words := _replica_differs(world.book, replica):
             found.append(f"replica_agrees: {name}: {words}")
     return found
+
+
+def given_back(world: World) -> list[str]:
+    """What is still held though all has been deleted; not of those that burnt down."""
+    lost = _lost(world)
+    held = {uuid for uuid, kept in world.book.consumers.items() if kept.consumer.holding and uuid not in lost}
+    if held:
+        return [f"{uuid} holds something" for uuid in sorted(held)]
+    projects = {world.book.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.book.consumers}
+    counted = {project: world.book.held_by(project) for project in PROJECTS if project not in projects}
+    return [f"{project} is said to hold {used}" for project, used in counted.items() if any(used.values())]
+
+
+def told_of_quota(world: World) -> str:
+    """What is wrong with the answer to those who may hold nothing at all; "" when it names their quota."""
+    hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
+    for uuid, standing in world.builds.standings.items():
+        if standing.project_id == NONE_ALLOWED:
+            rightly = standing.code == OVER_QUOTA or not any(host.enabled for host in hosts)
+            return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
+    return f"nobody of {NONE_ALLOWED} is on record"
 
 
 def _lost(world: World) -> set[str]:
@@ -87,15 +111,8 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
             held: Counter[str] = Counter()
             for amounts in kept.consumer.holding.values():
                 held.update(amounts)
-            if held != _asked(client.flavors[uuid]):
+            if held != asked_of(client.flavors[uuid]):
                 yield f"holds_what_it_asked_for: {uuid} of {client.flavors[uuid]} holds {dict(held)}"
-
-
-def _asked(name: str) -> dict[str, int]:
-    flavor = DEFAULT_FLAVORS[name]
-    asked = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
-    specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
-    return {resource: amount for resource, amount in (asked | specs).items() if amount}
 
 
 def _inventories(world: World) -> Iterator[str]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from msgspec import Struct
 
 from berth.sim import loop as virtual
-from berth.sim.draw import plan_of
+from berth.sim.company import NONE_ALLOWED
+from berth.sim.draw import PROJECTS, plan_of
 from berth.sim.load import Chaos, Client
 from berth.sim.operator import Operator
 from berth.sim.plan import Act, Order, Plan
-from berth.sim.rest import unsettled
+from berth.sim.rest import given_back, told_of_quota, unsettled
 from berth.sim.story import Story
 from berth.sim.watch import Breach
 from berth.sim.world import World
@@ -87,6 +88,7 @@ class _Runner:
         self.rest_s = 0.0
         self.now = 0.0
         self.states: dict[str, int] = {}
+        self._last = random.Random(f"berth.sim.last {plan.seed}")
 
     async def main(self) -> None:
         running = asyncio.get_running_loop()
@@ -129,10 +131,35 @@ class _Runner:
 
     async def _rest(self, tasks: list[asyncio.Task[None]]) -> None:
         """All settled within the bound, and still so after a while."""
+        self.rest_s = await self._settled(tasks)
+        Chaos(self._world).one_last_change_unheard()
+        tasks += self._last_orders(LAST_FLAVORS, "red")
+        await asyncio.sleep(POLL_S)
+        await self._settled(tasks, still_s=STILL_S)
+        self._last_words()
+        if self._plan.in_company:
+            await self._farewell(tasks)
+
+    async def _farewell(self, tasks: list[asyncio.Task[None]]) -> None:
+        """All is deleted and given back; what then comes finds quotas unused, and who may hold nothing is told so."""
+        for uuid in self._client.confirmed:
+            if uuid not in self._client.deleted:
+                self._client.delete(uuid)
+        await self._settled(tasks)
+        if left := given_back(self._world):
+            raise Breach("given_back", "; ".join(left[:6]))
+        for project in (*PROJECTS, NONE_ALLOWED):
+            tasks += self._last_orders(LAST_FLAVORS[:1], project)
+        await asyncio.sleep(POLL_S)
+        await self._settled(tasks)
+        if words := told_of_quota(self._world):
+            raise Breach("quota_told", words)
+
+    async def _settled(self, tasks: list[asyncio.Task[None]], *, still_s: float = 0.0) -> float:
+        """Wait until all has been settled for so long; how long it took to come to that. Raises Breach."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         quiet_since: float | None = None
-        probed = False
         while True:
             found = self._open(tasks)
             now = loop.time()
@@ -142,17 +169,9 @@ class _Runner:
                     name, _, detail = found[0].partition(": ")
                     raise Breach(name, "; ".join([detail, *found[1:6]]))
             else:
-                if quiet_since is None:
-                    quiet_since = now
-                    if not probed:
-                        self.rest_s = now - begun
-                        probed = True
-                        Chaos(self._world).one_last_change_unheard()
-                        tasks += self._last_orders()
-                        begun, quiet_since = now, None
-                if quiet_since is not None and now - quiet_since >= STILL_S:
-                    self._last_words()
-                    return
+                quiet_since = now if quiet_since is None else quiet_since
+                if now - quiet_since >= still_s:
+                    return quiet_since - begun
             await asyncio.sleep(POLL_S)
 
     def _open(self, tasks: list[asyncio.Task[None]]) -> list[str]:
@@ -164,12 +183,12 @@ class _Runner:
         found = [f"liveness: {task.get_name()} is under way" for task in under_way]
         return found + unsettled(self._world, self._client)
 
-    def _last_orders(self) -> list[asyncio.Task[None]]:
+    def _last_orders(self, flavors: Sequence[str], project: str) -> list[asyncio.Task[None]]:
         """The system goes on: it still takes requests, and leads none of them to what has left."""
         self._world.probing = True
-        rng = random.Random(f"berth.sim.last {self._plan.seed}")
         orders = [
-            Order(at=0.0, act=Act.BUILD, uuid=new_uuid(rng), flavor=flavor, project="red") for flavor in LAST_FLAVORS
+            Order(at=0.0, act=Act.BUILD, uuid=new_uuid(self._last), flavor=flavor, project=project)
+            for flavor in flavors
         ]
         return [self._client.order(order) for order in orders]
 

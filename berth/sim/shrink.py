@@ -32,6 +32,8 @@ class Shrinker:
         plan = self._try(plan, replace(plan, computes=Faults()))
         plan = self._try(plan, _without_metal(plan))
         plan = self._try(plan, replace(plan, skew_s=0.0))
+        plan = self._try(plan, replace(plan, quota={}, quotas={}))
+        plan = self._try(plan, _without_company(plan))
         plan = self._try(plan, replace(plan, feed_keep=KEEP_ALL, keep_s=0.0, batch=0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
@@ -85,6 +87,12 @@ class Shrinker:
                 break
             size //= 2
         return plan
+
+
+def _without_company(plan: Plan) -> Plan:
+    """Nobody minds where others are."""
+    alone = (replace(order, group=None, apart_from=(), together_with=()) for order in plan.orders)
+    return replace(plan, orders=tuple(alone))
 
 
 def _without_metal(plan: Plan) -> Plan:

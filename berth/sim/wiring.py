@@ -72,7 +72,13 @@ def conductor(plan: Plan) -> ConductorConfig:
 
 def scheduler(plan: Plan) -> SchedulerConfig:
     """Its settings in this run."""
-    config = SchedulerConfig(host_subset_size=plan.subset, build_timeout_s=BUILD_TIMEOUT_S, service_down_time_s=DOWN_S)
+    config = SchedulerConfig(
+        host_subset_size=plan.subset,
+        build_timeout_s=BUILD_TIMEOUT_S,
+        service_down_time_s=DOWN_S,
+        default_quota=plan.quota,
+        quotas=plan.quotas,
+    )
     return replace(config, batch=plan.batch) if plan.batch else config
 
 

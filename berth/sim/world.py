@@ -11,6 +11,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from berth.sim.company_watch import CompanyWatch
 from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
 from berth.sim.network import Broker, SimTransport, Weather
@@ -99,6 +100,14 @@ class Life(Struct):
     killed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
+def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
+    def look() -> None:
+        for one in looks:
+            one()
+
+    return look
+
+
 class World:
     """Everything of one run but the load on it."""
 
@@ -132,10 +141,11 @@ class World:
         self.probing = False  # whether what is asked now must not lead to them any more
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
-        self.book.on_commit.append(partial(self._committed, "placement", BookWatch(self.book)))
+        self.company = CompanyWatch(plan, self.book, self.cells, self.now)
+        self.book.on_commit.append(partial(self._committed, "placement", _all_of(BookWatch(self.book), self.company)))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
-            look = partial(self.machines.instances, cell_table.instances)
+            look = _all_of(partial(self.machines.instances, cell_table.instances), self.company.machines)
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
         self._fleets()
         self.ironic = self._ironic()
@@ -353,14 +363,20 @@ class World:
                 self.machines.result(_result.decode(body))
             if tag == CLAIM_TAG and self.probing:
                 self._claimed(_claim.decode(body))
-            if tag == BUILD_TAG and self.probing:
-                build = _build.decode(body)
-                self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
-            if bus == API and tag == EVENT_TAG:
-                try:
-                    self.listener.event(_event.decode(body))
-                except Breach as breach:
-                    self.fail(breach)
+            try:
+                if tag == BUILD_TAG:
+                    self._sent(_build.decode(body))
+                if bus == API and tag == EVENT_TAG:
+                    event = _event.decode(body)
+                    self.listener.event(event)
+                    self.company.event(event)
+            except Breach as breach:
+                self.fail(breach)
+
+    def _sent(self, build: CellBuild) -> None:
+        if self.probing:
+            self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
+        self.company.sent(build)
 
     def _claimed(self, claim: Claim) -> None:
         for option in claim.options:

@@ -28,6 +28,7 @@ from placement_worker.replica.follower import Follower
 from placement_worker.store.group import Group
 from scheduler_worker import announcements
 from scheduler_worker.handlers import RequestHandler
+from tests.sim.mutants_of_company import MUTANTS_OF_COMPANY, UNPROVEN_OF_COMPANY
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS, UNPROVEN_OF_HOSTS
 from tests.sim.mutants_of_words import MUTANTS_OF_WORDS, UNPROVEN_OF_WORDS
@@ -360,9 +361,11 @@ MUTANTS: dict[str, Mutant] = {
         *MUTANTS_OF_HOSTS,
         *MUTANTS_OF_DISKS,
         *MUTANTS_OF_WORDS,
+        *MUTANTS_OF_COMPANY,
     )
 }
 # Not judged by the tests: `python -m tests.sim.seeds_to_find NAME` looks for one.
 UNPROVEN: dict[str, Mutant] = {
-    mutant.__name__: mutant for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_HOSTS, *UNPROVEN_OF_WORDS)
+    mutant.__name__: mutant
+    for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_HOSTS, *UNPROVEN_OF_WORDS, *UNPROVEN_OF_COMPANY)
 }

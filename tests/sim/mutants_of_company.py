@@ -1,0 +1,146 @@
+"""Deliberate defects about server groups, hints and quotas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+import placement_worker.store.memory as book_store
+import scheduler_worker.company
+from bus.contracts.placement import Claim, ClaimOutcome, WherePage
+from bus.service.memory_database import Transaction
+from cell_conductor.domain import table
+from placement_worker.domain import claims
+from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker import claiming
+from scheduler_worker.endings import Stopped
+
+
+def group_rule_left_to_filters() -> AbstractContextManager[Any]:
+    """A claim does not look at its server group's rule: the scheduler's filters have."""
+    return patch.object(claims, "permitted", lambda claim, option, others: ClaimOutcome.CLAIMED)
+
+
+def group_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
+    """A claim sees the members that its server group had before its transaction, and not those of it."""
+    counted = claims._Ledger.others
+
+    def others(self: Any, claim: Claim) -> dict[str, int]:
+        with patch.object(self, "joined", {}):
+            return counted(self, claim)
+
+    return patch.object(claims._Ledger, "others", others)
+
+
+def group_not_locked() -> AbstractContextManager[Any]:
+    """Two transactions claim for members of one server group at once."""
+    return _without_locks("group")
+
+
+def alternates_without_their_group() -> AbstractContextManager[Any]:
+    """A conductor's claims of alternates do not name the server group."""
+    asked = table.wanted
+
+    def wanted(instance: Any) -> Any:
+        message = asked(instance)
+        return replace(message, server_group=None) if isinstance(message, Claim) else message
+
+    return patch("cell_conductor.engine.wanted", wanted)
+
+
+def alternates_without_limits() -> AbstractContextManager[Any]:
+    """A conductor's claims of alternates do not name their project's limits."""
+    asked = table.wanted
+
+    def wanted(instance: Any) -> Any:
+        message = asked(instance)
+        return replace(message, limits={}) if isinstance(message, Claim) else message
+
+    return patch("cell_conductor.engine.wanted", wanted)
+
+
+def living_members_forgotten() -> AbstractContextManager[Any]:
+    """What trims the book forgets members of server groups that hold something."""
+
+    def forget(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
+        table_.members.clear()
+
+    return patch.object(book_store, "_forget_members", forget)
+
+
+def hints_not_looked_up() -> AbstractContextManager[Any]:
+    """A scheduler takes those whom a hint names for being nowhere."""
+    known = scheduler_worker.company.company
+
+    def company(request: Any, page: WherePage) -> Any:
+        found = known(request, page)
+        return replace(found, apart_from=found.apart_from and (), together_with=None)
+
+    return patch.object(scheduler_worker.company, "company", company)
+
+
+def quota_with_one_more() -> AbstractContextManager[Any]:
+    """What a project asks may pass its quota by one."""
+    past = claims._Ledger.past_limit
+
+    def past_limit(self: Any, claim: Claim, option: Any, held: Any) -> str:
+        more = {name: most + 1 for name, most in claim.limits.items()}
+        return past(self, replace(claim, limits=more), option, held)
+
+    return patch.object(claims._Ledger, "past_limit", past_limit)
+
+
+def quota_never_given_back() -> AbstractContextManager[Any]:
+    """What a project once held counts for ever."""
+    counted = MemoryBookTable.held_by
+    most: dict[tuple[int, str], Counter[str]] = {}
+
+    def held_by(self: MemoryBookTable, project: str) -> dict[str, int]:
+        ever = most.setdefault((id(self), project), Counter())
+        ever |= Counter(counted(self, project))
+        return dict(ever)
+
+    return patch.object(MemoryBookTable, "held_by", held_by)
+
+
+def quota_not_locked() -> AbstractContextManager[Any]:
+    """Two transactions claim for one project at once, each by what it held before."""
+    return _without_locks("project")
+
+
+def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
+    """Claims of one transaction are each compared with what the project held before all of them."""
+    return patch.object(claims._Ledger, "_count", lambda self, consumer, sign: None)
+
+
+def quota_told_as_no_host() -> AbstractContextManager[Any]:
+    """Who is refused for a quota's sake is told that no host would do."""
+    return patch.object(claiming, "Stopped", lambda code, reason: Stopped("no_valid_host", reason))
+
+
+def _without_locks(kind: str) -> AbstractContextManager[Any]:
+    locked = Transaction.lock
+
+    async def lock(self: Transaction, keys: Any) -> None:
+        await locked(self, [key for key in keys if key[0] != kind])
+
+    return patch.object(Transaction, "lock", lock)
+
+
+MUTANTS_OF_COMPANY = (
+    group_rule_left_to_filters,
+    group_of_one_transaction_forgotten,
+    alternates_without_their_group,
+    living_members_forgotten,
+    hints_not_looked_up,
+    quota_with_one_more,
+    quota_never_given_back,
+    quota_of_one_transaction_forgotten,
+    quota_told_as_no_host,
+)
+UNPROVEN_OF_COMPANY = (group_not_locked, quota_not_locked, alternates_without_limits)

@@ -1,0 +1,157 @@
+"""What the simulation calls a breach of server groups, hints and quotas, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.company_watch import CompanyWatch
+from berth.sim.draw import plan_of
+from berth.sim.plan import Act, Order
+from berth.sim.watch import Breach
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellBuild, InstanceSpec, Selection
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Inventory
+from placement_worker.domain.values import Consumer, Provider, stock_of
+from placement_worker.store.memory import Kept, MemoryBookTable
+
+HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
+VMS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
+APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
+PAIRS = replace(APART, max_per_host=2)
+TOGETHER = replace(APART, policy=GroupPolicy.AFFINITY)
+WISH = replace(APART, policy=GroupPolicy.SOFT_ANTI_AFFINITY)
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Scene:
+    """A book of three hosts, and what is asked and held there."""
+
+    def __init__(self, quota: dict[str, int] | None = None) -> None:
+        self.clock = Clock()
+        self.book = MemoryBookTable(self.clock)
+        stocks = {"VCPU": stock_of(Inventory(total=100))}
+        self.book.providers = {uuid: Provider(uuid, uuid, None, uuid, 1, 1, stocks, {}, (), ()) for uuid in HOSTS}
+        self.watch = CompanyWatch(replace(plan_of(3), quota=quota or {}), self.book, {}, self.clock.time)
+
+    def ask(self, vm: int, **fields: object) -> None:
+        self.clock.now += 1.0
+        order = Order(at=0.0, act=Act.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
+        self.watch.asked(order)
+
+    def hold(self, vm: int, host: int | None) -> None:
+        self.clock.now += 1.0
+        holding = {} if host is None else {HOSTS[host]: {"VCPU": 1}}
+        self.book.consumers[VMS[vm]] = Kept(Consumer(1, 1, "red", "u", "INSTANCE", holding), None)
+        self.watch()
+
+    def send(self, vm: int, *hosts: int) -> None:
+        selections = tuple(
+            Selection(host_uuid=HOSTS[n], host="h", service="s", allocations={HOSTS[n]: {"VCPU": 1}}) for n in hosts
+        )
+        spec = InstanceSpec(instance_uuid=VMS[vm], project_id="red")
+        self.watch.sent(CellBuild(spec=spec, selections=selections, consumer_generation=1))
+
+    def refuse(self, vm: int) -> None:
+        failed = BuildEvent(
+            instance_uuid=VMS[vm], project_id="red", state=BuildState.FAILED, sequence=9, code="quota.exceeded"
+        )
+        self.watch.event(failed)
+
+
+@pytest.mark.parametrize(
+    ("group", "hosts", "breaks"),
+    [
+        pytest.param(APART, (0, 1, 2), "", id="apart"),
+        pytest.param(APART, (0, 1, 0), "apart", id="two on one host"),
+        pytest.param(PAIRS, (0, 1, 0), "", id="pairs"),
+        pytest.param(PAIRS, (0, 0, 0), "apart", id="three on one host"),
+        pytest.param(TOGETHER, (1, 1, 1), "", id="together"),
+        pytest.param(TOGETHER, (1, 1, 2), "together", id="one elsewhere"),
+        pytest.param(WISH, (1, 1, 1), "", id="a wish"),
+    ],
+)
+def test_rules_of_server_groups(group: ServerGroup, hosts: tuple[int, ...], breaks: str) -> None:
+    scene = Scene()
+    for vm in range(3):
+        scene.ask(vm, group=group)
+    scene.hold(0, hosts[0])
+    scene.hold(1, hosts[1])
+    if not breaks:
+        scene.hold(2, hosts[2])
+        return
+    with pytest.raises(Breach, match=breaks):
+        scene.hold(2, hosts[2])
+
+
+def test_who_holds_nothing_any_more_is_in_nobodys_way() -> None:
+    scene = Scene({"INSTANCES": 1})
+    for vm in range(2):
+        scene.ask(vm, group=APART)
+    scene.hold(0, 0)
+    scene.hold(0, None)
+    scene.hold(1, 0)
+    with pytest.raises(Breach, match="quota: red holds 2 INSTANCES of 1"):
+        scene.hold(0, 1)
+
+
+def test_hints_are_about_where_others_have_been_all_the_time() -> None:
+    scene = Scene()
+    scene.ask(0)
+    scene.hold(0, 0)
+    scene.ask(1, apart_from=(VMS[0],))
+    scene.ask(2, together_with=(VMS[0],))
+    scene.send(1, 1, 2)
+    scene.send(2, 0)
+    with pytest.raises(Breach, match="hints"):
+        scene.send(1, 1, 0)
+    with pytest.raises(Breach, match="hints"):
+        scene.send(2, 1)
+    scene.hold(0, 1)  # it has moved since they were asked for: either host may have been the one that was seen
+    scene.send(1, 1, 0)
+    scene.send(2, 1)
+    scene.send(2, 0)
+
+
+def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> None:
+    scene = Scene({"INSTANCES": 1})
+    scene.ask(0)
+    scene.hold(0, 0)
+    scene.ask(1)
+    scene.hold(0, None)
+    scene.refuse(1)  # there was somebody, if not for long
+    scene.ask(2)
+    with pytest.raises(Breach, match="quota_refused"):
+        scene.refuse(2)
+    scene.hold(1, 0)
+    assert list(scene.watch.unsettled()) == [f"quota_refused: {VMS[1]} was refused and holds something"]
+
+
+def test_seeds_without_company_and_with_it() -> None:
+    plans = [plan_of(seed) for seed in range(1, 31)]
+    assert 5 < sum(plan.in_company for plan in plans) < 25
+    repeats = [
+        (order, build)
+        for plan in plans
+        for order in plan.orders
+        if order.act is Act.REPEAT
+        for build in plan.orders
+        if build.act is Act.BUILD and build.uuid == order.uuid
+    ]
+    assert any(build.group for _, build in repeats)
+    assert all(replace(order, act=Act.BUILD, at=build.at) == build for order, build in repeats)
