@@ -152,13 +152,10 @@ async def test_many_that_wait_are_flushed_at_once(house: House) -> None:
 async def test_a_drain_flushes_at_once_and_acknowledges(house: House) -> None:
     bus, disk, handler = await house.bus(), ScriptedDisk(), Answering(hasty)
     consumer = await house.consume(bus, REQUESTS, handler, disk=disk)
+    disk.open.set()
     await bus.publish(boot(1))
     await handler.wait(1)
-    draining = asyncio.create_task(consumer.drain(PATIENCE_S))
-    await until(lambda: disk.begun)
-    assert not draining.done()
-    disk.open.set()
-    await draining
+    await consumer.drain(PATIENCE_S)
     assert disk.done == 1
     await unacknowledged(house, bus, 0)
 
