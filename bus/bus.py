@@ -13,7 +13,6 @@ from bus.consumer import Consumer
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
-from bus.flushing import Disk
 from bus.link import TOGETHER, BusLimits, Mode, Place, Publisher, Waiter
 from bus.outcome import Handler
 from bus.pace import Pace
@@ -138,13 +137,11 @@ class Bus:
         prefetch: int = 256,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None = None,
         paced: bool = False,
-        disk: Disk | None = None,
         **fill: str,
     ) -> Consumer:
         """A consumer of a queue of the catalogue; it declares the queue when it starts.
 
         paced: it takes larger batches less often while its handler takes longer than it does alone (`bus.pace`).
-        disk: flushed before messages are acknowledged that their handler says are not on disk yet (`bus.flushing`).
         """
         return Consumer(
             self,
@@ -156,7 +153,6 @@ class Bus:
             on_malformed=on_malformed,
             fill=fill,
             pace=Pace() if paced else None,
-            disk=disk,
         )
 
     def _post(

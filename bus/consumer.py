@@ -4,8 +4,7 @@ What happens to one message: Done, and it is acknowledged; Retry, and it waits i
 last delay it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
 the consumer wait and call again with the same batch: an outage uses up no retries. A handler that crashes is called
 again item by item, so that only the item that crashes it is given up. So it is when an invariant breaks, but then the
-consumer settles what it has in hand, takes nothing more and ends (docs/decisions/broken-invariants.md). What is done
-but not on disk yet waits beside the handlers for a flush, and is acknowledged after it (`bus.flushing`).
+consumer settles what it has in hand, takes nothing more and ends (docs/decisions/broken-invariants.md).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -26,7 +25,6 @@ from bus.clock import new_uuid
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, taken_by
 from bus.faults import BrokenInvariant, Forbidden
-from bus.flushing import HELD_SHARE, Disk, Flushing
 from bus.insistence import Insistence
 from bus.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.pace import Pace
@@ -63,7 +61,6 @@ class Consumer:
         on_malformed: Callable[[Malformed], Sequence[Message]] | None,
         fill: Mapping[str, str],
         pace: Pace | None,
-        disk: Disk | None,
     ) -> None:
         self.queue = queue
         self._pace = pace
@@ -75,7 +72,6 @@ class Consumer:
         self._prefetch = prefetch
         self._settling = Settling(bus, self._row, on_malformed)
         self._insistence = Insistence(bus, queue)
-        self._flushing = None if disk is None else self._flushes(disk)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._deliveries: deque[Delivery] = deque()
@@ -87,7 +83,6 @@ class Consumer:
         self._busy = 0
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
-        self._flusher: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
         self._outcomes: dict[str, Counter] = {}
@@ -114,9 +109,6 @@ class Consumer:
         self._workers = [loop.create_task(self._work(number)) for number in range(self._concurrency)]
         for worker in self._workers:
             worker.add_done_callback(self._worker_ended)
-        if self._flushing is not None:
-            self._flusher = loop.create_task(self._flushing.run())
-            self._flusher.add_done_callback(self._worker_ended)
 
     async def run(self) -> None:
         """Until drained; raises what ended the consumer otherwise. Cancelled, it stops where it stands."""
@@ -125,7 +117,9 @@ class Consumer:
             await asyncio.shield(self._failed)
         finally:
             # No worker outlives its service; what it had in hand goes back when the connection closes.
-            await _end([*self._workers, self._flusher])
+            for worker in self._workers:
+                worker.cancel()
+            await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, finish what is in hand within the grace time, and give back the rest."""
@@ -135,17 +129,11 @@ class Consumer:
         while self._deliveries:
             self._deliveries.popleft().nack(requeue=True)
         self._arrived.set()
-        until = self._bus.clock.monotonic() + max(grace_s, 0.0)
-        if self._flushing is not None:
-            self._flushing.hurry()
         if self._workers:
-            await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
-            await _end(self._workers)
-        if self._flushing is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(until - self._bus.clock.monotonic(), 0.0)):
-                    await self._flushing.emptied()
-            await _end([self._flusher])
+            _, late = await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
+            for worker in late:
+                worker.cancel()
+            await asyncio.gather(*self._workers, return_exceptions=True)
         for parcel in self._in_hand:
             if parcel.open:
                 parcel.delivery.nack(requeue=True)
@@ -181,13 +169,7 @@ class Consumer:
             elif self._broken is not None:
                 if self._busy:
                     return  # the last one says why
-                if self._flushing is None or self._flushing.idle:
-                    raise self._broken
-                self._busy += 1
-                try:
-                    await self._flushing.emptied()
-                finally:
-                    self._busy -= 1
+                raise self._broken
             elif self._draining:
                 return
             else:
@@ -255,47 +237,15 @@ class Consumer:
             else:
                 sound.append(item)
         if sound:
-            losses = 0 if self._flushing is None else self._flushing.losses
             outcomes = await self._ask(sound, number)
             if self._pace is not None:
                 done = self._bus.clock.monotonic()
                 self._pace.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
             await self._insistence.insist(number, lambda: self._settling.act(sound, outcomes))
-            self._finish(sound, outcomes, losses)
-
-    def _finish(self, items: Sequence[Item], outcomes: Sequence[Outcome], losses: int) -> None:
-        """Acknowledge what is done; what is not on disk yet waits for that."""
-        held: list[Item] = []
-        kinds: Counted[type[Outcome]] = Counted()
-        for item, outcome in zip(items, outcomes, strict=True):
-            if _waits_for_the_disk(outcome):
-                held.append(item)
-            else:
+            for item in sound:
                 self._close(item)
-                kinds[type(outcome)] += 1
-        if held and self._flushing is not None:
-            self._flushing.hold(held, losses)
-        for kind, times in kinds.items():
-            self._count(kind.__name__.lower(), times)
-
-    def _flushes(self, disk: Disk) -> Flushing:
-        def insist(flush: Callable[[], Awaitable[None]]) -> Awaitable[None]:
-            return self._insistence.insist(self._concurrency, flush)  # as if it were one more worker
-
-        at_most = max(1, self._prefetch // HELD_SHARE)
-        return Flushing(disk, insist, at_most=at_most, settled=self._flushed, again=self._take_back)
-
-    def _flushed(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._close(item)
-        self._count("done", len(items))
-
-    def _take_back(self, items: Sequence[Item]) -> None:
-        """To be handled again, before what came after them: what they did may be forgotten."""
-        log.warning("consumer.again", queue=self.queue, items=len(items))
-        self._count("again", len(items))
-        self._items.extendleft(reversed(items))
-        self._arrived.set()
+            for kind, times in Counted(map(type, outcomes)).items():
+                self._count(kind.__name__.lower(), times)
 
     def _close(self, item: Item) -> None:
         item.parcel.settle()
@@ -347,17 +297,4 @@ class Consumer:
         outcomes = await self._handler(received)
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")
-        if self._flushing is None and any(map(_waits_for_the_disk, outcomes)):
-            raise TypeError("the handler leaves the flush to a consumer that has no disk")
         return outcomes
-
-
-def _waits_for_the_disk(outcome: Outcome) -> bool:
-    return isinstance(outcome, Done) and not outcome.on_disk
-
-
-async def _end(tasks: Iterable[asyncio.Task[None] | None]) -> None:
-    ending = [task for task in tasks if task is not None]
-    for task in ending:
-        task.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)

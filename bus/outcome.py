@@ -10,15 +10,9 @@ from bus.contracts.base import Message, Meta
 
 
 class Done(Struct, frozen=True):
-    """Handled, or known to be handled already. `reply` goes to whoever asked, if anybody did.
-
-    on_disk: False where the handler's commit did not wait for the disk. The reply leaves at once; the message is
-    acknowledged once the consumer has flushed its `disk`, and comes to the handler again when a crash may have
-    forgotten the commit.
-    """
+    """Handled, or known to be handled already. `reply` goes to whoever asked, if anybody did."""
 
     reply: Message | None = None
-    on_disk: bool = True
 
 
 class Retry(Struct, frozen=True):

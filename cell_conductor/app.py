@@ -58,12 +58,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.task("reports", reporter.run)
     for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
         consumer = bus.consumer(
-            queue,
-            handler,
-            max_batch=config.max_batch,
-            concurrency=config.concurrency,
-            prefetch=config.prefetch,
-            disk=store,
+            queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
         )
         service.consumer(consumer)
         service.check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]

@@ -58,13 +58,6 @@ class Question(Struct, frozen=True):
     repeated: bool = False
 
 
-class Applied(Struct, frozen=True):
-    """What came of events: what is to be asked now, and whether what was recorded is on disk already."""
-
-    questions: Sequence[Question]
-    on_disk: bool
-
-
 class Recorded(Struct, frozen=True):
     """What one transaction has made of its instances, what it sends, and what is told of it once it is committed."""
 
@@ -104,15 +97,10 @@ class Engine:
             report_grace_s=config.report_grace_s,
         )
 
-    async def take(self, arrivals: Sequence[Arrival], *, source: str) -> bool:
-        """Apply events, in order for each instance, and follow up with placement.
-
-        False: not all of it is on disk yet; the store is to be flushed before the messages are acknowledged.
-        """
+    async def take(self, arrivals: Sequence[Arrival], *, source: str) -> None:
+        """Apply events, in order for each instance, and follow up with placement."""
         with metrics.BATCH_SECONDS.labels(source).time():
-            applied = await self._apply(arrivals)
-            followed = await self._settle(applied.questions)
-            return applied.on_disk and followed
+            await self._settle(await self._apply(arrivals))
 
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
@@ -129,12 +117,11 @@ class Engine:
             metrics.SWEPT.labels(instance.state).inc()
             log.info("instance.deadline", instance=instance.uuid, state=instance.state, cause=instance.cause)
         with metrics.BATCH_SECONDS.labels("sweep").time():
-            # No message is acknowledged for it: what a crash forgets of the answers finds its deadline passed again.
             await self._settle(_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
-    async def _apply(self, arrivals: Sequence[Arrival]) -> Applied:
-        """One transaction: what is new of these events, on the locked instances."""
+    async def _apply(self, arrivals: Sequence[Arrival]) -> list[Question]:
+        """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
         await self._relay.room()
         uuids = sorted({arrival.uuid for arrival in arrivals})
         new = {arrival.uuid for arrival in arrivals if isinstance(arrival.event, BuildAsked)}
@@ -150,9 +137,11 @@ class Engine:
             except StaleWrite:
                 continue
             self._committed(transaction, recorded)
+            if not transaction.durable:
+                await self._store.flush()
             # A message seen before: whoever took it then may have died before it could ask.
             again = set() if len(fresh) == len(arrivals) else {a.uuid for a in arrivals} - {a.uuid for a in fresh}
-            return Applied(_questions(known, recorded.instances, again=again), transaction.durable)
+            return _questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
@@ -192,28 +181,24 @@ class Engine:
         self._relay.send(transaction.row, recorded.outgoing)
         _tell(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def _settle(self, questions: Sequence[Question]) -> bool:
+    async def _settle(self, questions: Sequence[Question]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
 
         No answer is no reason to hold the messages back: the question is on record, and asked again until answered.
-        Returns whether all that came of the answers is on disk.
         """
-        on_disk = True
         for _ in range(MAX_ROUNDS):
             mine = [question for question in questions if question.instance.uuid not in self._asking]
             if not mine:
-                return on_disk
+                return
             self._asking.update(question.instance.uuid for question in mine)
             try:
                 answers = await self._ask(mine)
             finally:
                 self._asking.difference_update(question.instance.uuid for question in mine)
             if not answers:
-                return on_disk
-            applied = await self._apply(answers)
-            questions, on_disk = applied.questions, on_disk and applied.on_disk
+                return
+            questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
-        return on_disk
 
     async def _ask(self, questions: Sequence[Question]) -> list[Arrival]:
         """One round of questions, many at once; the answers as events."""

@@ -47,8 +47,8 @@ class RequestHandlers:
             )
             if arrival is not None:
                 arrivals.append(arrival)
-        if arrivals and not await self._engine.take(arrivals, source=source):
-            return [Done(on_disk=False) if isinstance(outcome, Done) else outcome for outcome in outcomes]
+        if arrivals:
+            await self._engine.take(arrivals, source=source)
         return outcomes
 
 
@@ -94,8 +94,7 @@ class HostHandlers:
                 kind = "runs" if isinstance(arrival.event, HostRuns) else "missing"
                 metrics.REPAIRED.labels(kind).inc()
                 log.info("instance.differs", instance=arrival.uuid, kind=kind, service=report.service)
-            if not await self._engine.take(piece, source="reports"):
-                await self._store.flush()
+            await self._engine.take(piece, source="reports")
 
 
 def _arrival(received: Received, at: float) -> Arrival | None:

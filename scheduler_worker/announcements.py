@@ -43,11 +43,12 @@ class AnnouncementHandler:
         # Clients are told before it is on disk, the cell's message is acknowledged after: forgotten in a crash of the
         # database it comes again, and says the same (docs/decisions/what-waits-for-the-disk.md).
         folded = await quickly(self._store, lambda unit: self._fold(unit, events), durable=False)
+        await self._store.flush()
         for event, why in folded.ignored:
             self._ignored(event, why)
         metrics.ANNOUNCED.labels("announced").inc(len(events) - len(folded.ignored))
         metrics.announced(folded.ended)
-        return [Done(on_disk=False)] * len(batch)
+        return [Done()] * len(batch)
 
     async def _fold(self, unit: Unit, events: Sequence[BuildEvent]) -> Folded:
         """Write down what they change, and say it again."""

@@ -145,7 +145,6 @@ def _link(
             max_batch=config.batch,
             concurrency=1,  # two would wait for each other's locks on the same instances
             prefetch=config.prefetch,
-            disk=store,
         ),
         bus.consumer(
             "scheduler.hosts.{process}", listener, max_batch=config.batch, concurrency=1, prefetch=config.prefetch

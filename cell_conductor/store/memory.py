@@ -171,11 +171,6 @@ class MemoryInstances:
         async with self._session.transaction() as transaction:
             yield MemoryTransaction(self._table, transaction)
 
-    @property
-    def losses(self) -> int:
-        """How many connections were lost."""
-        return self._session.losses
-
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._session.flush()

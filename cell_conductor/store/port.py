@@ -31,7 +31,7 @@ class Transaction(Protocol):
     """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
 
     durable: bool
-    """False: its end need not wait for the disk, because `flush` follows before its message is acknowledged.
+    """False: its end need not wait for the disk, because `flush` follows before anybody relies on it.
 
     Only a believing transaction goes by it.
     """
@@ -88,10 +88,6 @@ class InstanceStore(Protocol):
 
         new: instances that are believed not to be on record. For PostgreSQL this is one round trip instead of six.
         """
-
-    @property
-    def losses(self) -> int:
-        """How many connections were lost: what was committed in no hurry before one of them may be forgotten."""
 
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""

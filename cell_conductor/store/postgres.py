@@ -136,11 +136,6 @@ class PostgresInstances:
         async with self._database.raw() as connection:
             yield PostgresTransaction(connection, self._known)
 
-    @property
-    def losses(self) -> int:
-        """How many connections were lost."""
-        return self._database.losses
-
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._database.flush()

@@ -218,11 +218,6 @@ class MemoryBuilds:
             transaction.will(partial(_forget, table, [one.instance_uuid for one in gone]))
             return Forgotten(len(gone), gone[-1].created_at if gone else start)
 
-    @property
-    def losses(self) -> int:
-        """How many connections were lost."""
-        return self._session.losses
-
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._session.flush()

@@ -143,10 +143,6 @@ class SchedulerStore(Protocol):
         With them goes where they were mapped to. What lives, or may still come to live, is kept whatever its age.
         """
 
-    @property
-    def losses(self) -> int:
-        """How many connections were lost: what was committed in no hurry before one of them may be forgotten."""
-
     async def flush(self) -> None:
         """Return when all that was committed is on disk, what was in no hurry too."""
 

@@ -186,11 +186,6 @@ class PostgresStore:
             row = await connection.fetchrow(FORGET, before, limit, start, [state.value for state in OVER])
         return Forgotten(row[0], row[1])
 
-    @property
-    def losses(self) -> int:
-        """How many connections were lost."""
-        return self._database.losses
-
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._database.flush()

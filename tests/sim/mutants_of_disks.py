@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from bus.flushing import Flushing
 from bus.service.known import Known
 from bus.service.memory_database import MemoryDatabase
 from cell_conductor import engine
@@ -85,25 +84,7 @@ def outbox_numbers_come_again() -> AbstractContextManager[Any]:
     return patch.object(MemoryDatabase, "next_row", next_row)
 
 
-def acknowledged_without_the_flush() -> AbstractContextManager[Any]:
-    """A consumer acknowledges at once what its handler says is not on disk yet."""
-
-    def hold(self: Flushing, items: Any, losses: int) -> None:
-        self._settled(items)
-
-    return patch.object(Flushing, "hold", hold)
-
-
-def any_flush_will_do() -> AbstractContextManager[Any]:
-    """A consumer acknowledges after the next flush, also when the server crashed and forgot in between."""
-    return patch.object(Flushing, "_is_kept", lambda self, one: True)
-
-
-MUTANTS_OF_DISKS = (
-    scheduler_does_not_wait_for_the_disk,
-    acknowledged_without_the_flush,
-    any_flush_will_do,
-)
+MUTANTS_OF_DISKS = (scheduler_does_not_wait_for_the_disk,)
 # Looked for in fewer than sixty seeds so far, but the last: a host that is commanded too early costs a build, no more.
 UNPROVEN_OF_DISKS = (
     decision_in_no_hurry,

@@ -12,9 +12,7 @@ MAX_SEEDS = 60
 # the first seeds finds it: `python -m tests.sim.seeds_to_find` looks for them anew and prints the table.
 FOUND_BY: dict[str, int] = {
     "ack_before_commit": 14,
-    "acknowledged_without_the_flush": 3,
     "alternates_without_their_group": 10,
-    "any_flush_will_do": 23,
     "dead_service_still_chosen": 27,
     "delete_keeps_the_claim": 12,
     "delete_releases_any_attempt": 14,
@@ -43,7 +41,7 @@ FOUND_BY: dict[str, int] = {
     "quota_with_one_more": 5,
     "replica_gap_ignored": 33,
     "report_by_our_clock": 21,
-    "scheduler_does_not_wait_for_the_disk": 12,
+    "scheduler_does_not_wait_for_the_disk": 5,
     "silence_not_noticed": 4,
     "stale_inventory_applied": 3,
     "stale_notice_applied": 3,

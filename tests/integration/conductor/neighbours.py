@@ -192,8 +192,8 @@ class Cell:
             self.around.bus.consumer("placement.requests", self.around.placement),
             self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
             self.around.bus.consumer("scheduler.builds", self.around.scheduler),
-            self.bus.consumer("conductor.requests", requests.requests, disk=self.store),
-            self.bus.consumer("conductor.results", requests.results, disk=self.store),
+            self.bus.consumer("conductor.requests", requests.requests),
+            self.bus.consumer("conductor.results", requests.results),
             self.bus.consumer("conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
         ):
             await consumer.start()

@@ -21,7 +21,7 @@ from bus.contracts.cell import (
     Running,
 )
 from bus.faults import Transient
-from bus.outcome import Done, Outcome, Received
+from bus.outcome import Outcome, Received
 from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival
@@ -306,22 +306,3 @@ def _delete_arrival(uuid: str, cell: Cell) -> Arrival:
 
 def _build_arrival(build: CellBuild, cell: Cell) -> Arrival:
     return Arrival(build.spec.instance_uuid, build_asked(build, cell.clock.time(), "why"), "message-1")
-
-
-async def test_a_message_whose_step_only_announces_is_not_on_disk_yet_and_one_that_commands_is(cell: Cell) -> None:
-    handlers = RequestHandlers(cell.engine, cell.clock)
-    cell.around.hangs = {cell.host(1)}
-    build = cell.build(1)
-    result = ComputeResult(
-        instance_uuid=build.spec.instance_uuid,
-        attempt=1,
-        host_uuid=cell.host(1),
-        service="s1",
-        outcome=ComputeOutcome.ACTIVE,
-    )
-
-    def batch(message: CellBuild | ComputeResult) -> list[Received]:
-        return [Received(message=message, meta=Meta(id=new_uuid(cell.rng)), bus=CELL, queue="conductor")]
-
-    assert await handlers.requests(batch(build)) == [Done()]
-    assert await handlers.results(batch(result)) == [Done(on_disk=False)]

@@ -207,19 +207,3 @@ async def _until_used(world: World, hosts: set[str]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while set(await world.used()) != hosts:
             pass
-
-
-async def test_announcements_are_told_and_taken_while_an_earlier_one_waits_for_the_disk(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushing = Gate(monkeypatch, PostgresStore, "flush")
-    await world.scheduler("s1", CONFIG)
-    await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    request = world.request()
-    await world.ask(request)
-    await world.until(lambda: world.builds)
-    await world.announced("c1", request, BuildState.BUILDING, 10)
-    await flushing.wait()
-    await world.announced("c1", request, BuildState.ACTIVE, 11, terminal=True)
-    await world.ended(request.instance_uuid)
-    flushing.open.set()
