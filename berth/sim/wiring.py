@@ -66,7 +66,9 @@ def placement(plan: Plan) -> PlacementConfig:
 
 def conductor(plan: Plan) -> ConductorConfig:
     """Its settings in this run."""
-    config = replace(CONDUCTOR, deleted_keep_s=plan.keep_s) if plan.keep_s else CONDUCTOR
+    # Who buries an instance and who forgets it may be two conductors, whose clocks are so far apart.
+    apart_s = 2 * plan.skew_s
+    config = replace(CONDUCTOR, deleted_keep_s=plan.keep_s + apart_s) if plan.keep_s else CONDUCTOR
     return replace(config, max_batch=plan.batch) if plan.batch else config
 
 

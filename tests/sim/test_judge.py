@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec.structs import replace
 
+from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
 from berth.sim.plan import Act, Order
 from berth.sim.rest import _inventories
 from berth.sim.run import run
 from berth.sim.story import Story
-from berth.sim.world import World
+from berth.sim.wiring import conductor
+from berth.sim.world import SimClock, World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.wire import pack, single
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.side_tasks import forget_forever
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from placement_worker.domain.values import Provider, stock_of
 
 INSTANCE = "00000000-0000-4000-9000-000000000001"
@@ -90,3 +97,24 @@ def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
     acts.append(Order(at=58.001, act=Act.DIE, service=service))
     result = run(replace(plan, orders=(*builds, *acts)))
     assert result.breach == "", result.detail
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 30.0, 240.0])
+def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whatever_the_clocks(skew_s: float) -> None:
+    """Seed 70159: buried by one clock and forgotten by another a second later, so its build was built, and stayed."""
+    plan = replace(plan_of(1), skew_s=skew_s, keep_s=50.0)
+
+    async def main() -> None:
+        table = MemoryInstanceTable(SimClock())
+        buried = Instance(uuid=INSTANCE, state=State.TOMBSTONE, since=SimClock(-skew_s).time())
+        table.instances[INSTANCE] = buried
+        config = conductor(plan)
+        store = MemoryInstances(table.session())
+        forgetting = asyncio.create_task(forget_forever(store, SimClock(skew_s), config))
+        await asyncio.sleep(plan.keep_s - 1.0)
+        assert INSTANCE in table.instances
+        await asyncio.sleep(1.0 + 2 * config.forget_every_s)
+        assert INSTANCE not in table.instances
+        forgetting.cancel()
+
+    virtual.run(main, on_unseen=pytest.fail)
