@@ -14,7 +14,7 @@ from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
 
-# Last digits of seeds with company: two in five, and none of those on record as finding deliberate defects.
+# Last digits of seeds with company: two in five, and none of those then on record as finding deliberate defects.
 DIGITS = (0, 5, 8, 9)
 NONE_ALLOWED = "none"  # a project that may hold nothing
 HARD = (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
