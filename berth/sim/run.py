@@ -148,7 +148,7 @@ class _Runner:
         await self._settled(tasks)
         if left := given_back(self._world):
             raise Breach("given_back", "; ".join(left[:6]))
-        # First while there is room for it: beside the others it could find none left, and be told that instead (seed 78).
+        # First, while there is room: beside the others it could find none left, and be told that instead (seed 78).
         for projects in ((NONE_ALLOWED,), PROJECTS):
             for project in projects:
                 tasks += self._last_orders(LAST_FLAVORS[:1], project)
