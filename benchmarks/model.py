@@ -1,4 +1,4 @@
-"""What more machines would carry, by the measured cost of a boot in each part: docs/performance.md's cost model.
+"""What more machines would carry, by the measured cost of a boot in each part: docs/lab/performance.md's cost model.
 
     benchmarks/street --json street.json
     python -m benchmarks.scale --json scale.json

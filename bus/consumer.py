@@ -4,7 +4,7 @@ What happens to one message: Done, and it is acknowledged; Retry, and it waits i
 last delay it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
 the consumer wait and call again with the same batch: an outage uses up no retries. A handler that crashes is called
 again item by item, so that only the item that crashes it is given up. So it is when an invariant breaks, but then the
-consumer settles what it has in hand, takes nothing more and ends (docs/decisions/broken-invariants.md).
+consumer settles what it has in hand, takes nothing more and ends (docs/decisions/0010-broken-invariants.md).
 """
 
 from __future__ import annotations

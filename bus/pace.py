@@ -4,7 +4,7 @@ A batch costs as much as some 25 of its items, here and at everyone whom its han
 has come as soon as it can therefore fills a machine with small batches at any load, and all of them wait for each
 other. So the time that a batch takes is held against what it took when nothing else went on, as TCP Vegas does with
 round trips. Where it is much longer, whatever it waits for is short, and batches are taken less often; as soon as it
-is not, at once again. Figures: docs/performance.md, "At half the rate".
+is not, at once again. Figures: docs/lab/performance.md, "At half the rate".
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def _may_be_redone(recorded: Recorded) -> bool:
     """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
 
     A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/what-waits-for-the-disk.md. What commands a host or asks placement is on disk first.
+    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or asks placement is on disk first.
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False

@@ -24,7 +24,8 @@ class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One simulated hypervisor. Ratios are Nova's initial ones (N-27).
 
-    disk_gb 0: no disk of its own. numa: so many NUMA cells, whatever `numa_share` says. devices: docs/nested.md.
+    disk_gb 0: no disk of its own. numa: so many NUMA cells, whatever `numa_share` says. devices:
+    docs/howto/nested-hosts.md.
     aggregates: the host says itself which it is in; empty: that is left to others.
     """
 

@@ -41,7 +41,7 @@ class AnnouncementHandler:
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         # Clients are told before it is on disk, the cell's message is acknowledged after: forgotten in a crash of the
-        # database it comes again, and says the same (docs/decisions/what-waits-for-the-disk.md).
+        # database it comes again, and says the same (docs/decisions/0011-what-waits-for-the-disk.md).
         folded = await quickly(self._store, lambda unit: self._fold(unit, events), durable=False)
         await self._store.flush()
         for event, why in folded.ignored:

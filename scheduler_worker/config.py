@@ -138,7 +138,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
 
     # Bounds of the consumers
-    batch: Positive = 512  # 256: an eighth fewer boots a second where much waits (docs/performance.md)
+    batch: Positive = 512  # 256: an eighth fewer boots a second where much waits (docs/lab/performance.md)
     concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
     prefetch: Positive = 512
     max_funnel_nearest: Positive = 3

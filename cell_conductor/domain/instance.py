@@ -13,7 +13,7 @@ from bus.contracts.stages import Stamps
 
 
 class State(StrEnum):
-    """Where an instance stands. What is allocated for it follows from the state alone (docs/states.md)."""
+    """Where an instance stands. What is allocated for it follows from the state alone (docs/reference/states.md)."""
 
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived

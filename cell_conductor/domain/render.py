@@ -1,4 +1,4 @@
-"""Draw the state machine from its table: docs/states.md is this module's output, and a test compares them."""
+"""Draw the state machine from its table: docs/reference/states.md is this module's output, and a test compares them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, KEEP, TABLE, Rule
 HEAD = """# States of an instance
 
 Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew with
-`python -m cell_conductor.domain.render > docs/states.md`.
+`python -m cell_conductor.domain.render > docs/reference/states.md`.
 
 What is allocated follows from the state: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask it to
@@ -21,7 +21,7 @@ still run there must not be promised to anybody else.
 
 
 def render() -> str:
-    """docs/states.md, whole."""
+    """docs/reference/states.md, whole."""
     return "\n".join([HEAD, *_diagram(), "", *_matrix(), "", *_rules(), "", *_asks()]) + "\n"
 
 

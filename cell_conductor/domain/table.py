@@ -1,4 +1,4 @@
-"""The instance state machine: one table, total over states and events. It also draws docs/states.md."""
+"""The instance state machine: one table, total over states and events. It also draws docs/reference/states.md."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An update from the bus is applied or refused whole, and it must never wedge its source: what a report no longer
 mentions but somebody still uses is not an error, it is *set aside* (capacity 0, nothing new goes there) and goes with
-the first report that finds it unused (docs/decisions/placement-set-aside.md).
+the first report that finds it unused (docs/decisions/0002-placement-set-aside.md).
 """
 
 from __future__ import annotations

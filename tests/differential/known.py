@@ -1,4 +1,4 @@
-"""Where berth answers differently on purpose. Every row is explained in docs/placement.md."""
+"""Where berth answers differently on purpose. Every row is explained in docs/reference/placement-api.md."""
 
 from __future__ import annotations
 

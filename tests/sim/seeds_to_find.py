@@ -1,4 +1,4 @@
-"""How many seeds each deliberate defect survives: prints the table of docs/reliability.md."""
+"""How many seeds each deliberate defect survives: prints the table of docs/explanation/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate defects are found, each within a bounded number of seeds (the table is in docs/reliability.md)."""
+"""Deliberate defects are found, each within a bounded number of seeds (table: docs/explanation/reliability.md)."""
 
 from __future__ import annotations
 

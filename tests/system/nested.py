@@ -1,4 +1,4 @@
-"""The examples of docs/nested.md, running: one street for a module of tests, booted and looked at from outside."""
+"""What docs/howto/nested-hosts.md shows, read out of the page: settings and messages of each example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bus.contracts.placement import InventoryResult, InventoryUpdate
 from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.fleet import Fleet
 
-PAGE = Path(__file__).parents[2] / "docs" / "nested.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "nested-hosts.md"
 CELL, OLD = "cell1", "cell1-old"
 PATIENCE_S = 60.0
 

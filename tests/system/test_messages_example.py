@@ -1,4 +1,4 @@
-"""The example of docs/messages.md, read out of the page and run as written, against real servers."""
+"""The example of docs/reference/messages.md, read out of the page and run as written, against real servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.small import small_crew
 
-PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 TIMEOUT_S = 120.0
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -1,4 +1,4 @@
-"""The catalogue: one row a message, one row a queue. Topology, permissions and docs/messages.md are derived from it.
+"""The catalogue: one row a message, one row a queue. Topology, permissions and the reference page are derived from it.
 
 Two kinds of bus: the API bus, and one bus per cell. Both have the same three exchanges. A placeholder in a
 routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.

@@ -1,4 +1,4 @@
-"""docs/features.md says of every row of the feature map what is there, and what it names exists."""
+"""docs/reference/features.md says of every row of the feature map what is there, and what it names exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(page: str) -> list[Row]:
     return found
 
 
-ROWS = read((ROOT / "docs" / "features.md").read_text())
+ROWS = read((ROOT / "docs" / "reference" / "features.md").read_text())
 
 
 def numbered(letter: str, first: int, last: int) -> list[str]:

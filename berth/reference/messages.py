@@ -1,0 +1,195 @@
+"""docs/reference/messages.md, derived from the catalogue: `scripts/docs` writes it, a test compares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from bus.contracts.base import Message, Refusal, tag_of
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where
+from bus.wire import BATCH
+
+EXAMPLE = """\
+import asyncio, json, os, uuid
+import aio_pika
+
+async def main():
+    connection = await aio_pika.connect(os.environ["AMQP_URL"])
+    async with connection:
+        channel = await connection.channel()
+        events = await channel.declare_queue(exclusive=True)
+        await events.bind("berth.events", "build.event.*.demo")
+        order = {"instance_uuid": str(uuid.uuid4()), "flavor": "m1.small", "project_id": "demo"}
+        message = aio_pika.Message(json.dumps(order).encode(), content_type="application/json", delivery_mode=2)
+        await (await channel.get_exchange("berth")).publish(message, "build.request.demo")
+        async with events.iterator() as stream:
+            async for event in stream:
+                body = json.loads(event.body)
+                print(body["instance_uuid"], body["state"], body.get("host", ""), body.get("reason", ""))
+                await event.ack()
+                if body.get("terminal"):
+                    return
+
+asyncio.run(main())
+"""
+
+HEAD = f"""\
+# Messages
+
+Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
+
+Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
+`{COMMANDS}` for commands (publish with `mandatory`: a command nobody takes is an error), `{EVENTS}` for events (which
+may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects, `content-type: application/json`.
+
+| AMQP property or header | meaning |
+| --- | --- |
+| `content-type` | `application/json`: one message. `application/vnd.berth.batch+json`: many, `[{{"meta", "body"}}]`, |
+| | as berth's own parts speak under load. Events of the API bus come one to a message under their own keys. |
+| `type` | the versioned tag, e.g. `build.request.v1`. May be left out where the routing key tells. |
+| `message-id` | unique per message; a redelivery repeats it |
+| `reply-to`, `correlation-id` | where and under which id an answer is wanted; leave out to get none |
+| `delivery-mode` | 2 (persistent) for commands that must not be lost |
+| header `berth-cause` | the request or state change that led to this message |
+| header `traceparent` | W3C trace context, carried along |
+
+What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set; a build request whose
+`instance_uuid` and `project_id` could be read is answered on the event stream by state `refused`; everything else is
+parked in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
+
+## Publish a build request, follow its events
+
+Any AMQP 0-9-1 client in any language will do. In Python with aio-pika (`tests/system/test_messages_example.py`
+runs it as written):
+
+```python
+{EXAMPLE}```
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_messages(), *_queues()]) + "\n"
+
+
+def _messages() -> Iterator[str]:
+    for title, public in (("For everybody", True), ("Between berth's own parts", False)):
+        yield f"## {title}\n"
+        for row in MESSAGES:
+            if row.public is public:
+                yield from _message(row)
+    yield "## Replies\n"
+    for reply in REPLIES:
+        yield f"### `{tag_of(reply)}`\n"
+        yield from _fields(reply)
+
+
+def _message(row: MessageRow) -> Iterator[str]:
+    yield f"### `{row.tag}`\n"
+    yield f"{_doc(row.message)}\n"
+    bus = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}[row.where]
+    yield f"- {bus}, exchange `{row.exchange}`, routing key `{row.key}`"
+    if row.together:
+        only = "; on a cell's bus only so" if row.where is Where.BOTH else ""
+        yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`{only}"
+        yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
+    yield f"- said by {', '.join(row.said_by)}; decided on by {row.owner}"
+    yield f"- idempotent by {row.idempotency}"
+    if row.reply is not None:
+        yield f"- answered by `{tag_of(row.reply)}`, or `{tag_of(Refusal)}`"
+    yield ""
+    yield from _fields(row.message)
+
+
+def _fields(message: type[Message]) -> Iterator[str]:
+    (schema,), components = msgspec.json.schema_components([message], ref_template="{name}")
+    name = schema.get("$ref", message.__name__)
+    body = components.get(name, schema)
+    required = set(body.get("required", ()))
+    yield "| field | type | |"
+    yield "| --- | --- | --- |"
+    for field, spec in body.get("properties", {}).items():
+        if field != "type":
+            yield f"| `{field}` | {_type(spec)} | {'required' if field in required else _default(spec)} |"
+    yield ""
+    for other in _referenced(body, components):
+        spec = components[other]
+        parts = [f"`{field}` {_type(part)}" for field, part in spec.get("properties", {}).items()]
+        yield f"`{other}`: " + (", ".join(parts) or "one of " + _type(spec))
+        yield ""
+
+
+def _referenced(body: dict[str, Any], components: dict[str, Any]) -> list[str]:
+    """Structs and enumerations that a message's fields are made of, in the order they are met."""
+    found: list[str] = []
+    waiting = [body]
+    while waiting:
+        for name in _references(waiting.pop(0)):
+            if name in components and name not in found and components[name].keys() & {"properties", "enum"}:
+                found.append(name)
+                waiting.append(components[name])
+    return found
+
+
+def _references(spec: Any) -> Iterator[str]:
+    if isinstance(spec, dict):
+        if "$ref" in spec:
+            yield spec["$ref"]
+        for part in spec.values():
+            yield from _references(part)
+    elif isinstance(spec, list):
+        for part in spec:
+            yield from _references(part)
+
+
+def _type(spec: dict[str, Any]) -> str:
+    if "$ref" in spec:
+        return f"`{spec['$ref']}`"
+    if "anyOf" in spec:
+        return " or ".join(_type(part) for part in spec["anyOf"])
+    if "enum" in spec:
+        return ", ".join(f"`{value}`" for value in spec["enum"])
+    kind = str(spec.get("type", "any"))
+    if kind == "array":
+        items = spec.get("prefixItems")
+        return "[" + (", ".join(_type(i) for i in items) if items else _type(spec.get("items") or {}) + ", ...") + "]"
+    if kind == "object" and isinstance(spec.get("additionalProperties"), dict):
+        return "{name: " + _type(spec["additionalProperties"]) + "}"
+    bounds = [
+        f"{word} {spec[key]}"
+        for key, word in (
+            ("minimum", ">="),
+            ("exclusiveMinimum", ">"),
+            ("maximum", "<="),
+            ("minLength", "length >="),
+            ("maxLength", "length <="),
+        )
+        if key in spec
+    ]
+    if "pattern" in spec:
+        pattern = spec["pattern"].removesuffix(r"(?!\n)")  # Python's `$` takes a line end; others need not know
+        bounds.append(f"`{pattern}`".replace("|", "\\|"))
+    return kind + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _default(spec: dict[str, Any]) -> str:
+    return f"default `{spec['default']!r}`".replace("|", "\\|") if "default" in spec else ""
+
+
+def _queues() -> Iterator[str]:
+    yield "## Queues\n"
+    yield "| queue | bus | kind | read by | bound to | retries after, s | bounds |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for row in QUEUES:
+        bound = ", ".join(f"`{key}`" for _, key in row.bindings)
+        size = f", {row.max_bytes} bytes" if row.max_bytes else ""
+        bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
+        retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
+        yield f"| `{row.name}` | {row.where} | {row.kind} | {row.reader} | {bound} | {retries} | {bounds} |"
+
+
+def _doc(message: type[Message]) -> str:
+    lines = (message.__doc__ or "").strip().splitlines()
+    return "\n".join(line.strip() for line in lines)

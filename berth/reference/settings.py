@@ -1,0 +1,111 @@
+"""docs/reference/settings.md: every setting with its type, bounds, default and meaning, read from the structs."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from berth.settings import Settings
+
+HEAD = """\
+# Settings
+
+Derived from the settings' structs by `scripts/docs`; do not edit by hand.
+
+`berth.toml` in the working directory, or the file that `--config` or `$BERTH_CONFIG` names. Any value can be given as
+an environment variable instead, with `__` between the words of its name: `BERTH_BUS__URL` is `bus.url`. `berth config`
+prints the settings in force with secrets hidden, and refuses an unknown key, a mistyped value or one out of its bounds.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_section("", Settings, seen=set())]).rstrip() + "\n"
+
+
+def _section(path: str, struct: type[Struct], seen: set[type]) -> Iterator[str]:
+    """One table per struct; a struct that appears twice is shown once."""
+    seen.add(struct)
+    yield f"## `[{path}]`\n" if path else "## Top level\n"
+    yield f"{_doc(struct)}\n"
+    hints = typing.get_type_hints(struct, include_extras=True)
+    fields = msgspec.structs.fields(struct)
+    plain = [f for f in fields if _struct(hints[f.name]) is None]
+    if plain:
+        yield "| setting | type | default |"
+        yield "| --- | --- | --- |"
+        yield from (f"| `{f.encode_name}` | {_type(hints[f.name])} | {_default(f)} |" for f in plain)
+        yield ""
+    for f in fields:
+        inner = _struct(hints[f.name])
+        if inner is not None and inner not in seen:
+            below = f"{path}.{f.encode_name}" if path else f.encode_name
+            yield from _section(below + _key(hints[f.name]), inner, seen)
+
+
+def _struct(hint: Any) -> type[Struct] | None:
+    """The struct that a setting is made of: itself, in a list, or by name."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return hint
+    for part in typing.get_args(hint):
+        found = _struct(part)
+        if found is not None:
+            return found
+    return None
+
+
+def _key(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _key(typing.get_args(hint)[0])
+    return ".NAME" if origin is dict else "[]" if origin in (tuple, list) else ""
+
+
+def _type(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        bounds = ", ".join(part for meta in args[1:] if isinstance(meta, Meta) for part in _bounds(meta))
+        return _type(args[0]) + (f" ({bounds})" if bounds else "")
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else _type(part) for part in args)
+    if origin in (tuple, list, frozenset):
+        return f"list of {_type(args[0])}"
+    if origin is dict:
+        return f"table of {_type(args[1])} by {_type(args[0])}"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _bounds(meta: Meta) -> Iterator[str]:
+    for word, value in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt)):
+        if value is not None:
+            yield f"{word} {value:,}"
+    if meta.min_length is not None:
+        yield f"length >= {meta.min_length:,}"
+    if meta.max_length is not None:
+        yield f"length <= {meta.max_length:,}"
+    if meta.pattern is not None:
+        yield f"`{meta.pattern}`".replace("|", "\\|")
+
+
+def _default(f: msgspec.structs.FieldInfo) -> str:
+    if f.default is msgspec.NODEFAULT:
+        if f.default_factory is msgspec.NODEFAULT:
+            return "required"
+        value = f.default_factory()
+    else:
+        value = f.default
+    shown = msgspec.json.encode(msgspec.to_builtins(value)).decode()
+    return f"`{shown}`".replace("|", "\\|")
+
+
+def _doc(struct: type[Struct]) -> str:
+    lines = (struct.__doc__ or "").strip().splitlines()
+    return "\n".join(line.strip() for line in lines)
