@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from berth.client import BuildClient, Track
+from berth.embedded.__main__ import EXIT_NO_SERVER
+from berth.embedded.process import ServerFailed, ServerMissing
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
 from berth.invariants import Verdict, judge
@@ -281,7 +283,8 @@ def _words(counts: dict[str, int] | dict[str, object]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration; 1 when an invariant is broken, a build was lost or a recording differs."""
+    """Run the demonstration; 1 when an invariant is broken, a build was lost or a recording differs, 3 when the
+    database did not start."""
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary as data, too")
@@ -295,7 +298,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging(process="demo", role="demo", level=options.log, style="pretty")
     console = Console(highlight=False)
-    demo = uvloop.run(demonstrate(options.seed, options.recordings, console))
+    try:
+        demo = uvloop.run(demonstrate(options.seed, options.recordings, console))
+    except (ServerFailed, ServerMissing) as fault:
+        sys.stderr.write(f"berth: {fault}\n")
+        return EXIT_NO_SERVER
     show(demo, console)
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(demo), indent=2))

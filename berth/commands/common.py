@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.client import BuildClient
-from berth.embedded.process import ServerFailed, ServerMissing
+from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from berth.render import printable
 from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
@@ -82,6 +82,17 @@ def _check_bus(name: str, url: str) -> None:
         )
 
 
+def make_directory(state: Path) -> None:
+    """The directory that holds what lasts. Raises Stop when this user cannot make it or write to it."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        writable = os.access(state, os.W_OK | os.X_OK)
+    except OSError as fault:
+        raise Stop(EXIT_USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
+    if not writable:
+        raise Stop(EXIT_USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
+
+
 def parse_uuid(text: str) -> str:
     """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
     try:
@@ -133,6 +144,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (asyncpg.UndefinedTableError, EXIT_AWAY, "no worker has prepared this database yet: {}"),
     (Transient, EXIT_AWAY, "{}"),
     (ServerMissing, EXIT_USAGE, "{}"),
+    (DirectoryInaccessible, EXIT_USAGE, "{}"),
     (ServerFailed, EXIT_AWAY, "{}"),
     (BusError, EXIT_NO, "{}"),
     (Fault, EXIT_NO, "{}"),
@@ -144,6 +156,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
 _CODES: dict[type[BaseException], str] = {
     asyncpg.UndefinedTableError: "database.unprepared",
     ServerMissing: "server.missing",
+    DirectoryInaccessible: "directory.inaccessible",
     ServerFailed: "server.failed",
     TimeoutError: "timeout",
 }

@@ -10,8 +10,9 @@ import typer
 
 import placement_worker.app
 from berth.commands import book
-from berth.commands.common import explain, print_json, settings_of, tell
+from berth.commands.common import Stop, explain, make_directory, print_json, settings_of, tell
 from berth.embedded.postgres import Postgres
+from berth.embedded.process import ServerFailed, ServerMissing
 from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.settings import EMBEDDED, Settings
 from berth.site import Brokers, Site, process_name, read_runtime
@@ -45,7 +46,7 @@ def serve(
         settings = with_rest_at(settings, api)
         with _database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
-    except SettingsError as fault:
+    except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
         stop = explain(fault)
         assert stop is not None
         tell(stop)
@@ -85,7 +86,7 @@ def _database(settings: Settings, *, scratch: bool) -> Iterator[str]:
     if running is not None:
         yield running.database_url
         return
-    settings.state.mkdir(parents=True, exist_ok=True)
+    make_directory(settings.state)
     server = Postgres(settings.state / "postgres", durable=True)
     server.start()
     try:

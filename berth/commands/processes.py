@@ -28,6 +28,7 @@ from berth.commands.common import (
     database_of,
     err,
     explain,
+    make_directory,
     out,
     print_json,
     run,
@@ -259,13 +260,7 @@ def _make_state(settings: Settings) -> None:
     if len(path.encode()) > MAX_SOCKET_PATH:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
         raise Stop(EXIT_USAGE, "state.too_long", reason)
-    try:
-        settings.state.mkdir(parents=True, exist_ok=True)
-        writable = os.access(settings.state, os.W_OK | os.X_OK)
-    except OSError as fault:
-        raise Stop(EXIT_USAGE, "state.unusable", f"cannot make {settings.state}: {fault.strerror or fault}") from fault
-    if not writable:
-        raise Stop(EXIT_USAGE, "state.unusable", f"{settings.state} is not ours to write to; set state_dir")
+    make_directory(settings.state)
 
 
 def _with_lasting_machines(settings: Settings) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import secrets
@@ -16,13 +17,22 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote, urlencode
 
-from berth.embedded.process import Account, GuardedProcess, ServerFailed, ServerMissing, Workspace, free_port
+from berth.embedded.process import (
+    Account,
+    GuardedProcess,
+    ServerFailed,
+    ServerMissing,
+    Workspace,
+    clean_environment,
+    free_port,
+)
 
 SUPERUSER = "berth"
 INITDB_TIMEOUT_S = 60.0
 RESTARTS = 20
 RESTART_PAUSE_S = 0.1
 MAX_SOCKET_PATH = 90  # the kernel allows 107 characters for the whole path; the file name takes 17
+NEEDED = ("bin", "lib", "share")  # of an installation; the rest is for programs that are compiled against it
 ACCOUNTS = ("postgres", "nobody")  # PostgreSQL refuses to run as root; both of these exist on Debian
 
 # Written into postgresql.auto.conf. The durable set survives a power cut. The fast one survives a killed server (a
@@ -54,17 +64,34 @@ class Postgres:
         self._durable = durable
         self._account = Account(ACCOUNTS)
         self._binaries = runnable_by(self._account, binaries or find_binaries())
-        self._work = Workspace(directory, "berth-pg-")
-        self._account.own(self._work.path)
-        self._data = self._work.path / "data"
-        self._sockets = self._socket_directory()
-        self._password_file = self._work.path / "password"
-        self._process: GuardedProcess | None = None
         self.port = free_port() if tcp else 5432
         self._tcp = tcp
+        self._process: GuardedProcess | None = None
+        self._work = Workspace(directory, "berth-pg-")
+        self._data = self._work.path / "data"
+        self._password_file = self._work.path / "password"
+        self._sockets = self._work.path
+        try:
+            self._account.own(self._work.path)
+            self._account.require_access(self._work.path)
+            self._sockets = self._socket_directory()
+        except BaseException:
+            self.stop()
+            raise
 
     def start(self) -> Self:
-        """Make the data directory when there is none, start the server and wait until it answers."""
+        """Make the data directory when there is none, start the server and wait until it answers.
+
+        A server that does not start leaves nothing behind: a temporary directory goes. Raises ServerFailed.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
         if not (self._data / "PG_VERSION").exists():
             self._initialise()
         self._write_settings()
@@ -78,7 +105,6 @@ class Postgres:
                 time.sleep(RESTART_PAUSE_S)
             else:
                 break
-        return self
 
     def stop(self) -> None:
         """Stop the server and, when its directory was temporary, remove it."""
@@ -126,7 +152,7 @@ class Postgres:
     def _spawn(self) -> GuardedProcess:
         return GuardedProcess(
             [str(self._binaries / "postgres"), "-D", str(self._data)],
-            env=_environment(),
+            env=clean_environment(),
             cwd=self._work.path,
             log=self._work.path / "postgres.log",
             account=self._account,
@@ -150,7 +176,7 @@ class Postgres:
         command += ["--locale=C", "--auth-local=trust", "--auth-host=scram-sha-256"]
         done = subprocess.run(
             [*command, f"--pwfile={self._password_file}", *sync],
-            env=_environment(),
+            env=clean_environment(),
             cwd=self._work.path,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -192,30 +218,68 @@ def find_binaries() -> Path:
 
 
 def runnable_by(account: Account, binaries: Path) -> Path:
-    """The binaries, or a copy of them when the account may not reach where they are (a virtualenv under /root)."""
-    if account.name is None or _reachable(binaries / "postgres"):
+    """The binaries, or a copy of them when the account cannot run them (a virtualenv under /root).
+
+    The copy is kept in the temporary directory for the next server. Raises ServerFailed: the copy does not run either.
+    """
+    if account.name is None or _runs(account, binaries):
         return binaries
-    root = binaries.parent
-    mark = f"{root.name}-{(root / 'bin' / 'postgres').stat().st_size}"
-    kept = Path(tempfile.gettempdir()) / f"berth-{mark}-{os.geteuid()}"
-    if not kept.exists():
-        fresh = Path(tempfile.mkdtemp(prefix=f"berth-{mark}-"))
-        shutil.copytree(root, fresh / "it", symlinks=True)
-        _open_up(fresh / "it")
+    source = binaries.resolve().parent
+    content = _content(source)
+    mark = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+    kept = Path(tempfile.gettempdir()) / f"berth-postgres-{mark}-{os.geteuid()}"
+    installed = kept / source.parent.name / source.name
+    if kept.exists() and kept.lstat().st_uid != os.geteuid():  # every user may write to /tmp: run nothing of another's
+        raise ServerFailed(f"{kept} belongs to another user: remove it")
+    if _content(installed) != content:  # none yet, or a cleaner of temporary files took some
+        _install_copy(source, kept)
+    account.require_access(installed / "bin")
+    found = account.run(installed / "bin" / "initdb", "--version")
+    if found.returncode != 0:
+        raise ServerFailed(f"{account.name} cannot run {installed / 'bin' / 'initdb'}: {found.stderr}")
+    return installed / "bin"
+
+
+def _runs(account: Account, binaries: Path) -> bool:
+    # initdb needs a library (libpq) that postgres itself does not.
+    try:
+        return all(account.run(binaries / name, "--version").returncode == 0 for name in ("postgres", "initdb"))
+    except ServerFailed:
+        return False
+
+
+def _library_directory(source: Path) -> Path:
+    """Where a wheel keeps the libraries that its programs find by RPATH: beside its package."""
+    return source.parent.with_name(f"{source.parent.name}.libs")
+
+
+def _content(source: Path) -> list[tuple[str, int, int]]:
+    """What an installation consists of: path, size and time of each file, its libraries included."""
+    base = source.parent.parent
+    trees = (*(source / name for name in NEEDED), _library_directory(source))
+    files = sorted(path for tree in trees for path in tree.rglob("*") if path.is_file())
+    return [(str(path.relative_to(base)), path.stat().st_size, int(path.stat().st_mtime)) for path in files]
+
+
+def _install_copy(source: Path, kept: Path) -> None:
+    """Copy an installation as the wheel lays it out, so that RPATH holds; in place at once, whoever else does it."""
+    fresh = Path(tempfile.mkdtemp(prefix="berth-postgres-new-"))
+    try:
+        made = fresh / "made"
+        for tree in (*(source / name for name in NEEDED), _library_directory(source)):
+            if tree.is_dir():
+                shutil.copytree(tree, made / tree.relative_to(source.parent.parent), symlinks=True)
+        _open_up(made)
+        if kept.exists():
+            with contextlib.suppress(OSError):  # another process has put it aside
+                kept.rename(fresh / "incomplete")
         try:
-            (fresh / "it").rename(kept)
+            made.rename(kept)
         except OSError:  # another process was first
             if not kept.exists():
                 raise
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    if kept.stat().st_uid != os.geteuid():  # /tmp is everybody's: never run what somebody else put there
-        raise ServerFailed(f"{kept} is not ours; remove it")
-    return kept / "bin"
-
-
-def _reachable(path: Path) -> bool:
-    parents = all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents)
-    return parents and bool(path.stat().st_mode & stat.S_IXOTH) and bool(path.stat().st_mode & stat.S_IROTH)
 
 
 def _open_up(root: Path) -> None:
@@ -227,8 +291,3 @@ def _open_up(root: Path) -> None:
 def _version(path: Path) -> int:
     name = path.parent.name
     return int(name) if name.isdigit() else 0
-
-
-def _environment() -> dict[str, str]:
-    # A clean one: PGDATA, PGPORT and friends of the caller must not reach a private server.
-    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 START_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
 # Ports of ours are drawn from so many just below those that the system gives out, and none of them below the lowest.
@@ -51,9 +52,16 @@ kill "$watcher" 2>/dev/null; wait "$watcher" 2>/dev/null
 exit "$status"
 """
 
+# Prints the first of these directories that cannot be entered.
+_ENTER = 'for place; do cd "$place" 2>/dev/null || { printf %s "$place"; exit; }; done'
+
 
 class ServerFailed(RuntimeError):
     """A private server did not start, or stopped by itself. The text ends with the tail of its log."""
+
+
+class DirectoryInaccessible(ServerFailed):
+    """A server's user may not enter a directory that the server needs. The text names both."""
 
 
 class ServerMissing(RuntimeError):
@@ -82,6 +90,39 @@ class Account:
     def popen_arguments(self) -> dict[str, object]:
         """What makes subprocess start a child as this account."""
         return {} if self.name is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run a short command as this account, in `/` and a clean environment. Raises ServerFailed: it may not."""
+        try:
+            done: subprocess.CompletedProcess[str] = subprocess.run(
+                command,
+                env=clean_environment(),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=RUN_TIMEOUT_S,
+                check=False,
+                **self.popen_arguments(),  # type: ignore[call-overload]
+            )
+        except (OSError, subprocess.TimeoutExpired) as fault:
+            raise ServerFailed(f"{self.name or 'this user'} cannot run {command[0]}: {fault}") from fault
+        return done
+
+    def require_access(self, directory: Path) -> None:
+        """Check that the account may enter a directory. Raises DirectoryInaccessible.
+
+        The kernel is asked, as the account: mode bits alone do not tell of access lists and mount options.
+        """
+        if self.name is None:
+            return
+        refused = self.run("/bin/sh", "-c", _ENTER, "enter", *reversed((directory, *directory.parents))).stdout
+        if refused:
+            raise DirectoryInaccessible(
+                f"the server runs as the user {self.name}, who may not enter {refused}, and is to keep its files in "
+                f"{directory}: choose another directory, or let others enter this one (chmod o+x {refused})"
+            )
 
 
 class GuardedProcess:
@@ -183,6 +224,11 @@ class Workspace:
         """Delete it when it was temporary."""
         if self.temporary:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def clean_environment() -> dict[str, str]:
+    """What a private server is given: PGDATA, PGPORT and friends of the caller must not reach it."""
+    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
 
 
 def free_port() -> int:

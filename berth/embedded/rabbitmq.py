@@ -65,7 +65,18 @@ class RabbitMQ:
         )
 
     def start(self) -> Self:
-        """Start the broker on its data and wait until it takes connections."""
+        """Start the broker on its data and wait until it takes connections.
+
+        A broker that does not start leaves nothing behind: a temporary directory goes. Raises ServerFailed.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start(self) -> None:
         if not (self._work.path / "definitions.json").exists():
             self._initialise()
         self._configure()
@@ -80,7 +91,6 @@ class RabbitMQ:
             temporary=self._work.path if self._work.temporary else None,
         )
         self._process.wait_until(self._ready)
-        return self
 
     def stop(self) -> None:
         """Stop the broker and, when its directory was temporary, remove it."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import aio_pika
@@ -22,8 +22,15 @@ import asyncpg
 import pytest
 
 from berth.embedded import process as module
-from berth.embedded.postgres import Postgres, find_binaries, runnable_by
-from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port, listening
+from berth.embedded.postgres import Postgres, find_binaries
+from berth.embedded.process import (
+    Account,
+    DirectoryInaccessible,
+    GuardedProcess,
+    ServerFailed,
+    free_port,
+    listening,
+)
 from berth.embedded.rabbitmq import NOT_STARTED, RabbitMQ
 
 PATIENCE_S = 60.0
@@ -106,18 +113,75 @@ def test_a_server_and_its_files_go_when_its_owner_is_killed(end: signal.Signals)
     until(lambda: not Path(directory).exists())
 
 
+@pytest.fixture
+def hidden_binaries() -> Iterator[Path]:
+    """The wheel's programs with the libraries beside its package, below a directory of mode 0700 as root's home is."""
+    found = find_binaries().parent
+    with tempfile.TemporaryDirectory(prefix="berth-hidden-") as name:
+        for part in (found, found.parent.with_name(f"{found.parent.name}.libs")):
+            shutil.copytree(part, Path(name) / part.relative_to(found.parent.parent), symlinks=True, copy_function=link)
+        yield Path(name) / found.relative_to(found.parent.parent) / "bin"
+
+
+def link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
 @pytest.mark.postgres
-def test_binaries_out_of_the_accounts_reach_are_copied(tmp_path: Path) -> None:
-    account = Account(("nobody",))
-    found = find_binaries()
-    hidden = tmp_path / "hidden"
-    hidden.mkdir(mode=0o700)
-    (hidden / "it").symlink_to(found.parent)
-    usable = runnable_by(account, hidden / "it" / "bin")
-    assert (usable / "postgres").exists()
-    if account.name is not None:
-        assert usable != hidden / "it" / "bin"
-        shutil.rmtree(usable.parent)
+def test_a_server_starts_from_binaries_out_of_its_users_reach(
+    hidden_binaries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs were copied for PostgreSQL's user, the libraries that they find by RPATH were not."""
+    with tempfile.TemporaryDirectory(prefix="berth-tmp-") as temporary:
+        Path(temporary).chmod(0o755)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        with Postgres(binaries=hidden_binaries) as server:
+            assert server.pid
+        copies = list(Path(temporary).iterdir())
+        assert len(copies) == (os.geteuid() == 0), "the copy is kept for the next server, and nothing else"
+        for copy in copies:
+            (next(copy.glob("*.libs")) / "libpq.so").touch()  # not the wheel's
+            next(copy.glob("*/*/bin/initdb")).unlink()  # a cleaner of temporary files took it
+        with Postgres(binaries=hidden_binaries) as server:
+            assert server.pid
+        assert list(Path(temporary).iterdir()) == copies
+
+
+@pytest.mark.postgres
+def test_a_start_that_fails_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name, status in (("initdb", 7), ("postgres", 0)):
+        (binaries / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such luck; exit {status}\n')
+        (binaries / name).chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix="berth-tmp-") as temporary:
+        Path(temporary).chmod(0o755)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        with pytest.raises(ServerFailed, match="no such luck"):
+            Postgres(binaries=binaries).start()
+        assert not list(Path(temporary).glob("berth-pg-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's PostgreSQL runs as another user")
+def test_a_directory_that_the_servers_user_may_not_enter_is_named() -> None:
+    with tempfile.TemporaryDirectory(prefix="berth-closed-") as closed:  # mode 0700
+        with pytest.raises(DirectoryInaccessible, match=rf"(postgres|nobody), who may not enter {closed},"):
+            Postgres(Path(closed) / "state" / "postgres")
+        Path(closed).chmod(0o711)
+        Postgres(Path(closed) / "state" / "postgres").stop()
+
+
+@pytest.mark.rabbitmq
+def test_a_broker_that_does_not_start_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    broker = RabbitMQ()
+    monkeypatch.setattr(broker, "_start_epmd", lambda: (_ for _ in ()).throw(ServerFailed("no epmd")))
+    with pytest.raises(ServerFailed, match="no epmd"):
+        broker.start()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -348,6 +348,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (AWAY, "out of reach", ("check",), {"BERTH_DATABASE__URL": "postgresql://127.0.0.1:1/x"}),
     (USAGE, "is up already", ("up",), {}),
     (USAGE, "cannot make", ("up",), {"BERTH_STATE_DIR": "/dev/null/x"}),
+    (USAGE, "cannot make", ("placement", "serve"), {"BERTH_STATE_DIR": "/dev/null/x"}),
     (USAGE, "--cell cell1", ("run", "conductor"), {}),
     (USAGE, "there is no cell 'mars'", ("run", "conductor", "--cell", "mars"), {}),
     (USAGE, "not a service name", ("run", "compute", "--cell", "cell1", "--service", "a b"), {}),
@@ -364,6 +365,16 @@ def test_a_mistake_is_told_in_a_sentence(
 ) -> None:
     done = berth(*arguments, settings=settings)
     assert (done.status, sentence in done.out + done.err) == (status, True), done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's PostgreSQL runs as another user")
+def test_a_state_dir_that_the_servers_user_may_not_enter_is_told_in_a_sentence(berth: Berth) -> None:
+    """It ended in a traceback: PostgreSQL's user could not read the file with its password."""
+    with tempfile.TemporaryDirectory(prefix="berth-closed-") as closed:  # mode 0700
+        for command in (("up",), ("placement", "serve", "--api", f"127.0.0.1:{free_port()}")):
+            done = berth(*command, settings={"BERTH_STATE_DIR": f"{closed}/state"})
+            assert done.status == USAGE, done
+            assert f"may not enter {closed}," in done.err and "(directory.inaccessible)" in done.err, done
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> None:
