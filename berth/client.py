@@ -49,6 +49,7 @@ class Track(Struct):
     instance_uuid: str
     flavor: str
     intended_at: float
+    project_id: str = ""
     deleting: bool = False
     published_at: float | None = None
     ended_at: float | None = None
@@ -115,7 +116,7 @@ class BuildClient:
 
     def track(self, request: BuildRequest, *, intended_at: float | None = None) -> Track:
         """Start to follow a request that is about to be published."""
-        return self._follow(request.instance_uuid, request.flavor, intended_at)
+        return self._follow(request.instance_uuid, request.flavor, request.project_id, intended_at)
 
     async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them.
@@ -139,7 +140,7 @@ class BuildClient:
         longer followed. BusUnavailable: it may have arrived, so it is.
         """
         for request, at, flavor in zip(requests, intended_at, flavors, strict=True):
-            track = self._follow(request.instance_uuid, flavor, at)
+            track = self._follow(request.instance_uuid, flavor, request.project_id, at)
             track.deleting = isinstance(request, DeleteRequest)
         errors = await self.bus.publish_each([(request, request.instance_uuid) for request in requests])
         now = self._clock.monotonic()
@@ -159,7 +160,7 @@ class BuildClient:
         """Ask for the deletion of builds and follow them until they are gone; patience and faults as in `boot`."""
         tracks: list[Track] = []
         for build in builds:
-            track = self._follow(build.instance_uuid, build.flavor, None)
+            track = self._follow(build.instance_uuid, build.flavor, build.project_id, None)
             tracks.append(track)
             track.deleting = True
             if build.state is BuildState.DELETED:  # nothing more will be said of it
@@ -236,7 +237,8 @@ class BuildClient:
         if self._keep and len(self.events) < MAX_EVENTS:
             self.events.append(event)
         track = self.tracks.get(event.instance_uuid)
-        if track is None:
+        # Any project may name any uuid in a request of its own; what becomes of that is told to that project.
+        if track is None or track.project_id != event.project_id:
             self.foreign_events += 1
             return False
         if event.sequence <= track.sequence:  # said twice (its publisher crashed before it knew), or late
@@ -252,10 +254,14 @@ class BuildClient:
             listener(event)
         return True
 
-    def _follow(self, uuid: str, flavor: str, intended_at: float | None) -> Track:
+    def _follow(self, uuid: str, flavor: str, project_id: str, intended_at: float | None) -> Track:
         now = self._clock.monotonic()
         track = Track(
-            instance_uuid=uuid, flavor=flavor, intended_at=now if intended_at is None else intended_at, stages={}
+            instance_uuid=uuid,
+            flavor=flavor,
+            project_id=project_id,
+            intended_at=now if intended_at is None else intended_at,
+            stages={},
         )
         self.tracks[uuid] = track
         self._open.add(uuid)

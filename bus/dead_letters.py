@@ -22,7 +22,7 @@ MAX_LOOKED_AT = 10_000
 
 # What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin
 # anew.
-_KEPT = (CAUSE, TRACEPARENT, ORIGINAL_KEY)
+_KEPT = (CAUSE, TRACEPARENT)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: _text(delivery, ORIGINAL_KEY), ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: _published_key(delivery), ATTEMPT: 0, **headers},
         mandatory=True,
     )
 
@@ -146,7 +146,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         reason=_text(delivery, REASON) or ("given up by the broker" if broker_says else ""),
         type=delivery.type or "",
         exchange=_text(delivery, EXCHANGE) or delivery.exchange,
-        routing_key=_text(delivery, ORIGINAL_KEY) or delivery.routing_key,
+        routing_key=_published_key(delivery) or delivery.routing_key,
         cause=_text(delivery, CAUSE),
         died_at=_died_at(delivery.headers),
         sent_at=_sent_at(delivery.headers),
@@ -154,6 +154,20 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         body=delivery.body,
         headers={name: value for name, value in delivery.headers.items() if name not in (QUEUE, DEADLINE)},
     )
+
+
+def _published_key(delivery: Delivery) -> str:
+    """The routing key that it was first published with, against which it is read again; empty: none is known.
+
+    A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
+    record tells.
+    """
+    if not delivery.headers.keys() & {"x-death", "x-first-death-reason"}:
+        return _text(delivery, ORIGINAL_KEY)
+    deaths = delivery.headers.get("x-death")
+    first = deaths[-1] if isinstance(deaths, list) and deaths else None
+    keys = first.get("routing-keys") if isinstance(first, dict) and first.get("exchange") else None
+    return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
 
 
 def _text(delivery: Delivery, name: str) -> str:

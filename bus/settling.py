@@ -17,7 +17,7 @@ from bus.link import Mode, Waiter
 from bus.outcome import Done, Outcome, Received, Retry
 from bus.parcel import Item
 from bus.port import BusError, Outgoing, retry_queue
-from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Malformed, Packed, headers_of, pack
+from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Malformed, Packed, headers_of, pack, published_key
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -115,7 +115,7 @@ class Settling:
                 REASON: reason[:MAX_REASON],
                 QUEUE: self.queue,
                 EXCHANGE: delivery.exchange,
-                ORIGINAL_KEY: delivery.routing_key,
+                ORIGINAL_KEY: published_key(delivery),
                 DIED_AT: int(self._bus.clock.time() * 1000),
             },
             mandatory=True,

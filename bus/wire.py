@@ -13,11 +13,12 @@ from functools import cache
 from typing import Any, Union
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
-from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES
+from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES, may_come_under, routing_key
 from bus.port import Delivery, Outgoing
+from bus.topology import FOREIGN
 
 JSON = "application/json"
 BATCH = "application/vnd.berth.batch+json"
@@ -44,11 +45,18 @@ MAX_ATTEMPT = 1000
 SLACK_MS = 0.0005
 
 REPLY_PREFIX = "berth.reply."
+# Queues that a reply is sent to, by the beginnings of their names: berth's own reply queues, reply queues that a client
+# names itself, queues that the broker has named, direct reply-to. Any other might be a worker's or another program's,
+# and a worker may write into every queue of its bus: a client that may not must not do so through it.
+_SERVER_NAMED = ("amq.gen-", "amq.rabbitmq.reply-to.")
+REPLY_QUEUES = (REPLY_PREFIX, "client.reply.", *_SERVER_NAMED, *(FOREIGN + name for name in _SERVER_NAMED))
 
 MALFORMED = "message.malformed"
 UNKNOWN_TYPE = "message.unknown_type"
 INVALID = "message.invalid"
 TOO_LARGE = "message.too_large"
+WRONG_KEY = "message.wrong_key"
+REPLY_TO = "message.reply_to"
 
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
@@ -71,13 +79,18 @@ class Read(Struct, frozen=True):
 
 
 class Malformed(Struct, frozen=True):
-    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it."""
+    """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
+
+    key: the routing key that it was published with, which the broker has let its publisher use. Empty: a worker or an
+    operator sent it to the queue itself.
+    """
 
     body: bytes
     code: str
     reason: str
     meta: Meta
     queue: str = ""
+    key: str = ""
 
 
 class _RawItem(Struct):
@@ -163,62 +176,74 @@ class Codec:
         self._batch: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[item])  # type: ignore[valid-type]
 
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
-        """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id."""
+        """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
+
+        A message under a routing key that is not its own is malformed, whatever its body says (`may_come_under`).
+        """
+        key = published_key(delivery)
+        if delivery.content_type == BATCH and len(delivery.body) <= MAX_BODY_BYTES:
+            return self._read_batch(delivery.body, (delivery.message_id or new_id)[:MAX_ID], key)
+        meta, problem = _meta(delivery, new_id)
+        if not _may_be_answered(meta):
+            return [self._unanswerable(delivery.body, meta, key)]
         if len(delivery.body) > MAX_BODY_BYTES:
             reason = f"the body has {len(delivery.body)} bytes, {MAX_BODY_BYTES} are allowed"
-            return [self._malformed(b"", TOO_LARGE, reason, _meta(delivery, new_id)[0])]
-        if delivery.content_type == BATCH:
-            return self._read_batch(delivery.body, (delivery.message_id or new_id)[:MAX_ID])
-        meta, problem = _meta(delivery, new_id)
+            return [self._malformed(b"", TOO_LARGE, reason, meta, key)]
         if problem:
-            return [self._malformed(delivery.body, INVALID, problem, meta)]
-        return [self._read_one(delivery.body, meta, delivery.type, _original_key(delivery))]
+            return [self._malformed(delivery.body, INVALID, problem, meta, key)]
+        return [self._read_one(delivery.body, meta, delivery.type, key)]
 
-    def _read_batch(self, body: bytes, new_id: str) -> list[Read | Malformed]:
+    def _read_batch(self, body: bytes, new_id: str, key: str) -> list[Read | Malformed]:
         try:
             items = self._batch.decode(body)
-            if len(items) <= MAX_BATCH_ITEMS and all(_may_travel(item.meta) for item in items):
+            if len(items) <= MAX_BATCH_ITEMS and all(_is_sound(item.meta, item.body, key) for item in items):
                 return [Read(item.body, item.meta) for item in items]
         except msgspec.DecodeError:
             pass
         except RecursionError:
-            return [self._malformed(body, MALFORMED, "nested too deeply", Meta(id=new_id))]
-        return self._read_apart(body, new_id)
+            return [self._malformed(body, MALFORMED, "nested too deeply", Meta(id=new_id), key)]
+        return self._read_apart(body, new_id, key)
 
-    def _read_apart(self, body: bytes, new_id: str) -> list[Read | Malformed]:
+    def _read_apart(self, body: bytes, new_id: str, key: str) -> list[Read | Malformed]:
         """The slow way, when one item at least is bad: its neighbours must not suffer."""
         try:
             items = _decode_raw(body)
         except msgspec.DecodeError as error:
-            return [self._malformed(body, MALFORMED, str(error), Meta(id=new_id))]
+            return [self._malformed(body, MALFORMED, str(error), Meta(id=new_id), key)]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
-            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id))]
-        return [self._read_item(item, f"{new_id}.{number}") for number, item in enumerate(items)]
+            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id), key)]
+        return [self._read_item(item, f"{new_id}.{number}", key) for number, item in enumerate(items)]
 
-    def _read_item(self, item: _RawItem, new_id: str) -> Read | Malformed:
+    def _read_item(self, item: _RawItem, new_id: str, key: str) -> Read | Malformed:
         body = bytes(item.body)
         try:
             meta = _decode_meta(item.meta)
         except msgspec.DecodeError as error:
-            return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id))
+            return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id), key)
         if not _may_travel(meta):
-            return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id))
-        return self._read_one(body, meta, None, "")
+            return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id), key)
+        if not _may_be_answered(meta):
+            return self._unanswerable(body, meta, key)
+        return self._read_one(body, meta, None, key)
 
     def _read_one(self, body: bytes, meta: Meta, named: str | None, key: str) -> Read | Malformed:
         try:
             name = named or _decode_peek(body).type or self._by_key(key) or self._only
             decoder = self._by_tag.get(name or "")
             if decoder is None:
-                return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta)
-            return Read(decoder.decode(body), meta)
+                return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta, key)
+            message = decoder.decode(body)
+            if key and not may_come_under(message, key):
+                reason = f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"
+                return self._malformed(body, WRONG_KEY, reason, meta, key)
+            return Read(message, meta)
         except msgspec.ValidationError as error:
-            return self._malformed(body, INVALID, str(error), meta)
+            return self._malformed(body, INVALID, str(error), meta, key)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return self._malformed(body, MALFORMED, str(error), meta)
+            return self._malformed(body, MALFORMED, str(error), meta, key)
         except RecursionError:
-            return self._malformed(body, MALFORMED, "nested too deeply", meta)
+            return self._malformed(body, MALFORMED, "nested too deeply", meta, key)
 
     def _by_key(self, key: str) -> str | None:
         return next((name for head, name in self._heads if key == head or key.startswith(head + ".")), None)
@@ -227,13 +252,26 @@ class Codec:
         said = f"{name[:MAX_ID]!r} is not taken here" if name else "no type is given"
         return f"{said}; taken are: {', '.join(self._by_tag)}"
 
-    def _malformed(self, body: bytes, code: str, reason: str, meta: Meta) -> Malformed:
-        return Malformed(body, code, reason[:MAX_REASON], meta, self._queue)
+    def _unanswerable(self, body: bytes, meta: Meta, key: str) -> Malformed:
+        reason = "a reply is sent to a queue that the broker has named, or whose name begins with client.reply."
+        return self._malformed(body[:MAX_BODY_BYTES], REPLY_TO, reason, structs.replace(meta, reply_to=None), key)
+
+    def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
+        return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
 
 
 def kind_of(name: str) -> type[Message] | None:
     """The message type of a tag, None when there is none."""
     return _ROWS_BY_TAG.get(name)
+
+
+def _is_sound(meta: Meta, message: Message, key: str) -> bool:
+    return _may_travel(meta) and _may_be_answered(meta) and (not key or may_come_under(message, key))
+
+
+def _may_be_answered(meta: Meta) -> bool:
+    """Whether a reply to it, if one is wanted, would go where replies go."""
+    return meta.reply_to is None or meta.reply_to.startswith(REPLY_QUEUES)
 
 
 def _may_travel(meta: Meta) -> bool:
@@ -262,10 +300,16 @@ def _head(template: str) -> str:
     return template.partition(".{")[0]
 
 
-def _original_key(delivery: Delivery) -> str:
-    """The key it was first published with: a message back from a retry queue comes under its queue's name."""
+def published_key(delivery: Delivery) -> str:
+    """The routing key that a message was published with. Empty: it was sent to the queue itself.
+
+    Only berth's workers and operators may do that: a retry, which was read before, or a dead letter that goes back and
+    says in a header under which key it came at first. On any other message that header is a stranger's.
+    """
+    if delivery.exchange:
+        return delivery.routing_key
     key = delivery.headers.get(ORIGINAL_KEY)
-    return key if isinstance(key, str) else delivery.routing_key
+    return key if isinstance(key, str) else ""
 
 
 def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, StoryLine
+from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
@@ -149,30 +150,32 @@ def to_clients(event: BuildEvent) -> Addressed:
 
 
 class _Named(Struct):
-    """The two fields of an unreadable request that an answer on the event stream needs."""
+    """The field of an unreadable request that an answer on the event stream needs."""
 
     instance_uuid: str
-    project_id: str
 
 
 def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
-    """An unreadable request, answered on the event stream when it at least says whose it is.
+    """An unreadable request, answered on the event stream of the project whose routing key it came under.
 
-    Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a good
-    request is old news to whoever follows that one.
+    The broker has let its publisher use that key; what the body says of a project may be forged, so no other project
+    hears of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a
+    good request is old news to whoever follows that one.
     """
+    project_id = project_of(malformed.key)
+    if not project_id:
+        return ()
     try:
-        named = msgspec.json.decode(malformed.body, type=_Named)
         event = BuildEvent(
-            instance_uuid=named.instance_uuid,
-            project_id=named.project_id,
+            instance_uuid=msgspec.json.decode(malformed.body, type=_Named).instance_uuid,
+            project_id=project_id,
             state=BuildState.REFUSED,
             sequence=MALFORMED,
             terminal=True,
             code=malformed.code,
             reason=malformed.reason[:MAX_REASON],
         )
-        # The names become a routing key: only what the contract allows.
+        # Only what the contract allows.
         return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ()

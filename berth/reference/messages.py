@@ -55,9 +55,17 @@ may have no listener) and `{DEAD}` for what was given up. Bodies are JSON object
 | header `berth-cause` | the request or state change that led to this message |
 | header `traceparent` | W3C trace context, carried along |
 
-What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set; a build request whose
-`instance_uuid` and `project_id` could be read is answered on the event stream by state `refused`; everything else is
-parked in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
+A message has one routing key: the one below, filled with its own fields. Under another it is not taken
+(`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too.
+A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
+
+`reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
+(`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).
+
+What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. Without it, a build or
+delete request whose `instance_uuid` could be read is answered on the event stream of the project in its routing key,
+by state `refused`. Everything else is parked in the queue's `.dead` queue with the headers `berth-code` and
+`berth-reason` (`berth dead-letters list`).
 
 ## Publish a build request, follow its events
 

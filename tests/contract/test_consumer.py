@@ -91,11 +91,17 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, 
 async def test_whoever_asks_badly_is_told(house: House) -> None:
     bus = await house.bus()
     await house.consume(bus, REQUESTS, Answering())
-    await bus.transport.declare_reply_queue("somebodys")
+    await bus.transport.declare_reply_queue("client.reply.somebodys")
     answers = Collector()
-    await bus.transport.consume("somebodys", answers, prefetch=10)
+    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{}", reply_to="somebodys", correlation_id="1")
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key="build.request.p",
+            body=b"{}",
+            reply_to="client.reply.somebodys",
+            correlation_id="1",
+        )
     )
     (answer,) = await answers.wait(1)
     assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
@@ -141,11 +147,29 @@ async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
     bad = ['{"meta":{"id":7},"body":{}}', '{"meta":{"id":"8"},"body":{"type":"x"}}', '{"meta":{"id":"9"}}', "{}"]
     body = f"[{','.join([good[0], *bad, good[1]])}]".encode()
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body, content_type=BATCH)
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, content_type=BATCH)
     )
     await settled(bus, dead=len(bad))
     await handler.wait(len(good))  # they are handled after the bad ones are parked
     assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
+
+
+async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_it_out(house: House) -> None:
+    """Its body names project p; it came under the key of another, and so a dead letter of it remembers."""
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
+    headers = {"berth-key": "build.delete.p"}
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.evil", body=body, headers=headers, message_id="m")
+    )
+    for _ in range(2):
+        await settled(bus, dead=1)
+        (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.evil")
+        assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
+    assert handler.got == []
 
 
 @pytest.mark.parametrize(

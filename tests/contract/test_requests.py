@@ -23,9 +23,9 @@ async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house:
     bus = await house.bus()
     handler = Answering(accepted)
     await house.consume(bus, REQUESTS, handler)
-    await bus.transport.declare_reply_queue("somebodys")
+    await bus.transport.declare_reply_queue("client.reply.somebodys")
     answers = Collector()
-    await bus.transport.consume("somebodys", answers, prefetch=10)
+    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
     body = json.dumps({"instance_uuid": boot().instance_uuid, "flavor": "m1.small", "project_id": "p"}).encode()
     for correlation_id in ("1", "2", "3"):
         await bus.transport.publish(
@@ -33,7 +33,7 @@ async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house:
                 exchange=COMMANDS,
                 routing_key="build.request.p",
                 body=body,
-                reply_to="somebodys",
+                reply_to="client.reply.somebodys",
                 correlation_id=correlation_id,
             )
         )

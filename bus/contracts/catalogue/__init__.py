@@ -4,7 +4,15 @@ Two kinds of bus: the API bus, and one bus per cell. Both have the same three ex
 routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
 """
 
-from bus.contracts.catalogue.lookup import BY_QUEUE, BY_TYPE, routing_key, taken_by
+from bus.contracts.catalogue.lookup import (
+    BY_QUEUE,
+    BY_TYPE,
+    OF_PROJECT,
+    may_come_under,
+    project_of,
+    routing_key,
+    taken_by,
+)
 from bus.contracts.catalogue.messages import MESSAGES, REPLIES
 from bus.contracts.catalogue.queues import (
     BUILD_EVENTS,
@@ -27,6 +35,7 @@ __all__ = [
     "MAX_WAITING_MESSAGES",
     "MESSAGES",
     "MOST_REQUESTS_A_MESSAGE",
+    "OF_PROJECT",
     "QUEUES",
     "REPLIES",
     "RETRY_S",
@@ -34,6 +43,8 @@ __all__ = [
     "QueueKind",
     "QueueRow",
     "Where",
+    "may_come_under",
+    "project_of",
     "routing_key",
     "taken_by",
 ]

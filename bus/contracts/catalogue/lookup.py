@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
@@ -10,10 +11,18 @@ from typing import Any
 from bus.contracts.base import Message
 from bus.contracts.catalogue.messages import MESSAGES
 from bus.contracts.catalogue.queues import QUEUES
-from bus.contracts.catalogue.rows import MessageRow, QueueRow
+from bus.contracts.catalogue.rows import COMMANDS, MessageRow, QueueRow
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
+
+OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
+
+# A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
+_PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+_OF_PROJECTS = frozenset(
+    row.key.removesuffix(OF_PROJECT) for row in MESSAGES if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
+)
 
 
 def routing_key(message: Message) -> str:
@@ -21,6 +30,21 @@ def routing_key(message: Message) -> str:
     form, fields = _key_of(type(message))
     key: str = form % fields(message)
     return key
+
+
+def may_come_under(message: Message, key: str) -> bool:
+    """Whether a message may have been published under this key: its own, or the one under which batches of it leave.
+
+    The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
+    """
+    row = BY_TYPE.get(type(message))
+    return row is None or key == routing_key(message) or bool(row.together and key == row.together)
+
+
+def project_of(key: str) -> str:
+    """The project that the routing key of a client's command names; empty: it is no such key."""
+    head, _, last = key.rpartition(".")
+    return last if head in _OF_PROJECTS and _PROJECT.fullmatch(last) else ""
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from string import ascii_letters, digits
 from typing import Any
 
 import msgspec
@@ -12,17 +13,19 @@ from hypothesis import strategies as st
 
 from bus import wire
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildQuery, BuildRequest, DeleteRequest
+from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.catalogue import project_of
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
+KEY = "build.delete.p"
 CODEC = wire.Codec([BuildRequest, DeleteRequest], queue="scheduler.requests")
 METAS = st.builds(
     Meta,
     id=st.text(min_size=1, max_size=40),
     cause=st.text(max_size=40),
     sent_at=st.integers(0, 2**40).map(lambda number: number / 1000),
-    reply_to=st.none() | st.text(min_size=1, max_size=40),
+    reply_to=st.none() | st.text(max_size=40).map("berth.reply.{}".format),
     correlation_id=st.none() | st.text(min_size=1, max_size=40),
     deadline=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
     traceparent=st.none() | st.text(min_size=1, max_size=40),
@@ -60,7 +63,7 @@ def read(delivery: Any) -> list[wire.Read | wire.Malformed]:
 
 @given(METAS)
 def test_one_message_keeps_its_metadata(meta: Meta) -> None:
-    (got,) = read(Arrived(wire.single(wire.pack(delete(), meta), "x", "k")))
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY)))
     assert got == wire.Read(delete(), meta)
 
 
@@ -68,16 +71,16 @@ def test_one_message_keeps_its_metadata(meta: Meta) -> None:
 def test_a_message_is_never_taken_before_it_was_sent(microseconds: int) -> None:
     """Rounded up, a request had been asked 5 microseconds after it was taken: a stage before its own beginning."""
     sent_at = microseconds / 1e6
-    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m", sent_at=sent_at)), "x", "k")))
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m", sent_at=sent_at)), "berth", KEY)))
     assert sent_at - 0.001 <= got.meta.sent_at <= sent_at + 1e-6
-    (again,) = read(Arrived(wire.single(wire.pack(delete(), got.meta), "x", "k")))
+    (again,) = read(Arrived(wire.single(wire.pack(delete(), got.meta), "berth", KEY)))
     assert again.meta.sent_at == got.meta.sent_at
 
 
 @given(st.lists(METAS, min_size=1, max_size=5))
 def test_a_batch_keeps_its_order_and_metadata(metas: list[Meta]) -> None:
     packed = [wire.pack(delete(number), meta) for number, meta in enumerate(metas)]
-    got = read(Arrived(wire.batch(packed, "x", "k")))
+    got = read(Arrived(wire.batch(packed, "berth", KEY)))
     assert got == [wire.Read(delete(number), meta) for number, meta in enumerate(metas)]
 
 
@@ -107,11 +110,10 @@ def test_no_json_makes_it_raise(value: object) -> None:
 @pytest.mark.parametrize(
     ("body", "changed", "kind"),
     [
-        ({"type": "build.delete.v1"}, {"routing_key": "build.request.p"}, DeleteRequest),
-        ({}, {"type": "build.delete.v1", "routing_key": "scheduler.requests"}, DeleteRequest),
+        ({"type": "build.delete.v1"}, {}, DeleteRequest),
+        ({}, {"type": "build.delete.v1", "exchange": "", "routing_key": "scheduler.requests"}, DeleteRequest),
         ({}, {"routing_key": "build.delete.p"}, DeleteRequest),
-        ({}, {"routing_key": "build.delete.some.deeper.key"}, DeleteRequest),
-        ({}, {"routing_key": "scheduler.requests", "headers": {"berth-key": "build.delete.p"}}, DeleteRequest),
+        ({}, {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": KEY}}, DeleteRequest),
         ({"flavor": "f"}, {"routing_key": "build.request.p"}, BuildRequest),
     ],
 )
@@ -123,7 +125,7 @@ def test_the_type_comes_from_the_property_the_body_or_the_key(body: dict[str, st
 
 def test_a_queue_of_one_type_needs_no_type() -> None:
     codec = wire.Codec([BuildQuery])
-    (got,) = codec.read(arrived(b'{"limit":3}', routing_key="q"), "new")
+    (got,) = codec.read(arrived(b'{"limit":3}', routing_key="build.query"), "new")
     assert isinstance(got, wire.Read) and got.message == BuildQuery(limit=3)
     assert got.meta.id == "new"
 
@@ -161,3 +163,101 @@ def test_a_newline_at_the_end_is_not_part_of_a_name(field: str) -> None:
     fields = {"instance_uuid": UUID, "project_id": "p"}
     (got,) = read(arrived(json.dumps({**fields, field: fields[field] + "\n", "type": "build.delete.v1"}).encode()))
     assert isinstance(got, wire.Malformed) and got.code == wire.INVALID
+
+
+OTHERS_KEYS = [
+    "build.delete.evil",
+    "build.delete.p.p",
+    "build.delete.",
+    "build.delete",
+    "build.request.p",
+    "build.delete.P",
+]
+
+
+@pytest.mark.parametrize("key", [*OTHERS_KEYS, "build.delete.p\n", "build.delete.#", "build.events", "placement.claim"])
+@pytest.mark.parametrize("named", [None, "build.delete.v1"])
+def test_item_7_a_body_of_another_project_than_its_key_is_not_taken(key: str, named: str | None) -> None:
+    """The broker lets a project publish under its own key; its body might name any project's machine."""
+    (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, routing_key=key, type=named))
+    assert isinstance(got, wire.Malformed)
+    assert (got.code, got.key) == (wire.WRONG_KEY, key)
+
+
+def test_item_7_the_stranger_in_a_batch_is_not_taken_and_its_neighbours_are() -> None:
+    other = DeleteRequest(instance_uuid=UUID, project_id="q")
+    packed = [wire.pack(one, Meta(id=str(n))) for n, one in enumerate([delete(1), other, delete(2)])]
+    first, forged, last = read(Arrived(wire.batch(packed, "berth", KEY)))
+    assert first == wire.Read(delete(1), Meta(id="0")) and last == wire.Read(delete(2), Meta(id="2"))
+    assert isinstance(forged, wire.Malformed)
+    assert (forged.code, forged.key) == (wire.WRONG_KEY, KEY)
+
+
+def test_item_7_a_second_key_in_a_header_does_not_count() -> None:
+    """RabbitMQ routes by the header CC as well, and some versions check permissions for the first key only."""
+    for headers in ({"CC": [KEY]}, {"berth-key": KEY}):
+        (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, routing_key="build.delete.evil", headers=headers))
+        assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
+
+
+def test_item_7_what_goes_back_from_the_dead_letters_is_read_under_its_first_key() -> None:
+    changed = {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": "build.delete.evil"}}
+    (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, **changed))
+    assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
+
+
+def test_a_retry_has_been_read_before_and_names_no_key() -> None:
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), Meta(id="m")), "", "scheduler.requests")))
+    assert got == wire.Read(delete(), Meta(id="m"))
+
+
+def test_events_may_come_under_the_key_of_their_batches() -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=3)
+    codec = wire.Codec([BuildEvent])
+    packed = wire.pack(event, Meta(id="m"))
+    for key in ("build.events", "build.event.active.p"):
+        assert codec.read(Arrived(wire.single(packed, "berth.events", key)), "new") == [wire.Read(event, Meta(id="m"))]
+    (got,) = codec.read(Arrived(wire.single(packed, "berth.events", "build.event.failed.p")), "new")
+    assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
+
+
+@pytest.mark.parametrize(
+    "reply_to",
+    [
+        "placement.requests",
+        "scheduler.requests.dead",
+        "=scheduler.requests",
+        "compute.c1",
+        "client.builds.x",
+        "amq.topic",
+    ],
+)
+def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: str) -> None:
+    """The worker that answers may write into any queue of its bus; the client that asks may not."""
+    meta = Meta(id="m", reply_to=reply_to)
+    single = Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY))
+    batch = Arrived(wire.batch([wire.pack(delete(), meta)], "berth", KEY))
+    unread = arrived(b"{", reply_to=reply_to)
+    too_large = arrived(b" " * (wire.MAX_BODY_BYTES + 1), reply_to=reply_to)
+    strange = arrived(b"{}", reply_to=reply_to, headers={wire.DEADLINE: "soon"})
+    for delivery in (single, batch, unread, too_large, strange):
+        (got,) = read(delivery)
+        assert isinstance(got, wire.Malformed) and (got.code, got.meta.reply_to) == (wire.REPLY_TO, None)
+
+
+@pytest.mark.parametrize("reply_to", ["amq.gen-x", "=amq.gen-x", "amq.rabbitmq.reply-to.g1.x", "client.reply.x"])
+def test_a_client_is_answered_where_replies_go(reply_to: str) -> None:
+    meta = Meta(id="m", reply_to=reply_to)
+    (got,) = read(Arrived(wire.single(wire.pack(delete(), meta), "berth", KEY)))
+    assert got == wire.Read(delete(), meta)
+
+
+@given(st.text(max_size=70))
+def test_a_project_is_one_word_of_a_key_or_none(name: str) -> None:
+    words = set(name) <= set(ascii_letters + digits + "_-") and 0 < len(name) <= 64
+    assert project_of(f"build.request.{name}") == (name if words else "")
+    assert project_of(f"build.event.active.{name}") == ""
+
+
+def test_a_project_with_dots_is_no_project() -> None:
+    assert project_of("build.delete.a.b") == project_of("build.delete.b\n") == project_of("b") == ""

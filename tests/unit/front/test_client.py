@@ -12,7 +12,7 @@ import pytest
 from berth import client as client_module
 from berth.commands.builds import asked_for
 from berth.load import LoadPlan, draw_requests
-from bus.contracts.build import BuildRecord, BuildRequest, BuildState
+from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.port import BusUnavailable, PublishRefused
 from tests.unit.front.world import ClientWorld
 
@@ -43,6 +43,18 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
+    """Any project may name our uuid in a request of its own, and is told that this was refused."""
+    client_world.answer_at_once = False
+    (track,) = await client_world.client.boot(requests(1))
+    forged = BuildEvent(
+        instance_uuid=track.instance_uuid, project_id="evil", state=BuildState.REFUSED, sequence=99, terminal=True
+    )
+    await client_world.scheduler.publish(forged)
+    await until(lambda: client_world.client.foreign_events == 1)
+    assert (track.state, client_world.client.unfinished) == ("asked", 1)
 
 
 async def test_of_many_builds_it_is_known_which_were_accepted_before_the_queue_was_full(

@@ -84,15 +84,27 @@ def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent])
     assert sum(told.state is BuildState.DELETED for told in said) <= 1
 
 
-def test_an_unreadable_request_is_answered_when_it_says_whose_it_is() -> None:
-    def malformed(body: bytes) -> Malformed:
-        return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q")
+def test_an_unreadable_request_is_answered_when_it_says_what_it_is_about() -> None:
+    def malformed(body: bytes, key: str = "build.request.demo") -> Malformed:
+        return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q", key=key)
 
-    (said,) = refused_event(malformed(b'{"instance_uuid":"%s","project_id":"demo"}' % UUID.encode()))
+    (said,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
     assert (said.state, said.terminal, said.sequence, said.code) == (BuildState.REFUSED, True, 0, "request.invalid")
-    assert refused_event(malformed(b'{"instance_uuid":"x","project_id":"demo"}')) == ()
-    assert refused_event(malformed(b'{"instance_uuid":"%s","project_id":"de.mo#"}' % UUID.encode())) == ()
+    assert said.project_id == "demo"
+    assert refused_event(malformed(b'{"instance_uuid":"x"}')) == ()
+    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
+    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
     assert refused_event(malformed(b"\xff{")) == ()
+    assert refused_event(malformed(b"[" * 100_000)) == ()
+
+
+def test_item_7_a_forged_request_is_told_to_the_project_of_its_key_alone() -> None:
+    """A project that names another's machine must not end that machine's build for those who wait for it."""
+    body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
+    for code in ("message.invalid", "message.wrong_key"):
+        forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.evil")
+        (said,) = refused_event(forged)
+        assert (said.project_id, said.code) == ("evil", code)
 
 
 def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
