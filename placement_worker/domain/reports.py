@@ -104,38 +104,49 @@ def plan(
     book: Mapping[str, Provider],
     holdings: Mapping[str, Holding] = NOBODY,
     bus: str = ABOVE_CELLS,
+    *,
+    shape: int,
 ) -> Plan:
     """Apply flawless updates that came on one bus, in order, each whole or not at all.
 
     earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
     holds a root, a provider or a name in the updates. holdings: of every consumer of a provider that others take from.
+    shape: the shape of every provider that changes; higher than any that the book has given.
     """
-    draft = _Draft(book, holdings, bus)
+    draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
     return Plan(results, draft.providers, draft.moved)
 
 
 def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> list[Change]:
-    """The feed's words for the way from one book to the other: whole states, parents before children, removals last."""
-    changes = [
+    """The feed's words for the way from one book to the other: whole states, parents before children, removals last.
+
+    A generation that went back is of a provider that was deleted and created again on the way (by the REST API, where
+    it starts from 0): that it was removed comes first, or readers of the feed would take its state for an older one.
+    """
+    created_again = [uuid for uuid, old in before.items() if uuid in after and after[uuid].generation < old.generation]
+    changes = [_removed(before[uuid]) for uuid in created_again]
+    changes += [
         Change(sequence=0, provider=uuid, generation=provider.generation, state=state_of(provider))
         for uuid, provider in after.items()
         if before.get(uuid) is not provider
     ]
-    changes += [
-        Change(sequence=0, provider=uuid, generation=provider.generation + 1, removed=True)
-        for uuid, provider in before.items()
-        if uuid not in after
-    ]
+    changes += [_removed(provider) for uuid, provider in before.items() if uuid not in after]
     return changes
+
+
+def _removed(provider: Provider) -> Change:
+    return Change(sequence=0, provider=provider.uuid, generation=provider.generation + 1, removed=True)
 
 
 class _Draft:
     """The book as the updates so far have left it. A refused update leaves no trace."""
 
-    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str) -> None:
+    def __init__(self, book: Mapping[str, Provider], holdings: Mapping[str, Holding], bus: str, shape: int) -> None:
         self.providers = dict(book)
         self._bus = bus
+        self._shape = shape
+        self._generations: dict[str, int] = {}  # of providers that an update has removed, and another may report again
         self.moved: dict[str, Holding] = {}
         self._holdings = holdings
         self._holders: dict[str, list[str]] = {}
@@ -272,6 +283,7 @@ class _Draft:
         changed = bool(gone)
         for uuid in gone:
             provider = self.providers.pop(uuid)
+            self._generations[uuid] = provider.generation
             self.trees[provider.root].discard(uuid)
             self.names.pop(provider.name, None)
         renamed = []
@@ -284,7 +296,9 @@ class _Draft:
                 self.trees[before.root].discard(uuid)
                 if before.name != provider.name and self.names.get(before.name) == uuid:
                     del self.names[before.name]
-            self.providers[uuid] = replace(provider, generation=provider.generation + 1, shape=provider.shape + 1)
+            # One that moved from report to report goes on from its generation: what is older is known by it.
+            generation = provider.generation if before is not None else self._generations.get(uuid, 0)
+            self.providers[uuid] = replace(provider, generation=generation + 1, shape=self._shape)
             self.trees.setdefault(provider.root, set()).add(uuid)
             renamed.append((provider.name, uuid))
         self.names.update(renamed)

@@ -35,15 +35,20 @@ def reshape(
     consumers: Mapping[str, Consumer],
     providers: Mapping[str, Provider],
     known_classes: Mapping[str, int],
+    *,
+    shape: int,
 ) -> Reshaped | Refusal:
-    """The new world, or what stands against it. `providers`: every one that is named or held."""
+    """The new world, or what stands against it.
+
+    providers: every one that is named or held. shape: of those whose inventories are written.
+    """
     refusal = _check(item, providers, known_classes)
     if refusal is not None:
         return refusal
     interim = dict(providers)
     for uuid, (_, stocks) in item.inventories.items():
         before = providers[uuid]
-        interim[uuid] = changed(before, stocks={**before.stocks, **stocks}, shape=before.shape + 1)
+        interim[uuid] = changed(before, stocks={**before.stocks, **stocks}, shape=shape)
     ledger = Ledger(consumers, {uuid: _claimed(p) for uuid, p in interim.items()}, known_classes)
     refusal = replace(ledger, item.writes)
     if refusal is not None:

@@ -2,7 +2,8 @@
 
 Generations move exactly as Placement moves them (FEATURES P-gen, conformance FACTS): every write of inventories adds
 one, even when nothing changes; traits only when they change; aggregates always from 1.19 and never before; a rename
-or a new parent adds none. Our own `shape` moves with everything that a claim was chosen for.
+or a new parent adds none. Our own `shape` moves with everything that a claim was chosen for, to a number that the book
+has never given before: a provider that is deleted and created again has none of its old ones.
 """
 
 from __future__ import annotations
@@ -109,12 +110,21 @@ TreeOutcome = Provider | Refusal
 
 
 class Grove:
-    """The providers of one group of writes: as loaded, then as each write in turn leaves them."""
+    """The providers of one group of writes: as loaded, then as each write in turn leaves them.
+
+    shape: the shape of every provider that the group creates or changes.
+    """
 
     def __init__(
-        self, providers: Mapping[str, Provider], known_classes: Collection[str], known_traits: Collection[str]
+        self,
+        providers: Mapping[str, Provider],
+        known_classes: Collection[str],
+        known_traits: Collection[str],
+        *,
+        shape: int,
     ) -> None:
         self.providers = dict(providers)
+        self._shape = shape
         self._names = {provider.name: provider.uuid for provider in providers.values()}
         self._known_classes = known_classes
         self._known_traits = known_traits
@@ -151,7 +161,7 @@ class Grove:
             root = parent.root
         if taken:
             return Refusal(Why.DUPLICATE, ", ".join(taken), write.name)
-        created = Provider(write.uuid, write.name, write.parent, root, 0, 0, {}, {}, (), ())
+        created = Provider(write.uuid, write.name, write.parent, root, 0, self._shape, {}, {}, (), ())
         self.providers[write.uuid] = created
         self._names[write.name] = write.uuid
         return created
@@ -168,13 +178,13 @@ class Grove:
             if write.parent in subtree:
                 return _bad_parent("update", "creating loop in the provider tree is not allowed.")
             if (write.parent, target) != (before.parent, before.root):
-                moved = replace(before, parent=write.parent, root=target, shape=before.shape + 1)
+                moved = replace(before, parent=write.parent, root=target, shape=self._shape)
         if self._names.get(write.name, before.uuid) != before.uuid:
             return Refusal(Why.DUPLICATE, f"name: {write.name}", write.name)
         if moved.root != before.root:
             for uuid in subtree[1:]:
                 below = self.providers[uuid]
-                self.providers[uuid] = replace(below, root=moved.root, shape=below.shape + 1)
+                self.providers[uuid] = replace(below, root=moved.root, shape=self._shape)
         if write.name != before.name:
             self._names.pop(before.name, None)
             self._names[write.name] = before.uuid
@@ -224,7 +234,7 @@ class Grove:
         for name in write.stocks:
             if name not in self._known_classes:
                 return no_such_class(name)
-        return stocked(before, write.stocks)
+        return stocked(before, self._shape, write.stocks)
 
     def put_stock(self, before: Provider, write: PutStock) -> TreeOutcome:
         """Change one inventory."""
@@ -236,7 +246,7 @@ class Grove:
             return no_such_class(write.resource_class)
         if write.resource_class not in before.stocks:
             return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
-        return stocked(before, {**before.stocks, write.resource_class: write.stock})
+        return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
 
     def add_stock(self, before: Provider, write: AddStock) -> TreeOutcome:
         """Add one inventory."""
@@ -246,7 +256,7 @@ class Grove:
             return no_such_class(write.resource_class)
         if write.resource_class in before.stocks:
             return Refusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
-        return stocked(before, {**before.stocks, write.resource_class: write.stock})
+        return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
 
     def drop_stock(self, before: Provider, write: DropStock) -> TreeOutcome:
         """Remove one inventory."""
@@ -254,7 +264,9 @@ class Grove:
             return Refusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
         if write.resource_class not in before.stocks:
             return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
-        return stocked(before, {name: s for name, s in before.stocks.items() if name != write.resource_class})
+        return stocked(
+            before, self._shape, {name: s for name, s in before.stocks.items() if name != write.resource_class}
+        )
 
     def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
         """Replace all traits."""
@@ -266,7 +278,7 @@ class Grove:
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before
-        return replace(before, traits=traits, generation=before.generation + 1, shape=before.shape + 1)
+        return replace(before, traits=traits, generation=before.generation + 1, shape=self._shape)
 
     def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
         """Replace all aggregates."""
@@ -276,7 +288,7 @@ class Grove:
         aggregates = tuple(sorted(set(write.aggregates)))
         if aggregates == before.aggregates:
             return replace(before, generation=generation) if generation != before.generation else before
-        return replace(before, aggregates=aggregates, generation=generation, shape=before.shape + 1)
+        return replace(before, aggregates=aggregates, generation=generation, shape=self._shape)
 
 
 _CHANGED = "Resource provider's generation already changed. Please update the generation and try again."
@@ -293,12 +305,12 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
 }
 
 
-def stocked(before: Provider, stocks: Mapping[str, Stock]) -> TreeOutcome:
-    """The provider with these inventories, or why it cannot lose one that it has (E-2)."""
+def stocked(before: Provider, shape: int, stocks: Mapping[str, Stock]) -> TreeOutcome:
+    """The provider with these inventories, and of this shape if they differ; or why it cannot lose one (E-2)."""
     missing = [name for name in before.stocks if name not in stocks and before.used.get(name)]
     if missing:
         return in_use(before.uuid, missing)
-    shape = before.shape + (before.stocks != stocks)
+    shape = before.shape if before.stocks == stocks else shape
     return replace(before, stocks=dict(stocks), generation=before.generation + 1, shape=shape)
 
 

@@ -49,6 +49,8 @@ INSERT_ALLOCATIONS = """
 INSERT INTO allocations (consumer, provider_id, class_id, amount)
 SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::bigint[])
 """
+# Shapes up to this one have been given.
+GIVEN = "SELECT setval('shapes', GREATEST($1::bigint, (SELECT last_value FROM shapes)))"
 COUNT_USED = """
 UPDATE inventories i SET used = coalesce(s.amount, 0)
 FROM inventories j LEFT JOIN (
@@ -124,11 +126,12 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     `names` knows every class and trait in it. Shapes only rise, whatever the image says of them. Raises ImageError.
     """
     image = checked(image)
-    await connection.execute(ONE_WRITER_OF_TREES)
+    shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     await connection.execute(HOLD_CLAIMS)
     before = await _read(connection, names, ALL_IDS)
     changed = sorted(u for u in before.consumers.keys() | image.consumers.keys() if _differs(u, before, image))
-    after = {uuid: _next(before.providers.get(uuid), provider) for uuid, provider in image.providers.items()}
+    after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in image.providers.items()}
+    await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     stocked = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # What goes, goes last: until the allocations have moved somebody may hold it.
@@ -193,17 +196,21 @@ def _differs(uuid: str, before: Image, image: Image) -> bool:
     return before.consumers.get(uuid) != image.consumers.get(uuid)
 
 
-def _next(old: Provider | None, new: Provider) -> Provider:
-    """The provider as it is to be; the very same object when nothing of it changes."""
+def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
+    """The provider as it is to be; the very same object when nothing of it changes.
+
+    shape: one that this book has not given yet; nor has it given a higher one, such as the image may have.
+    """
     if old is None:
-        return replace(new, used={})
+        return replace(new, used={}, shape=max(shape, new.shape))
     # Of a trait that is there already the book knows best whose it is.
     lasting = {*old.lasting}.intersection(new.traits).union({*new.lasting}.difference(old.traits))
     new = replace(new, lasting=tuple(sorted(lasting)))
     same = replace(new, shape=old.shape, used=old.used)
     if same == old:
         return old
-    shape = old.shape + (replace(same, generation=old.generation) != old)
+    if replace(same, generation=old.generation) == old:
+        return same
     return replace(same, shape=max(shape, new.shape))
 
 

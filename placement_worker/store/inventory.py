@@ -24,7 +24,11 @@ from placement_worker.store.names import Names
 from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-ONE_WRITER_OF_TREES = "SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0))"
+# With the shape that this writer gives: drawn under the lock, so that who writes later has the higher one.
+ONE_WRITER_OF_TREES = """
+WITH writer AS MATERIALIZED (SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0)))
+SELECT nextval('shapes') FROM writer
+"""
 
 READ_SOURCES = """
 SELECT s.root, s.source, p.cell, s.version, s.digest, s.settled, s.providers
@@ -136,13 +140,13 @@ async def report(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: Names, bus: str
 ) -> list[InventoryResult | Refused]:
     """Decide and write a group of updates that came on one bus, inside the caller's transaction."""
-    await connection.execute(ONE_WRITER_OF_TREES)
+    shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     sources, cells = await _read_sources(connection, updates)
     group = Group(updates, sources, cells=cells, bus=bus)
     group.refuse_flawed(names.trait_ids)
     group.refuse_foreign()
     group.sort_out_stale()
-    sequence = await _apply(connection, group, names)
+    sequence = await _apply(connection, group, names, shape)
     return group.answers(sequence)
 
 
@@ -151,7 +155,7 @@ async def remove_shells(connection: asyncpg.Connection, names: Names, limit: int
 
     The source may be gone for good: nobody else would. Inside the caller's transaction.
     """
-    await connection.execute(ONE_WRITER_OF_TREES)
+    shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     rows = await connection.fetch(FIND_SHELLS, TAKEN_OUT, limit)
     if not rows:
         return []
@@ -163,7 +167,7 @@ async def remove_shells(connection: asyncpg.Connection, names: Names, limit: int
         trees.setdefault(provider.root, []).append(provider)
     # A claim or the REST API may have come between the look and the locks.
     empty = [update for update in said if is_empty_shell(trees.get(update.root_uuid, ()))]
-    await _apply(connection, Group(empty, sources, cells={}, bus=ABOVE_CELLS), names)
+    await _apply(connection, Group(empty, sources, cells={}, bus=ABOVE_CELLS), names, shape)
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
@@ -175,8 +179,8 @@ async def _read_sources(
     return {(row[0], row[1]): Source(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 
 
-async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> int:
-    """Plan what is new and write what it comes to."""
+async def _apply(connection: asyncpg.Connection, group: Group, names: Names, shape: int) -> int:
+    """Plan what is new and write what it comes to; `shape` is that of every provider that changes."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
     leaving = [pair for update in updates for pair in taken(update.providers)]
@@ -184,7 +188,8 @@ async def _apply(connection: asyncpg.Connection, group: Group, names: Names) -> 
     ids, before = await _lock_trees(connection, updates)
     consumers |= await handover.lock_late_holders(connection, leaving, consumers, names)
     holdings = {uuid: consumer.holding for uuid, consumer in consumers.items()}
-    outcome = plan(updates, [group.source(number).providers for number in fresh], before, holdings, group.bus)
+    earlier = [group.source(number).providers for number in fresh]
+    outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
     group.settle(fresh, outcome.results)
     if outcome.moved:
         between = handover.between(before, outcome.after)

@@ -165,7 +165,8 @@ class MemoryBook:
         before = await self._lock_trees(transaction, planned)
         await self._lock_late_holders(transaction, leaving, locked)
         holdings = {uuid: table.consumers[uuid].consumer.holding for uuid in table.holders(leaving)}
-        outcome = plan(planned, [group.source(number).providers for number in fresh], before, holdings, group.bus)
+        earlier = [group.source(number).providers for number in fresh]
+        outcome = plan(planned, earlier, before, holdings, group.bus, shape=table.next_shape())
         group.settle(fresh, outcome.results)
         await transaction.statement()
         transaction.will(lambda: table.write_trees(before, outcome, group))

@@ -51,6 +51,12 @@ class MemoryBookTable(MemoryDatabase):
         self.position = 0
         self.taken_until = -math.inf  # by whoever publishes
         self._next_number = 0
+        self._shapes = 0
+
+    def next_shape(self) -> int:
+        """A shape that no provider has ever had."""
+        self._shapes += 1
+        return self._shapes
 
     def number(self, uuid: str) -> int:
         """The number of a provider, given when it is first seen."""

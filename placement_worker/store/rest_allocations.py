@@ -50,14 +50,14 @@ async def apply(
 
 async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Names) -> Refusal | None:
     """Decide and write one reshape inside the caller's transaction; alone, because it is rare and large."""
-    await connection.execute(ONE_WRITER_OF_TREES)
+    shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     expected: dict[str, Consumer] = {}
     wanted: set[str] = set(item.inventories)
     _expect(item.writes, expected, wanted)
     inserted, consumers = await lock_consumers(connection, expected, names)
     locked = await connection.fetch(LOCK_BY_UUID, list(wanted | _held(consumers)))
     ids, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [row[0] for row in locked])
-    outcome = reshape(item, consumers, before, names.class_ids)
+    outcome = reshape(item, consumers, before, names.class_ids, shape=shape)
     if isinstance(outcome, Refusal):
         await write(connection, decide((), {}, {}, {})[1], consumers, inserted, ids=ids, names=names)
         return outcome

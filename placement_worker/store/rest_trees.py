@@ -25,8 +25,8 @@ from placement_worker.domain.values import Provider, Stock
 from placement_worker.store import feed
 from placement_worker.store.names import Names
 
-# Both are functions of the schema (migration p0004): a round trip each. Providers named by uuid or by name alone; of
-# those that move or go, the whole tree.
+# Both are functions of the schema (migrations p0004, p0007, p0011): a round trip each. Providers named by uuid or by
+# name alone; of those that move or go, the whole tree.
 LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4)"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
@@ -51,13 +51,13 @@ _ProviderRow = tuple[
     list[str] | None,
     list[str] | None,
 ]
-_loaded = msgspec.json.Decoder(tuple[list[int], list[_ProviderRow]]).decode
+_loaded = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
 
 
 async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: Names) -> list[TreeOutcome]:
     """Decide and write a group inside the caller's transaction."""
-    fresh_ids, ids, before = await _load(connection, writes)
-    grove = Grove(before, names.class_ids, names.trait_ids)
+    shape, fresh_ids, ids, before = await _load(connection, writes)
+    grove = Grove(before, names.class_ids, names.trait_ids, shape=shape)
     outcomes = [grove.apply(write) for write in writes]
     changes = changes_of(before, grove.providers)
     if changes:
@@ -172,8 +172,11 @@ async def unsettle(
 
 async def _load(
     connection: asyncpg.Connection, writes: Sequence[TreeWrite]
-) -> tuple[list[int], dict[str, int], dict[str, Provider]]:
-    """(numbers for those to be made, {uuid: number} of providers, parents and roots, the providers), all locked."""
+) -> tuple[int, list[int], dict[str, int], dict[str, Provider]]:
+    """(the shape to give, numbers for those to be made, {uuid: number} of providers, parents and roots, the providers).
+
+    All are locked.
+    """
     uuids: set[str] = set()
     provider_names: set[str] = set()
     trees: set[str] = set()
@@ -191,12 +194,12 @@ async def _load(
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)
     said = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
-    fresh_ids, rows = _loaded(said)
+    shape, fresh_ids, rows = _loaded(said)
     ids: dict[str, int] = {}
     before: dict[str, Provider] = {}
     for row in rows:
         _take(row, ids, before)
-    return fresh_ids, ids, before
+    return shape, fresh_ids, ids, before
 
 
 def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -> None:

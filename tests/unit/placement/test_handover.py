@@ -47,8 +47,8 @@ def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[
 def upgrade(
     holdings: Mapping[str, Holding], asked: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
 ) -> tuple[Applied, Plan, dict[str, Provider]]:
-    book = held(plan([before], [()], {}).after, holdings)
-    planned = plan([asked], [[report.uuid for report in before.providers]], book, holdings)
+    book = held(plan([before], [()], {}, shape=1).after, holdings)
+    planned = plan([asked], [[report.uuid for report in before.providers]], book, holdings, shape=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     # Whatever moved: usage is what is held, in every provider.
@@ -82,7 +82,7 @@ def test_what_finds_no_room_stays_set_aside_and_goes_with_a_later_report() -> No
     assert planned.moved == {ONE: {LEFT: {"VCPU": 2}}}
     assert result.set_aside == (f"{ROOT}/VCPU",)
     assert planned.after[ROOT].stocks["VCPU"].capacity == 0
-    again = plan([smaller], [[ROOT, LEFT]], held(planned.after, {TWO: holdings[TWO]}), {TWO: holdings[TWO]})
+    again = plan([smaller], [[ROOT, LEFT]], held(planned.after, {TWO: holdings[TWO]}), {TWO: holdings[TWO]}, shape=3)
     assert again.moved == {TWO: {LEFT: {"VCPU": 1}}}
     assert again.after[ROOT].stocks.keys() == {"DISK_GB", "VGPU"}
 
@@ -97,12 +97,12 @@ def test_whose_place_is_known_goes_there() -> None:
 
 def test_nested_turns_flat_again() -> None:
     holdings: dict[str, Holding] = {ONE: {LEFT: {"VCPU": 3}, ROOT: {"DISK_GB": 1}}, TWO: {RIGHT: {"VCPU": 4}}}
-    book = held(plan([NESTED], [()], {}).after, holdings)
+    book = held(plan([NESTED], [()], {}, shape=1).after, holdings)
     flat = update(
         ProviderReport(uuid=ROOT, name=ROOT, inventories={"DISK_GB": Inventory(total=9), "VCPU": Inventory(total=8)},
                        takes_from=LEFT)
     )  # fmt: skip
-    planned = plan([flat], [[ROOT, LEFT, RIGHT]], book, holdings)
+    planned = plan([flat], [[ROOT, LEFT, RIGHT]], book, holdings, shape=2)
     assert planned.moved == {ONE: {ROOT: {"DISK_GB": 1, "VCPU": 3}}}
     assert planned.after.keys() == {ROOT, RIGHT}  # nobody takes from the right cell: it is set aside
 
@@ -111,16 +111,16 @@ def test_a_class_that_the_source_keeps_and_a_provider_of_others_stay() -> None:
     both = update(node(ROOT, VCPU=8, MEMORY_MB=8, DISK_GB=9, VGPU=4), node(LEFT, ROOT, VCPU=4))
     assert upgrade({ONE: {ROOT: {"VCPU": 1}}}, both)[1].moved == {}
     holdings: dict[str, Holding] = {ONE: {OTHER: {"VCPU": 1}}}
-    book = held(plan([FLAT, update(node(OTHER, VCPU=4))], [(), ()], {}).after, holdings)
+    book = held(plan([FLAT, update(node(OTHER, VCPU=4))], [(), ()], {}, shape=1).after, holdings)
     greedy = ProviderReport(uuid=ROOT, name=ROOT, inventories={"VCPU": Inventory(total=9)}, takes_from=OTHER)
-    assert plan([update(greedy)], [[ROOT]], book, holdings).moved == {}
+    assert plan([update(greedy)], [[ROOT]], book, holdings, shape=2).moved == {}
 
 
 def test_a_refused_update_moves_nothing() -> None:
     holdings: dict[str, Holding] = {ONE: {ROOT: {"VCPU": 1}}}
     taken = ProviderReport(uuid=OTHER, name=LEFT)
-    book = held(plan([FLAT, update(taken)], [(), ()], {}).after, holdings)
-    planned = plan([NESTED], [[ROOT]], book, holdings)
+    book = held(plan([FLAT, update(taken)], [(), ()], {}, shape=1).after, holdings)
+    planned = plan([NESTED], [[ROOT]], book, holdings, shape=2)
     assert isinstance(planned.results[0], Refusal)
     assert planned.moved == {} and planned.after == book
     itself = ProviderReport(uuid=ROOT, name=ROOT, takes_from=ROOT)

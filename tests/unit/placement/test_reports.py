@@ -26,7 +26,7 @@ def update(*nodes: ProviderReport, root: str = "", version: int = 1) -> Inventor
 
 
 def book_of(*updates: InventoryUpdate) -> dict[str, Provider]:
-    return plan(updates, [()] * len(updates), {}).after
+    return plan(updates, [()] * len(updates), {}, shape=1).after
 
 
 def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Provider]:
@@ -36,7 +36,7 @@ def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Pro
 
 
 def after(book: Mapping[str, Provider], asked: InventoryUpdate, earlier: Sequence[str] = ()) -> tuple[Applied, Plan]:
-    planned = plan([asked], [earlier], book)
+    planned = plan([asked], [earlier], book, shape=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
     return result, planned
@@ -193,7 +193,7 @@ def test_a_child_becomes_a_root_and_a_root_becomes_a_child() -> None:
 
 def test_a_name_belongs_to_one_provider_and_passes_on_when_it_is_given_up() -> None:
     book = book_of(update(node(ROOT, name="one")), update(node(SECOND, name="two")))
-    planned = plan([update(node(ROOT, name="two")), update(node(ROOT, name="three"))], [(), ()], book)
+    planned = plan([update(node(ROOT, name="two")), update(node(ROOT, name="three"))], [(), ()], book, shape=2)
     refused, applied = planned.results
     assert isinstance(refused, Refusal)
     assert refused.code == "provider.name_taken"
@@ -233,7 +233,7 @@ def test_a_second_source_adds_to_a_tree_and_leaves_the_rest_as_it_is() -> None:
 
 
 def test_a_second_source_takes_away_its_own_and_the_first_one_keeps_off() -> None:
-    both = plan([update(node(ROOT)), update(place(ROOT), node(CHILD, ROOT))], [(), ()], {}).after
+    both = plan([update(node(ROOT)), update(place(ROOT), node(CHILD, ROOT))], [(), ()], {}, shape=1).after
     _, planned = after(both, update(node(ROOT, total=9)), [ROOT])
     assert planned.after[CHILD] is both[CHILD]
     result, planned = after(planned.after, update(place(ROOT)), [CHILD])
@@ -259,6 +259,6 @@ def test_a_place_that_is_not_there_is_refused(asked: InventoryUpdate) -> None:
     book = book_of(update(node(SECOND)), update(node(GRANDCHILD), node(ROOT, GRANDCHILD)))
     if asked.root_uuid == ROOT:
         book = book_of(update(node(SECOND)))
-    (result,) = plan([asked], [()], book).results
+    (result,) = plan([asked], [()], book, shape=2).results
     assert isinstance(result, Refusal)
     assert result.code == "inventory.not_there"

@@ -19,9 +19,9 @@ def taken_out() -> dict[str, Provider]:
         ProviderReport(uuid=CHILD, name="gpu", parent_uuid=ROOT, inventories={"VGPU": Inventory(total=1)}),
     )
     whole = InventoryUpdate(source="s", version=1, root_uuid=ROOT, providers=reports)
-    book = plan([whole], [()], {}).after
+    book = plan([whole], [()], {}, shape=1).after
     in_use = {**book, CHILD: replace(book[CHILD], used={"VGPU": 1})}
-    left = plan([InventoryUpdate(source="s", version=2, root_uuid=ROOT)], [()], in_use).after
+    left = plan([InventoryUpdate(source="s", version=2, root_uuid=ROOT)], [()], in_use, shape=2).after
     return {uuid: replace(provider, used={}) for uuid, provider in left.items()}
 
 

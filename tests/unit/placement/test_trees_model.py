@@ -37,11 +37,11 @@ STEPS = st.lists(st.tuples(updates(), st.dictionaries(st.sampled_from(UUIDS), st
 def test_trees_stay_a_forest_and_nothing_in_use_is_lost(steps: list[tuple[InventoryUpdate, dict[str, int]]]) -> None:
     book: dict[str, Provider] = {}
     reported: dict[str, tuple[str, ...]] = {}
-    for update, usage in steps:
+    for shape, (update, usage) in enumerate(steps, 1):
         for uuid, amount in usage.items():
             if uuid in book and "VCPU" in book[uuid].stocks:
                 book[uuid] = replace(book[uuid], used={"VCPU": amount} if amount else {})
-        planned = plan([update], [reported.get(update.root_uuid, ())], book)
+        planned = plan([update], [reported.get(update.root_uuid, ())], book, shape=shape)
         (result,) = planned.results
         check_forest(planned.after)
         check_nothing_lost(book, planned.after)

@@ -56,7 +56,7 @@ def provider(uuid: str, **fields: Any) -> Provider:
 
 
 def grove(*providers: Provider) -> Grove:
-    return Grove({p.uuid: p for p in providers}, CLASSES, TRAITS)
+    return Grove({p.uuid: p for p in providers}, CLASSES, TRAITS, shape=6)
 
 
 def why(outcome: object) -> Why | None:
@@ -123,17 +123,17 @@ def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
     held = Consumer(1, 0, "p", "u", "X", {"a": {"VCPU": 2}})
     inventories = {"a": (5, {}), "b": (5, {"VCPU": stock(4)})}
     book = {"a": a, "b": b}
-    left = reshape(Reshape(inventories, ()), {"c": held}, book, CLASSES)
+    left = reshape(Reshape(inventories, ()), {"c": held}, book, CLASSES, shape=6)
     assert why(left) is Why.IN_USE
     move = ConsumerWrite("c", {"b": {"VCPU": 2}}, "p", "u", "X", 1)
-    done = reshape(Reshape(inventories, (move,)), {"c": held}, book, CLASSES)
+    done = reshape(Reshape(inventories, (move,)), {"c": held}, book, CLASSES, shape=6)
     assert not isinstance(done, Refusal)
     assert {u: (p.generation, p.used, set(p.stocks)) for u, p in done.final.items()} == {
         "a": (6, {}, set()),
         "b": (8, {"VCPU": 2}, {"VCPU"}),
     }
-    assert why(reshape(Reshape({"a": (4, {})}, ()), {}, book, CLASSES)) is Why.GENERATION
-    assert why(reshape(Reshape({"z": (0, {})}, ()), {}, book, CLASSES)) is Why.NO_PROVIDER
+    assert why(reshape(Reshape({"a": (4, {})}, ()), {}, book, CLASSES, shape=6)) is Why.GENERATION
+    assert why(reshape(Reshape({"z": (0, {})}, ()), {}, book, CLASSES, shape=6)) is Why.NO_PROVIDER
 
 
 def claimed(**used: int) -> dict[str, ClaimedProvider]:
