@@ -88,10 +88,12 @@ def render_failures(failures: Sequence[Failure], console: Console) -> None:
 
 
 def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int = 2) -> None:
-    """How many hosts each step of a search left, and why the rest fell, most first."""
+    """How many hosts each step of a search left, and why it rejected the rest, the most frequent reason first."""
     for step in funnel:
-        fell = ", ".join(f"{count} {why}" for why, count in sorted(step.fell.items(), key=lambda item: -item[1]))
-        line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   fell: ' + fell if fell else ''}"
+        rejected = ", ".join(
+            f"{count} {why}" for why, count in sorted(step.rejected.items(), key=lambda item: -item[1])
+        )
+        line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   rejected: ' + rejected if rejected else ''}"
         console.print(Text(printable(line)), soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOption, ClaimResult
 from placement_worker.replica.query import asked_in_all
 from scheduler_worker.domain.ranking import Candidate, Choice
-from scheduler_worker.domain.select import Selector, adopted
+from scheduler_worker.domain.selector import Selector, adopted
 from scheduler_worker.endings import Ending, Placed, Stranded, Work
 
 log = structlog.get_logger(__name__)
@@ -98,7 +98,7 @@ class Adoption:
 
     def _earlier(self, work: Work, answer: ClaimResult) -> Selection | None:
         providers = sorted(answer.generations)
-        held = answer.holding or adopted(self._book, asked_in_all(work.wanted.query), providers)
+        held = answer.holding or adopted(self._book, asked_in_all(work.spec.query), providers)
         rows = {provider: row for provider in providers if (row := self._book.row_of(provider)) is not None}
         # What shares with the host is no host: of the trees that give something, only the host's is in the table.
         roots = dict.fromkeys(self._book.uuid_of(self._book.root_of(row)) for row in rows.values())

@@ -23,10 +23,10 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.decisions import refused_event
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.select import Selector
-from scheduler_worker.forgetting import forget_forever
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
+from scheduler_worker.retention import forget_forever
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresStore
 

@@ -1,4 +1,4 @@
-"""Decide, claim, and decide again: from what is wanted to a claimed host, for a whole batch at once.
+"""Decide, claim, and decide again: from what is spec to a claimed host, for a whole batch at once.
 
 A round decides every open request on the replica and claims them in one round trip. Each outcome asks for another
 reaction (P-63): claimed; raced: fold the newer shape in and ask for the same host again; full or gone: the next
@@ -32,13 +32,13 @@ from placement_worker.replica.query import asked_in_all
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.adoption import Adoption
-from scheduler_worker.company import look_up, names_others
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.ranking import Candidate, Choice, Ranking
-from scheduler_worker.domain.select import Selector
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.spread import Spread
-from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stopped, Work
+from scheduler_worker.peers import look_up, names_others
 
 log = structlog.get_logger(__name__)
 
@@ -84,13 +84,13 @@ class Claiming:
         self._jitter = _Jitter(rng, config.retry_jitter_s)
         self.spread = Spread()
 
-    def choose(self, wanted: Sequence[Asking]) -> dict[str, Work]:
+    def choose(self, spec: Sequence[Asking]) -> dict[str, Work]:
         """Choose hosts before it is known whether the requests are new, by instance: for `place`, or for `drop`.
 
         Only what is found at once; whoever finds nothing, or has to ask where others are, is left to `place`.
         """
         started = self._clock.monotonic()
-        works = {ask.request.instance_uuid: self._work(ask) for ask in wanted if not names_others(ask.request)}
+        works = {ask.request.instance_uuid: self._work(ask) for ask in spec if not names_others(ask.request)}
         subset, rankings = self._subset(), dict[tuple[str, ...], Ranking]()
         for work in works.values():
             with suppress(QueryTooWide):
@@ -105,9 +105,9 @@ class Claiming:
             if not isinstance(work.ending, Placed):
                 self._book.settle(work.request.instance_uuid, None)
 
-    async def place(self, wanted: Sequence[Asking], ahead: Mapping[str, Work] = NOTHING) -> list[Ending]:
+    async def place(self, spec: Sequence[Asking], ahead: Mapping[str, Work] = NOTHING) -> list[Ending]:
         """An ending for each, in order. ahead: what `choose` found for some of them."""
-        works = [ahead.get(asking.request.instance_uuid) or self._work(asking) for asking in wanted]
+        works = [ahead.get(asking.request.instance_uuid) or self._work(asking) for asking in spec]
         await look_up(self._bus, works, timeout_s=self._config.claim_timeout_s)
         deadline = self._clock.monotonic() + self._config.claim_deadline_s
         rounds = AsyncRetrying(
@@ -171,7 +171,7 @@ class Claiming:
     def _work(self, asking: Asking) -> Work:
         return Work(
             request=asking.request,
-            wanted=asking.wanted,
+            spec=asking.spec,
             most_alternates=self._alternates(asking.request),
             fresh=asking.fresh,
             tried=self._ignored(asking.request),
@@ -181,9 +181,9 @@ class Claiming:
         """One request's choice, assumed; False: there is none."""
         work.choice = self._same_host(work)
         if work.choice is None:
-            ranking = rankings.get(work.wanted.key)
+            ranking = rankings.get(work.spec.key)
             if ranking is None:
-                ranking = rankings[work.wanted.key] = self._selector.rank(work.wanted, now_s, self._rng)
+                ranking = rankings[work.spec.key] = self._selector.rank(work.spec, now_s, self._rng)
                 metrics.CANDIDATES.observe(len(ranking))
             excluded = self._selector.rows_of(work.tried)
             work.choice = ranking.pick(excluded, subset=subset, alternates=work.most_alternates)
@@ -200,7 +200,7 @@ class Claiming:
         if again is None or work.choice is None:
             return None
         row = self._book.row_of(again.uuid)
-        found = [] if row is None else options(self._book, work.wanted.query, row, limit=self._config.max_options)
+        found = [] if row is None else options(self._book, work.spec.query, row, limit=self._config.max_options)
         if row is None or not found:
             work.tried[again.uuid] = "claim.raced"
             return None
@@ -232,21 +232,21 @@ class Claiming:
             return
         if not work.fresh and work.probe is None:
             # After a crash the only host that fits may be the one that we hold already, which looks full.
-            work.probe = self._impossible(work.wanted)
+            work.probe = self._impossible(work.spec)
             if work.probe is not None:
                 return
         self._no_host(work, now_s)
 
     def _no_host(self, work: Work, now_s: float) -> None:
         metrics.DECISIONS.labels("no_host").inc()
-        work.ending = replace(self._selector.explain(work.wanted, now_s, work.tried), claims=work.claims)
+        work.ending = replace(self._selector.explain(work.spec, now_s, work.tried), claims=work.claims)
 
-    def _impossible(self, wanted: Wanted) -> ClaimOption | None:
+    def _impossible(self, spec: RequestSpec) -> ClaimOption | None:
         """An option that never fits: a claim of it only tells whether this attempt holds an allocation already."""
         roots = self._book.rows_of_roots()
         if not roots.size:
             return None
-        resource_class = min(asked_in_all(wanted.query))
+        resource_class = min(asked_in_all(spec.query))
         return ClaimOption(allocations={self._book.uuid_of(int(roots[0])): {resource_class: MAX_AMOUNT}})
 
     # --- claiming
@@ -319,7 +319,7 @@ class Claiming:
                 # Another member was faster: where the group is now decides what is left of the hosts.
                 metrics.RETRIES.labels("ruled_out").inc()
                 work.tried[choice.selected.uuid] = "claim.ruled_out"
-                work.wanted = work.wanted.meeting(answer.members)
+                work.spec = work.spec.with_members(answer.members)
             case ClaimOutcome.OVER_LIMIT:
                 work.ending = Stopped("quota.exceeded", f"project {work.request.project_id}, {answer.reason}")
             case ClaimOutcome.CONSUMER_CHANGED:

@@ -19,8 +19,8 @@ from bus.wire import Malformed
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import sentence, step
 from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
-from scheduler_worker.domain.select import NoHost
-from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
+from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.endings import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
 from scheduler_worker.store.port import Decided
 
@@ -40,13 +40,13 @@ class Author(Struct, frozen=True):
         return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
 
 
-def decision(request: BuildRequest, wanted: Wanted, ending: Ending, author: Author, *, nearest: int) -> Decided:
+def decision(request: BuildRequest, spec: RequestSpec, ending: Ending, author: Author, *, nearest: int) -> Decided:
     """What is written down about one ending. An Away is none: it is tried again."""
     match ending:
         case Placed():
             return _placed(request, ending, author)
-        case NoHost():
-            return _failed(request, NO_HOST, sentence(wanted, ending.funnel, nearest), author, funnel=ending.funnel)
+        case NoValidHost():
+            return _failed(request, NO_HOST, sentence(spec, ending.funnel, nearest), author, funnel=ending.funnel)
         case Stopped():
             return _failed(request, ending.code, ending.reason, author)
         case Contended():
@@ -58,7 +58,7 @@ def decision(request: BuildRequest, wanted: Wanted, ending: Ending, author: Auth
             raise AssertionError(ending)
 
 
-def impossible(request: BuildRequest, why: Impossible, hosts: int, author: Author) -> Decided:
+def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> Decided:
     """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
     reason = f"No host can take {request.flavor}: {why.reason}."
     return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))

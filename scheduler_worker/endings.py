@@ -9,8 +9,8 @@ from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOption
 from bus.faults import Transient
 from scheduler_worker.domain.ranking import Candidate, Choice
-from scheduler_worker.domain.select import NoHost
-from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import NoValidHost
 
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is somebody else's: never ours to release
 ATTEMPT = 1  # the scheduler's claim is the first attempt; the conductor's are the next
@@ -55,14 +55,14 @@ class Stranded(Struct, frozen=True):
     reason: str
 
 
-Ending = Placed | NoHost | Stopped | Contended | Stranded | Away
+Ending = Placed | NoValidHost | Stopped | Contended | Stranded | Away
 
 
 class Asking(Struct, frozen=True, kw_only=True):
     """A request to place. `fresh`: this delivery put it on record, so no earlier run can have claimed for it."""
 
     request: BuildRequest
-    wanted: Wanted
+    spec: RequestSpec
     fresh: bool = True
 
 
@@ -73,7 +73,7 @@ class Work(Struct, kw_only=True):
     """
 
     request: BuildRequest
-    wanted: Wanted
+    spec: RequestSpec
     fresh: bool
     tried: dict[str, str]
     most_alternates: int

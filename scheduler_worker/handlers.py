@@ -34,16 +34,15 @@ from scheduler_worker.decisions import (
     cell_build,
     decided_event,
     decision,
-    impossible,
     to_clients,
+    unsatisfiable,
     with_stages,
 )
 from scheduler_worker.deleting import delete_all, never_built
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
-from scheduler_worker.domain.select import NoHost, Selector
-from scheduler_worker.domain.wanted import Impossible, Wanted
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
+from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.endings import ATTEMPT, CONSUMER_CHANGED, Asking, Away, Contended, Ending, Placed, Stranded, Work
-from scheduler_worker.forgetting import longest_way_s
 from scheduler_worker.item import (
     TOO_OLD,
     Item,
@@ -57,6 +56,7 @@ from scheduler_worker.item import (
     stamps_of,
     told_at_once,
 )
+from scheduler_worker.retention import longest_way_s
 from scheduler_worker.store.port import Decided, OnRecord, SchedulerStore, Unit, quickly
 
 log = structlog.get_logger(__name__)
@@ -146,9 +146,9 @@ class RequestHandler:
         ahead: dict[str, Work] = {}
         try:
             await asyncio.sleep(0)  # its statement leaves
-            wanted = [(item, self._selector.want(item.request)) for item in items]
+            spec = [(item, self._selector.want(item.request)) for item in items]
             ahead = self._claiming.choose(
-                [Asking(request=i.request, wanted=one) for i, one in wanted if not isinstance(one, Impossible)]
+                [Asking(request=i.request, spec=one) for i, one in spec if not isinstance(one, Unsatisfiable)]
             )
             await recording
         except BaseException:
@@ -202,29 +202,29 @@ class RequestHandler:
 
     async def _place(self, items: list[Item], ahead: Mapping[str, Work]) -> None:
         author = self._author()
-        asking: list[tuple[Item, Wanted]] = []
+        asking: list[tuple[Item, RequestSpec]] = []
         decided: list[Decided] = []
         for item in items:
             chosen = ahead.get(item.request.instance_uuid)
-            wanted = self._selector.want(item.request) if chosen is None else chosen.wanted
-            if isinstance(wanted, Impossible) and wanted.code == HOST_UNKNOWN and self._may_wait(item):
+            spec = self._selector.want(item.request) if chosen is None else chosen.spec
+            if isinstance(spec, Unsatisfiable) and spec.code == HOST_UNKNOWN and self._may_wait(item):
                 item.outcome = UNHEARD
-            elif isinstance(wanted, Impossible):
+            elif isinstance(spec, Unsatisfiable):
                 hosts = int(self._selector.book.rows_of_roots().size)
                 item.doubtful = not item.fresh
-                decided.append(impossible(item.request, wanted, hosts, author))
+                decided.append(unsatisfiable(item.request, spec, hosts, author))
             else:
-                asking.append((item, wanted))
+                asking.append((item, spec))
         endings = await self._claiming.place(
-            [Asking(request=item.request, wanted=wanted, fresh=item.fresh) for item, wanted in asking], ahead
+            [Asking(request=item.request, spec=spec, fresh=item.fresh) for item, spec in asking], ahead
         )
         author = self._author()
         placed: dict[str, Placed] = {}
         away: Away | None = None
-        for (item, wanted), ending in zip(asking, endings, strict=True):
+        for (item, spec), ending in zip(asking, endings, strict=True):
             if isinstance(ending, Away):
                 away = ending
-            elif isinstance(ending, NoHost) and ending.may_be_early and self._may_wait(item):
+            elif isinstance(ending, NoValidHost) and ending.may_be_early and self._may_wait(item):
                 item.outcome = UNHEARD
             elif isinstance(ending, Contended) and item.received.meta.attempt < RETRIES:
                 item.outcome = Retry(CONTENDED, f"{ending.claims} claims were lost to others")
@@ -232,7 +232,7 @@ class RequestHandler:
                 item.outcome = Retry(STRANDED, ending.reason)
             else:
                 item.doubtful = not item.fresh or _has_claimed(ending)
-                decided.append(decision(item.request, wanted, ending, author, nearest=self._config.max_funnel_nearest))
+                decided.append(decision(item.request, spec, ending, author, nearest=self._config.max_funnel_nearest))
                 if isinstance(ending, Placed):
                     placed[item.request.instance_uuid] = ending
         await self._write(decided, placed, {item.request.instance_uuid: item for item in items})
@@ -351,7 +351,7 @@ class RequestHandler:
 
 def _has_claimed(ending: Ending) -> bool:
     """Whether placement was asked for a host: a claim may have been heard twice, and the second answer by nobody."""
-    return not isinstance(ending, NoHost) or ending.claims > 0
+    return not isinstance(ending, NoValidHost) or ending.claims > 0
 
 
 def _settled(outcome: Outcome | None) -> Outcome:

@@ -21,10 +21,10 @@ def filters(config: SchedulerConfig) -> list[Filter]:
     available = dict.fromkeys((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
     by_name = {path.rpartition(".")[2]: path for path in available}
     made: list[Filter] = []
-    for wanted in config.enabled_filters:
-        path = wanted if wanted in available else by_name.get(wanted)
+    for enabled in config.enabled_filters:
+        path = enabled if enabled in available else by_name.get(enabled)
         if path is None:
-            raise PluginInvalid(f"filter {wanted!r} is not available (available: {', '.join(sorted(by_name))})")
+            raise PluginInvalid(f"filter {enabled!r} is not available (available: {', '.join(sorted(by_name))})")
         made.append(_made(path, "judge"))
     return made
 

@@ -18,7 +18,7 @@ from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
 from bus.dead_letters import DeadLetter
 from bus.port import Transport
-from scheduler_worker.forgetting import CLOCK_SLACK_S
+from scheduler_worker.retention import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {
     tag_of(CellBuild): lambda settings: settings.conductor.deleted_keep_s,

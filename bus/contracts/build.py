@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta as Bound
-from msgspec import Struct
+from msgspec import Struct, field
 
 from .base import Label, Message, Reason, Uuid, Word
 from .groups import ServerGroup
@@ -73,11 +73,11 @@ class BuildAccepted(Message, frozen=True, kw_only=True, tag="build.accepted.v1")
 
 
 class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step of the search: how many hosts it left, and why the rest fell ({reason: hosts})."""
+    """One step of the search: how many hosts it left, and how many it rejected for which reason ({reason: hosts})."""
 
     step: str
     left: int
-    fell: dict[str, int] = {}
+    rejected: dict[str, int] = field(default_factory=dict, name="fell")
 
 
 class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -122,17 +122,17 @@ def _counts(plan: Plan, verdicts: Codes) -> Rows:
 
 
 def _funnel(plan: Plan, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
-    """Step by step: how many roots are left, and why the others fell."""
+    """Step by step: how many roots are left, and why the others were rejected."""
     left = int(counts[1:].sum())
-    funnel = [FunnelStep(step="providers", left=left, fell={why: many for why, many in pins.items() if many})]
-    fell: dict[str, dict[str, int]] = {step: {} for step in _steps(plan)}
+    funnel = [FunnelStep(step="providers", left=left, rejected={why: many for why, many in pins.items() if many})]
+    rejected: dict[str, dict[str, int]] = {step: {} for step in _steps(plan)}
     for code in range(1, plan.passes):
         if many := int(counts[code]):
             step = plan.steps.named[code]
-            fell.setdefault(step.step, {})[step.reason] = many
-    for name, reasons in fell.items():
+            rejected.setdefault(step.step, {})[step.reason] = many
+    for name, reasons in rejected.items():
         left -= sum(reasons.values())
-        funnel.append(FunnelStep(step=name, left=left, fell=reasons))
+        funnel.append(FunnelStep(step=name, left=left, rejected=reasons))
     return tuple(funnel)
 
 

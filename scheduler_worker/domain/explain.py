@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bus.contracts.build import FunnelStep
 from placement_worker.replica.query import asked_in_all
-from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.domain.request_spec import RequestSpec
 
 # What the stable words of the funnel mean, for a person. A word that is not here is shown as it is.
 PHRASES = {
@@ -46,11 +46,11 @@ GROUPS = {
 }
 
 
-def sentence(wanted: Wanted, funnel: Sequence[FunnelStep], nearest: int) -> str:
+def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
     """Why no host took it, in one line, the reasons that felled most (last steps first) named with their numbers."""
-    amounts = ", ".join(f"{amount} {name}" for name, amount in asked_in_all(wanted.query).items())
-    asked = f"{wanted.flavor} ({amounts})"
-    hosts = funnel[0].left + sum(funnel[0].fell.values()) if funnel else 0
+    amounts = ", ".join(f"{amount} {name}" for name, amount in asked_in_all(spec.query).items())
+    asked = f"{spec.flavor} ({amounts})"
+    hosts = funnel[0].left + sum(funnel[0].rejected.values()) if funnel else 0
     if hosts == 0:
         return f"No host can take {asked}: the resource book has no hosts at all."
     reasons = nearest_reasons(funnel, nearest)
@@ -63,7 +63,7 @@ def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
     """The nearest misses first: what fell at the last steps was closest to being taken."""
     said: list[str] = []
     for step in reversed(funnel):
-        for reason, count in sorted(step.fell.items(), key=lambda item: (-item[1], item[0])):
+        for reason, count in sorted(step.rejected.items(), key=lambda item: (-item[1], item[0])):
             said.append(f"{count} {phrase(step.step, reason)}")
             if len(said) == limit:
                 return said
@@ -89,8 +89,8 @@ def phrase(step: str, reason: str) -> str:
     return f"fell at {step}" if reason == step else f"fell at {step} ({reason})"
 
 
-def step(name: str, before: int, fell: Mapping[str, int]) -> FunnelStep:
+def step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelStep:
     """One step of a funnel; what fell and what is left add up to what came in."""
-    left = before - sum(fell.values())
-    assert left >= 0, (name, before, fell)
-    return FunnelStep(step=name, left=left, fell=dict(fell))
+    left = before - sum(rejected.values())
+    assert left >= 0, (name, before, rejected)
+    return FunnelStep(step=name, left=left, rejected=dict(rejected))

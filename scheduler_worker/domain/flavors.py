@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildRequest
 from placement_worker.replica.search import Query
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.domain.flavor_words import Asked, FlavorInvalid, parse
+from scheduler_worker.domain.flavor_parser import Asked, FlavorInvalid, parse
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import Membership
-from scheduler_worker.domain.wanted import Impossible, Wanted
 from scheduler_worker.filters.tenant_is_allowed import KEY as TENANT_KEY
 from scheduler_worker.filters.tenant_is_allowed import tenants
 
@@ -23,22 +23,22 @@ NOT_FORCED = "host.not_forced"
 
 def want(
     request: BuildRequest, asked: Asked, hosts: tuple[str, ...] | None, membership: Membership, config: SchedulerConfig
-) -> Wanted | Impossible:
+) -> RequestSpec | Unsatisfiable:
     """What one request wants, pre-filters applied. `hosts`: uuids that its `host` names, if any (N-12)."""
     query = asked.query
     if request.forced and (hosts is None or request.project_id not in config.forced_hosts_for):
         why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
-        return Impossible(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
+        return Unsatisfiable(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
     if hosts is not None:
         if not hosts:
-            return Impossible(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
+            return Unsatisfiable(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
         query = replace(query, only_roots=hosts)
     for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):
         shaped = prefilter(request, query, membership, config)
-        if isinstance(shaped, Impossible):
+        if isinstance(shaped, Unsatisfiable):
             return shaped
         query = shaped
-    return Wanted(
+    return RequestSpec(
         query=query,
         flavor=request.flavor,
         project_id=request.project_id,
@@ -61,7 +61,7 @@ def want(
 
 def _tenant_aggregate(
     request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig
-) -> Query | Impossible:
+) -> Query | Unsatisfiable:
     """R-1: the project's own aggregates, where there are any; optionally a project without one fits nowhere."""
     if not config.limit_tenants_to_placement_aggregate:
         return query
@@ -69,7 +69,7 @@ def _tenant_aggregate(
     if named:
         return _any_of(query, named)
     if config.placement_aggregate_required_for_tenants:
-        return Impossible(
+        return Unsatisfiable(
             "tenant.no_aggregate", f"no aggregate is set aside for project {request.project_id}", "tenant"
         )
     return query
@@ -77,7 +77,7 @@ def _tenant_aggregate(
 
 def _availability_zone(
     request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig
-) -> Query | Impossible:
+) -> Query | Unsatisfiable:
     """R-2: the aggregates that make the zone; the default zone is every host that no aggregate puts in another."""
     zone = request.availability_zone
     if zone is None:
@@ -90,7 +90,9 @@ def _availability_zone(
         zones = tuple(aggregate.uuid for aggregate in zoned)
         return replace(query, root_forbidden_aggregates=query.root_forbidden_aggregates + zones)
     known = ", ".join(sorted({config.default_availability_zone, *(a.metadata[ZONE_KEY] for a in zoned)}))
-    return Impossible("zone.unknown", f"there is no availability zone {zone} (there are: {known})", "availability_zone")
+    return Unsatisfiable(
+        "zone.unknown", f"there is no availability zone {zone} (there are: {known})", "availability_zone"
+    )
 
 
 def _isolated_aggregates(request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig) -> Query:

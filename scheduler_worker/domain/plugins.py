@@ -10,15 +10,15 @@ import numpy as np
 from msgspec import Struct
 
 from scheduler_worker.domain.hosts import Floats, Mask
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView, HostView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class Verdict(Struct, frozen=True):
     """What a filter says: `passed` per row of the view, and how many fell for which reason."""
 
     passed: Mask
-    fell: Mapping[str, int]
+    rejected: Mapping[str, int]
 
 
 class Filter(Protocol):
@@ -26,7 +26,7 @@ class Filter(Protocol):
 
     name: ClassVar[str]
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """A verdict over all hosts of the view at once."""
 
 
@@ -35,13 +35,13 @@ class HostFilter:
 
     name: ClassVar[str] = ""
 
-    def reason_against(self, host: HostView, wanted: Wanted) -> str | None:
+    def reason_against(self, host: HostView, spec: RequestSpec) -> str | None:
         """Why this host may not take the build (a stable word), or None when it may."""
         raise NotImplementedError
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Ask about every host in turn."""
-        reasons = [self.reason_against(view.host(row), wanted) for row in range(len(view))]
+        reasons = [self.reason_against(view.host(row), spec) for row in range(len(view))]
         passed = np.array([reason is None for reason in reasons], dtype=np.bool_)
         return Verdict(passed, dict(Counter(reason for reason in reasons if reason is not None)))
 
@@ -60,7 +60,7 @@ class Weigher(Protocol):
     minimum: ClassVar[float | None]
     maximum: ClassVar[float | None]
 
-    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The raw weight of every host of the view."""
 
 
@@ -71,19 +71,19 @@ class Weighing(Struct, frozen=True):
     multiplier: float
 
 
-def concerns(plugin: Filter | Weigher, wanted: Wanted) -> bool:
-    """Whether a filter or weigher has anything to say of a request: it may have a `concerns(wanted)` that says no.
+def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
+    """Whether a filter or weigher has anything to say of a request: it may have a `applies_to(spec)` that says no.
 
     Then it costs nothing, and a funnel does not speak of it.
     """
-    asks = getattr(plugin, "concerns", None)
-    return asks is None or bool(asks(wanted))
+    asks = getattr(plugin, "applies_to", None)
+    return asks is None or bool(asks(spec))
 
 
-EVERYONE: Mapping[str, int] = {}
+NONE_REJECTED: Mapping[str, int] = {}
 
 
 def one_reason(passed: Mask, reason: str) -> Verdict:
     """A verdict whose fallen all fell for the same reason."""
     fallen = int(passed.size - np.count_nonzero(passed))
-    return Verdict(passed, {reason: fallen} if fallen else EVERYONE)
+    return Verdict(passed, {reason: fallen} if fallen else NONE_REJECTED)

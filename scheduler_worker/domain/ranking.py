@@ -20,8 +20,8 @@ from bus.contracts.placement import ClaimOption
 from placement_worker.replica.search import options
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.domain.weights import score, score_again
 
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
@@ -33,7 +33,7 @@ ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there ma
 Entry = tuple[float, float, int]
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """A source of randomness, given by the caller."""
 
     def random(self) -> float:
@@ -71,22 +71,22 @@ class Ranking:
     def __init__(
         self,
         view: HostsView,
-        wanted: Wanted,
+        spec: RequestSpec,
         weighings: tuple[Weighing, ...],
         funnel: tuple[FunnelStep, ...],
         *,
         shuffle: bool,
-        chance: Chance,
+        rng: RandomSource,
         max_options: int,
     ) -> None:
         self.view = view
-        self.wanted = wanted
+        self.spec = spec
         self.funnel = funnel
-        self._chance = chance
+        self._rng = rng
         self._max_options = max_options
         self._cells = view.cell
-        self._scores, self._scales = score(view, wanted, weighings)
-        self._piles = self._sorted(chance, shuffle=shuffle)
+        self._scores, self._scales = score(view, spec, weighings)
+        self._heaps = self._sorted(rng, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.view)
@@ -103,7 +103,7 @@ class Ranking:
         if not viable:
             self._put_back(drawn)
             return None
-        selected = viable.pop(self._chance.randrange(len(viable)) if len(viable) > 1 else 0)
+        selected = viable.pop(self._rng.randrange(len(viable)) if len(viable) > 1 else 0)
         same_cell = self._alternates(selected, viable, excluded, drawn, alternates)
         self._put_back(drawn)
         return Choice(selected, same_cell, len(self.view))
@@ -111,8 +111,8 @@ class Ranking:
     def consumed(self, candidate: Candidate) -> None:
         """A claim on this host was assumed in the book: weigh it again."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
-        new = float(score_again(one, self.wanted, self._scales)[0])
-        heap = self._piles[int(self._cells[candidate.position])].heap
+        new = float(score_again(one, self.spec, self._scales)[0])
+        heap = self._heaps[int(self._cells[candidate.position])].entries
         for at, (_, tie, position) in enumerate(heap):
             if position == candidate.position:
                 heap[at] = (-new, tie, position)
@@ -125,13 +125,13 @@ class Ranking:
         others: list[Candidate],
         excluded: Container[int],
         drawn: list[Entry],
-        wanted: int,
+        count: int,
     ) -> tuple[Candidate, ...]:
         """Hosts of the selected one's cell, best first (C-7); not claimed, shared with other requests (C-8)."""
         cell = self._cells[selected.position]
-        mine = [other for other in others if self._cells[other.position] == cell][:wanted]
+        mine = [other for other in others if self._cells[other.position] == cell][:count]
         for _ in range(ALTERNATE_WALK):
-            if len(mine) >= wanted:
+            if len(mine) >= count:
                 break
             found = self._next(excluded, drawn, 1, cell=int(cell))
             if found is None:
@@ -144,8 +144,8 @@ class Ranking:
     ) -> Candidate | None:
         """Draw hosts (of one cell) until one fits; every host drawn is remembered, to be put back."""
         for _ in range(ALTERNATE_WALK if cell is not None else len(self.view) + 1):
-            pile = self._best_pile() if cell is None else self._piles[cell]
-            entry = None if pile is None else pile.draw()
+            heap = self._best_heap() if cell is None else self._heaps[cell]
+            entry = None if heap is None else heap.draw()
             if entry is None:
                 return None
             position = entry[2]
@@ -153,27 +153,27 @@ class Ranking:
             drawn.append(entry)
             if row in excluded:
                 continue
-            found = options(self.view.book, self.wanted.query, row, limit=limit)
+            found = options(self.view.book, self.spec.query, row, limit=limit)
             if found:
                 return Candidate(self.view.book.uuid_of(row), row, position, -entry[0], found)
             drawn.pop()  # full by now, and within this batch it can only get fuller
         return None
 
-    def _best_pile(self) -> Pile | None:
+    def _best_heap(self) -> HostHeap | None:
         """The cell whose best host is the best of all."""
-        best: Pile | None = None
+        best: HostHeap | None = None
         first: Entry | None = None
-        for pile in self._piles.values():
-            top = pile.top()
+        for heap in self._heaps.values():
+            top = heap.top()
             if top is not None and (first is None or top < first):
-                best, first = pile, top
+                best, first = heap, top
         return best
 
     def _put_back(self, drawn: list[Entry]) -> None:
         for entry in drawn:
-            self._piles[int(self._cells[entry[2]])].push(entry)
+            self._heaps[int(self._cells[entry[2]])].push(entry)
 
-    def _sorted(self, chance: Chance, *, shuffle: bool) -> dict[int, Pile]:
+    def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without walking over all the others'."""
         order = np.argsort(self._cells, kind="stable")
         cells = self._cells[order]
@@ -181,40 +181,40 @@ class Ranking:
         parts = [order[start:end] for start, end in pairwise(cuts) if end > start]
         chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
         return {
-            int(self._cells[part[0]]): Pile(part, self._scores, chunk, chance if shuffle else None) for part in parts
+            int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, rng if shuffle else None) for part in parts
         }
 
 
-class Pile:
+class HostHeap:
     """The hosts of one cell, best first: a heap of the best, and the rest from which it is filled up."""
 
-    def __init__(self, positions: Rows, scores: Floats, chunk: int, chance: Chance | None) -> None:
-        if chance is not None and len(positions) > chunk:
+    def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: RandomSource | None) -> None:
+        if rng is not None and len(positions) > chunk:
             # Equal hosts beyond a chunk: where the list is cut must differ between schedulers, or all of them
             # race for the same chunk.
-            positions = np.roll(positions, chance.randrange(len(positions)))
-        self.heap: list[Entry] = []
+            positions = np.roll(positions, rng.randrange(len(positions)))
+        self.entries: list[Entry] = []
         self._rest = positions
         self._scores = scores
         self._chunk = chunk
-        self._chance = chance
+        self._rng = rng
         self._threshold = np.inf if positions.size else -np.inf  # best score among the rest
 
     def top(self) -> Entry | None:
         """The best, which stays."""
-        while not self.heap or -self.heap[0][0] < self._threshold:
+        while not self.entries or -self.entries[0][0] < self._threshold:
             if not self._rest.size:
                 break
             self._draw_in()
-        return self.heap[0] if self.heap else None
+        return self.entries[0] if self.entries else None
 
     def draw(self) -> Entry | None:
         """Take the best."""
-        return None if self.top() is None else heapq.heappop(self.heap)
+        return None if self.top() is None else heapq.heappop(self.entries)
 
     def push(self, entry: Entry) -> None:
         """Put one back."""
-        heapq.heappush(self.heap, entry)
+        heapq.heappush(self.entries, entry)
 
     def _draw_in(self) -> None:
         """Move the best chunk of the rest onto the heap."""
@@ -227,6 +227,6 @@ class Pile:
         else:
             best, self._rest, self._threshold = rest, rest[:0], -np.inf
         for position, weight in zip(best.tolist(), self._scores[best].tolist(), strict=True):
-            tie = float(position) if self._chance is None else self._chance.random()
-            self.heap.append((-weight, tie, position))
-        heapq.heapify(self.heap)
+            tie = float(position) if self._rng is None else self._rng.random()
+            self.entries.append((-weight, tie, position))
+        heapq.heapify(self.entries)

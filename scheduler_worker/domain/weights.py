@@ -8,9 +8,9 @@ import numpy as np
 from msgspec import Struct
 
 from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher, Weighing, concerns
+from scheduler_worker.domain.plugins import Weigher, Weighing, applies_to
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView, Membership
-from scheduler_worker.domain.wanted import Wanted
 
 
 class Scale(Struct, frozen=True):
@@ -39,7 +39,7 @@ def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
     return Scale(weighing, low, high - low)
 
 
-def score(view: HostsView, wanted: Wanted, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
+def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
     """Every host's sum of weights, and the scales that make a later score of some of them comparable.
 
     One host is never weighed: there is nothing to choose.
@@ -49,21 +49,21 @@ def score(view: HostsView, wanted: Wanted, weighings: Sequence[Weighing]) -> tup
     if len(view) <= 1:
         return total, scales
     for weighing in weighings:
-        if not concerns(weighing.weigher, wanted):
+        if not applies_to(weighing.weigher, spec):
             continue
-        clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, wanted))
+        clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, spec))
         scale = scale_of(weighing, clamped)
         scales.append(scale)
         total += _weights(view, scale, clamped)
     return total, scales
 
 
-def score_again(view: HostsView, wanted: Wanted, scales: Sequence[Scale]) -> Floats:
+def score_again(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> Floats:
     """Some hosts' sums on scales made before, after what they have free has changed."""
     total = np.zeros(len(view), dtype=np.float64)
     for scale in scales:
         weigher = scale.weighing.weigher
-        total += _weights(view, scale, clamp(weigher, weigher.weigh(view, wanted)))
+        total += _weights(view, scale, clamp(weigher, weigher.weigh(view, spec)))
     return total
 
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.extra_specs import asked, matches
-from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 SCOPE = "aggregate_instance_extra_specs"
 
@@ -24,19 +24,19 @@ class AggregateInstanceExtraSpecsFilter:
 
     name: ClassVar[str] = "AggregateInstanceExtraSpecsFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of flavors that ask for something of this kind."""
-        return bool(asked(wanted.extra_specs, SCOPE))
+        return bool(asked(spec.extra_specs, SCOPE))
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each key in turn; a host falls for the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
-        fell: Counter[str] = Counter()
-        for key, value in asked(wanted.extra_specs, SCOPE).items():
+        rejected: Counter[str] = Counter()
+        for key, value in asked(spec.extra_specs, SCOPE).items():
             mine = np.zeros(len(view), dtype=np.bool_)
             for aggregate in view.membership.with_key(key):
                 if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):
                     mine |= view.member_of(aggregate.uuid)
-            fell[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
+            rejected[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
-        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

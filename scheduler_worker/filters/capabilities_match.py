@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.extra_specs import asked, matches
-from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 SCOPE = "capabilities"
 
@@ -20,15 +20,15 @@ class ComputeCapabilitiesFilter:
 
     name: ClassVar[str] = "ComputeCapabilitiesFilter"
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each asked attribute in turn; a host falls for the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
-        fell: Counter[str] = Counter()
-        for key, value in asked(wanted.extra_specs, SCOPE).items():
+        rejected: Counter[str] = Counter()
+        for key, value in asked(spec.extra_specs, SCOPE).items():
             # Hosts say the same few words, so each distinct word is judged once.
             words = view.attribute(key)
             verdicts = {word: matches(word, value) for word in set(words)}
             mine = np.array([verdicts[word] for word in words], dtype=np.bool_)
-            fell[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
+            rejected[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
             passed &= mine
-        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

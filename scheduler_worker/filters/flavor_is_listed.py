@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import EVERYONE, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 KEY = "instance_type"
 
@@ -18,16 +18,16 @@ class AggregateTypeAffinityFilter:
 
     name: ClassVar[str] = "AggregateTypeAffinityFilter"
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By the flavor's name, in comma lists."""
         listing = view.membership.with_key(KEY)
         if not listing:
-            return Verdict(np.ones(len(view), dtype=np.bool_), EVERYONE)
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
         restricted = np.zeros(len(view), dtype=np.bool_)
         allowed = np.zeros(len(view), dtype=np.bool_)
         for aggregate in listing:
             members = view.member_of(aggregate.uuid)
             restricted |= members
-            if wanted.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
+            if spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
                 allowed |= members
         return one_reason(~restricted | allowed, "flavor.not_listed")

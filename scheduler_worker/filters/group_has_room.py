@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from bus.contracts.groups import GroupPolicy
 from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class ServerGroupAntiAffinityFilter:
@@ -15,13 +15,13 @@ class ServerGroupAntiAffinityFilter:
 
     name: ClassVar[str] = "ServerGroupAntiAffinityFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of groups that keep apart."""
-        return wanted.has_policy(GroupPolicy.ANTI_AFFINITY)
+        return spec.has_policy(GroupPolicy.ANTI_AFFINITY)
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where the members were when the book was asked; the claim looks again."""
-        assert wanted.company is not None
-        assert wanted.company.server_group is not None
-        most = wanted.company.server_group.max_per_host
-        return one_reason(view.counted(wanted.company.members) < most, "group.no_room")
+        assert spec.peers is not None
+        assert spec.peers.server_group is not None
+        most = spec.peers.server_group.max_per_host
+        return one_reason(view.counted(spec.peers.members) < most, "group.no_room")

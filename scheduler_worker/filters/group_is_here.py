@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from bus.contracts.groups import GroupPolicy
-from scheduler_worker.domain.plugins import EVERYONE, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class ServerGroupAffinityFilter:
@@ -17,13 +17,13 @@ class ServerGroupAffinityFilter:
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of groups that stay together."""
-        return wanted.has_policy(GroupPolicy.AFFINITY)
+        return spec.has_policy(GroupPolicy.AFFINITY)
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where the members were when the book was asked; the claim looks again."""
-        assert wanted.company is not None
-        if not wanted.company.members:
-            return Verdict(np.ones(len(view), dtype=np.bool_), EVERYONE)
-        return one_reason(view.counted(wanted.company.members) > 0, "group.elsewhere")
+        assert spec.peers is not None
+        if not spec.peers.members:
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        return one_reason(view.counted(spec.peers.members) > 0, "group.elsewhere")

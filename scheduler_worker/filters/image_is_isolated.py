@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import EVERYONE, Verdict
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class AggregateImagePropertiesIsolation:
@@ -21,15 +21,15 @@ class AggregateImagePropertiesIsolation:
 
     name: ClassVar[str] = "AggregateImagePropertiesIsolation"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of images that say anything."""
-        return bool(wanted.image_properties)
+        return bool(spec.image_properties)
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each property in turn; a host falls for the first that does not meet."""
         passed = np.ones(len(view), dtype=np.bool_)
-        fell: Counter[str] = Counter()
-        for key, value in sorted(wanted.image_properties.items()):
+        rejected: Counter[str] = Counter()
+        for key, value in sorted(spec.image_properties.items()):
             named = np.zeros(len(view), dtype=np.bool_)
             met = np.zeros(len(view), dtype=np.bool_)
             for aggregate in view.membership.with_key(key):
@@ -37,6 +37,6 @@ class AggregateImagePropertiesIsolation:
                 named |= members
                 if value in {word.strip() for word in aggregate.metadata[key].split(",")}:
                     met |= members
-            fell[f"image.{key}"] += int(np.count_nonzero(passed & named & ~met))
+            rejected[f"image.{key}"] += int(np.count_nonzero(passed & named & ~met))
             passed &= ~named | met
-        return Verdict(passed, {reason: count for reason, count in fell.items() if count} or EVERYONE)
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 # What an image says of itself, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
@@ -25,13 +25,13 @@ class ImagePropertiesFilter:
 
     name: ClassVar[str] = "ImagePropertiesFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of images that say any of it."""
-        return any(wanted.image_properties.get(key) for key in PROPERTIES)
+        return any(spec.image_properties.get(key) for key in PROPERTIES)
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Hosts announce the same few lists, so each distinct one is judged once."""
-        asked = [wanted.image_properties.get(key, "").lower() for key in PROPERTIES]
+        asked = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
         verdicts = {word: supports(word, asked) for word in set(words)}
         return one_reason(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class DifferentHostFilter:
@@ -14,11 +14,11 @@ class DifferentHostFilter:
 
     name: ClassVar[str] = "DifferentHostFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only with the hint."""
-        return wanted.company is not None and wanted.company.apart_from is not None
+        return spec.peers is not None and spec.peers.different_hosts is not None
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where they were when the book was asked."""
-        assert wanted.company is not None
-        return one_reason(~view.among(wanted.company.apart_from or ()), "hint.different_host")
+        assert spec.peers is not None
+        return one_reason(~view.among(spec.peers.different_hosts or ()), "hint.different_host")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class SameHostFilter:
@@ -14,11 +14,11 @@ class SameHostFilter:
 
     name: ClassVar[str] = "SameHostFilter"
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only with the hint."""
-        return wanted.company is not None and wanted.company.together_with is not None
+        return spec.peers is not None and spec.peers.same_hosts is not None
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where they were when the book was asked."""
-        assert wanted.company is not None
-        return one_reason(view.among(wanted.company.together_with or ()), "hint.same_host")
+        assert spec.peers is not None
+        return one_reason(view.among(spec.peers.same_hosts or ()), "hint.same_host")

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.plugins import Verdict
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class ComputeFilter:
@@ -16,13 +16,13 @@ class ComputeFilter:
 
     name: ClassVar[str] = "ComputeFilter"
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Disabled is the stronger reason: somebody meant it."""
-        del wanted
+        del spec
         enabled, up = view.enabled, view.up
         passed = enabled & up
-        fell = {
+        rejected = {
             "host.disabled": int(np.count_nonzero(~enabled)),
             "service.down": int(np.count_nonzero(enabled & ~up)),
         }
-        return Verdict(passed, {reason: count for reason, count in fell.items() if count})
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count})

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import EVERYONE, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 KEY = "filter_tenant_id"
 
@@ -21,17 +21,17 @@ class AggregateMultiTenancyIsolation:
 
     name: ClassVar[str] = "AggregateMultiTenancyIsolation"
 
-    def judge(self, view: HostsView, wanted: Wanted) -> Verdict:
+    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Restricted hosts pass when any of their aggregates names the project."""
         restricting = view.membership.with_prefix(KEY)
         if not restricting:
-            return Verdict(np.ones(len(view), dtype=np.bool_), EVERYONE)
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
         restricted = np.zeros(len(view), dtype=np.bool_)
         allowed = np.zeros(len(view), dtype=np.bool_)
         for aggregate in restricting:
             members = view.member_of(aggregate.uuid)
             restricted |= members
-            if wanted.project_id in tenants(aggregate.metadata):
+            if spec.project_id in tenants(aggregate.metadata):
                 allowed |= members
         return one_reason(~restricted | allowed, "tenant.not_allowed")
 

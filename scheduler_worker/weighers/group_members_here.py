@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from bus.contracts.groups import GroupPolicy
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class ServerGroupSoftAffinityWeigher:
@@ -19,11 +19,11 @@ class ServerGroupSoftAffinityWeigher:
     minimum: ClassVar[float | None] = None
     maximum: ClassVar[float | None] = None
 
-    def concerns(self, wanted: Wanted) -> bool:
+    def applies_to(self, spec: RequestSpec) -> bool:
         """Only of groups with this wish."""
-        return wanted.has_policy(GroupPolicy.SOFT_AFFINITY)
+        return spec.has_policy(GroupPolicy.SOFT_AFFINITY)
 
-    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of other members on each host."""
-        assert wanted.company is not None
-        return view.counted(wanted.company.members)
+        assert spec.peers is not None
+        return view.counted(spec.peers.members)

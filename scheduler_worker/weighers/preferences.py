@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class PreferenceWeigher:
@@ -24,11 +24,11 @@ class PreferenceWeigher:
     minimum: ClassVar[float | None] = None
     maximum: ClassVar[float | None] = None
 
-    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of wishes that each host meets."""
         met = np.zeros(len(view), dtype=np.float64)
-        for trait in wanted.preferred_traits:
+        for trait in spec.preferred_traits:
             met += view.has_trait(trait)
-        for resource_class in wanted.preferred_classes:
+        for resource_class in spec.preferred_classes:
             met += view.free(resource_class) > 0
         return met

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 
 class BuildFailureWeigher:
@@ -18,7 +18,7 @@ class BuildFailureWeigher:
     minimum: ClassVar[float | None] = None
     maximum: ClassVar[float | None] = None
 
-    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """Consecutive failures; a success on the host sets them back to none."""
-        del wanted
+        del spec
         return view.failed_builds

@@ -13,7 +13,7 @@ from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState
 from bus.faults import DatabaseUnavailable
 from bus.outbox import Addressed
 from bus.service.database import Database
-from scheduler_worker.forgetting import forget
+from scheduler_worker.retention import forget
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
 from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore, Stale, Unit, quickly
 from scheduler_worker.store.postgres import PostgresStore

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
-import scheduler_worker.company
+import scheduler_worker.peers
 from bus.contracts.placement import Claim, ClaimOutcome, WherePage
 from bus.service.memory_database import Transaction
 from cell_conductor.domain import table
@@ -75,13 +75,13 @@ def living_members_forgotten() -> AbstractContextManager[Any]:
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
-    known = scheduler_worker.company.company
+    known = scheduler_worker.peers.company
 
     def company(request: Any, page: WherePage) -> Any:
         found = known(request, page)
-        return replace(found, apart_from=found.apart_from and (), together_with=None)
+        return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 
-    return patch.object(scheduler_worker.company, "company", company)
+    return patch.object(scheduler_worker.peers, "company", company)
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:

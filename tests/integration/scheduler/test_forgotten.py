@@ -15,7 +15,7 @@ from bus.contracts.catalogue import DEAD
 from bus.wire import pack, single
 from scheduler_worker import handlers
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.forgetting import forget, longest_way_s
+from scheduler_worker.retention import forget, longest_way_s
 from scheduler_worker.store.postgres import PostgresStore
 from tests.integration.scheduler.test_twins import Gate
 from tests.integration.scheduler.world import World

@@ -145,7 +145,7 @@ async def test_no_host_is_explained(world: World) -> None:
     failed = await world.ended(request.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
     steps = {step.step: step for step in failed.funnel}
-    assert steps["ComputeFilter"].fell == {"host.disabled": 2} and steps["ComputeFilter"].left == 0
+    assert steps["ComputeFilter"].rejected == {"host.disabled": 2} and steps["ComputeFilter"].left == 0
     assert steps["MEMORY_MB"].left == 2, failed.funnel
     assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
     record = await world.show(request.instance_uuid)

@@ -41,7 +41,7 @@ async def test_members_that_keep_apart_fill_all_hosts_and_no_more(world: World) 
     event = await world.ended(late.instance_uuid)
     assert failed == ["no_valid_host"]
     assert event.funnel[-1].step == "ServerGroupAntiAffinityFilter"
-    assert event.funnel[-1].fell == {"group.no_room": 6}
+    assert event.funnel[-1].rejected == {"group.no_room": 6}
     assert "6 have as many of the server group as they may" in event.reason
     # Alternates go along with the rule, so that the cell's own claims keep it.
     assert all(build.server_group == apart for _, build in world.builds)
@@ -90,7 +90,7 @@ async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
     nowhere = world.request(same_host=(new_uuid(world.rng),))
     assert await places(world, [nowhere]) == ["no_valid_host"]
     event = await world.ended(nowhere.instance_uuid)
-    assert event.funnel[-1].fell == {"hint.same_host": 3}
+    assert event.funnel[-1].rejected == {"hint.same_host": 3}
     # Another project's instance is nobody: a request learns nothing of it.
     assert await places(world, [world.request(project_id="other", same_host=(one.instance_uuid,))]) == ["no_valid_host"]
 

@@ -15,7 +15,7 @@ from berth.load.fleet import GPU_CLASS, HostKind, demand, flavor_of, mean_in, re
 from berth.load.trace import Asked, Shape, read_requests, read_trace
 from berth.settings import read_settings
 from compute_sim.domain.hosts import plan_hosts, tree
-from scheduler_worker.domain.flavor_words import parse
+from scheduler_worker.domain.flavor_parser import parse
 
 HOSTS = (
     "sn,cpu_milli,memory_mib,gpu,model\na,32000,262144,0,\nb,96000,393216,2,G2\nc,32000,262144,0,\nd,8000,4096,1,t4\n"

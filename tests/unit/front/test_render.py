@@ -35,7 +35,7 @@ def test_control_characters_stay_out_of_the_terminal() -> None:
 
 
 def test_like_failures_are_told_once() -> None:
-    funnel = (FunnelStep(step="VCPU", left=0, fell={"in use": 3}),)
+    funnel = (FunnelStep(step="VCPU", left=0, rejected={"in use": 3}),)
 
     def failure(number: int, reason: str, funnel: tuple[FunnelStep, ...] = ()) -> Failure:
         return Failure(
@@ -48,7 +48,7 @@ def test_like_failures_are_told_once() -> None:
     assert text.splitlines() == [
         "2 x f c: for example h1 failed (i1, ...)",
         "2 x f c: no host (i3, ...)",
-        f"      {'VCPU':36}      0 left   fell: 3 in use",
+        f"      {'VCPU':36}      0 left   rejected: 3 in use",
     ]
 
 

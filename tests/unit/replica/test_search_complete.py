@@ -159,7 +159,7 @@ def compare(world: World, query: Query) -> None:
     steps = found.funnel
     assert steps[-1].left == len(expected)
     for before, after in pairwise(steps):
-        assert before.left - after.left == sum(after.fell.values())
+        assert before.left - after.left == sum(after.rejected.values())
     for root, all_ways in expected.items():
         check_options(world, query, root, all_ways)
 

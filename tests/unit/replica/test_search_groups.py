@@ -74,7 +74,7 @@ def check(book: Book, states: list[ProviderState], query: Query) -> None:
         wanted = {root: ways for root, ways in wanted.items() if root == tree}
     answer = search(book, query, explain=True)
     assert {book.uuid_of(int(row)) for row in answer.roots} == set(wanted)
-    assert answer.funnel[0].left + sum(answer.funnel[0].fell.values()) == len(book.rows_of_roots())
+    assert answer.funnel[0].left + sum(answer.funnel[0].rejected.values()) == len(book.rows_of_roots())
     assert answer.funnel[-1].left == len(wanted)
     assert plan_of(book, query).steps.unknown not in plan_of(book, query).verdicts
     for row in answer.roots.tolist():
@@ -174,7 +174,7 @@ def test_the_funnel_names_the_group_that_nobody_satisfies(change: dict[str, obje
     group = Group(suffix="_NET", resources={"VF": 1}, required=(("CUSTOM_FAST",),))
     answer = search(book, Query(resources={"VCPU": 1}, groups=(group,)), explain=True)
     assert not len(answer.roots)
-    assert [(s.step, s.fell) for s in answer.funnel if s.fell] == [(step, {reason: 1})]
+    assert [(s.step, s.rejected) for s in answer.funnel if s.rejected] == [(step, {reason: 1})]
 
 
 def test_groups_that_fit_alone_but_not_together() -> None:
@@ -182,7 +182,7 @@ def test_groups_that_fit_alone_but_not_together() -> None:
     book = loaded([provider(0, inventories={"VCPU": 8}), device])
     groups = tuple(Group(suffix=f"_{n}", resources={"VF": 3}) for n in range(2))
     query = Query(resources={"VCPU": 1}, groups=groups, group_policy="none")
-    assert search(book, query, explain=True).funnel[-1].fell == {"groups do not fit together": 1}
+    assert search(book, query, explain=True).funnel[-1].rejected == {"groups do not fit together": 1}
     assert asked_in_all(query) == {"VCPU": 1, "VF": 6}
 
 

@@ -135,7 +135,7 @@ def test_a_class_asked_with_nothing_is_not_asked() -> None:
     query = Query(resources={"CUSTOM_BAREMETAL_GOLD": 1, "VCPU": 0, "MEMORY_MB": 0})
     assert ways(book, query) == [{"p0": {"CUSTOM_BAREMETAL_GOLD": 1}}]
     nothing = search(book, Query(resources={"VCPU": 0}), explain=True)
-    assert (len(nothing.roots), nothing.funnel[-1].fell) == (0, {"nothing is asked": 1})
+    assert (len(nothing.roots), nothing.funnel[-1].rejected) == (0, {"nothing is asked": 1})
 
 
 def test_options_are_near_roomy_and_real_alternatives() -> None:
@@ -190,7 +190,7 @@ def test_the_funnel_says_why() -> None:
         ignore_roots=(uuid(0),),
     )
     funnel = search(book, query, explain=True).funnel
-    assert [(step.step, step.left, step.fell) for step in funnel] == [
+    assert [(step.step, step.left, step.rejected) for step in funnel] == [
         ("providers", 6, {"ignored": 1}),
         ("traits", 4, {"has OLD": 1, "lacks SSD": 1}),
         ("aggregates", 3, {"not in one of az1, az2": 1}),
@@ -203,7 +203,7 @@ def test_what_is_held_back_is_not_called_too_small() -> None:
     """A bare-metal node in use or being cleaned has its one unit reserved (I-3, I-4)."""
     held = structs.replace(provider(0), inventories={"CUSTOM_GOLD": (0.0, 1, 1, 1, 1, 1, 1.0)})
     query = Query(resources={"CUSTOM_GOLD": 1})
-    assert search(told(held), query, explain=True).funnel[-1].fell == {"reserved": 1}
+    assert search(told(held), query, explain=True).funnel[-1].rejected == {"reserved": 1}
 
 
 def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:

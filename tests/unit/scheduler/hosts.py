@@ -18,9 +18,9 @@ from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import Filter, Weighing
-from scheduler_worker.domain.select import Selector
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 
 PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 
@@ -88,10 +88,10 @@ class Hosts:
         more.setdefault("project_id", "demo")
         return BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, **more)
 
-    def wanted(self, flavor: str = "m1.small", **more: Any) -> Wanted:
-        wanted = self.selector.want(self.request(flavor, **more))
-        assert isinstance(wanted, Wanted), wanted
-        return wanted
+    def spec(self, flavor: str = "m1.small", **more: Any) -> RequestSpec:
+        spec = self.selector.want(self.request(flavor, **more))
+        assert isinstance(spec, RequestSpec), spec
+        return spec
 
     def view(self, now_s: float = 0.0) -> HostsView:
         rows = np.array([self.book.row_of(uuid) for uuid in self.uuids], dtype=np.intp)

@@ -21,8 +21,8 @@ from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.select import NoHost
-from scheduler_worker.domain.wanted import Wanted
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.endings import Asking, Away, Contended, Ending, Placed, Stopped
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -77,9 +77,9 @@ class Street:
 
     async def place(self, *requests: BuildRequest, fresh: bool = True) -> list[Ending]:
         asking = [
-            Asking(request=request, wanted=wanted, fresh=fresh)
+            Asking(request=request, spec=spec, fresh=fresh)
             for request in requests
-            if not isinstance(wanted := self.hosts.selector.want(request), type(None))
+            if not isinstance(spec := self.hosts.selector.want(request), type(None))
         ]
         return await self.claiming.place(asking)  # type: ignore[arg-type]
 
@@ -132,9 +132,9 @@ async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(street: S
 async def test_full_walks_the_whole_list_and_never_asks_a_host_twice(street: Street) -> None:
     street.answer = lambda _: result(ClaimOutcome.FULL)
     (ended,) = await street.place(street.hosts.request())
-    assert isinstance(ended, NoHost)
+    assert isinstance(ended, NoValidHost)
     assert sorted(street.host_of(claim) for claim in street.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
-    assert ended.funnel[-1].step == "claim" and ended.funnel[-1].fell == {"claim.full": 6}
+    assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {"claim.full": 6}
     assert list(street.hosts.book.assumed_keys()) == []
     assert street.refreshes >= 1  # "none" is only said on the newest state
 
@@ -226,7 +226,7 @@ async def test_the_bound_on_rounds_is_not_no_host_either(street: Street) -> None
         street.bus, street.hosts.selector, street, clock=street.clock, rng=random.Random(1), config=config
     )
     request = street.hosts.request()
-    (ended,) = await claiming.place([Asking(request=request, wanted=street.hosts.wanted())])
+    (ended,) = await claiming.place([Asking(request=request, spec=street.hosts.spec())])
     assert ended == Contended(3) and len(street.claims) == 3
 
 
@@ -341,10 +341,10 @@ async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(st
     for at, uuid in enumerate(hosts.uuids):
         hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
     (nothing,) = await street.place(hosts.request())
-    assert isinstance(nothing, NoHost) and street.claims == []
+    assert isinstance(nothing, NoValidHost) and street.claims == []
     street.answer = lambda _: result(ClaimOutcome.FULL)
     (nothing,) = await street.place(hosts.request(), fresh=False)
-    assert isinstance(nothing, NoHost) and len(street.claims) == 1
+    assert isinstance(nothing, NoValidHost) and len(street.claims) == 1
     street.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
     )
@@ -355,10 +355,10 @@ async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(st
 async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(street: Street) -> None:
     hosts = street.hosts
     wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
-    wanted = hosts.wanted()
+    spec = hosts.spec()
     asked = [
-        Asking(request=hosts.request(), wanted=wanted),
-        Asking(request=hosts.request(), wanted=structs.replace(wanted, query=wide, key=("wide",))),
+        Asking(request=hosts.request(), spec=spec),
+        Asking(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
     placed, stopped = await street.claiming.place(asked)
     assert isinstance(placed, Placed)
@@ -370,7 +370,7 @@ async def test_ignored_hosts_are_never_asked(street: Street) -> None:
     ignore = ("h0", street.hosts.uuids[1], "h5", "unheard-of")
     (ended,) = await street.place(street.hosts.request(ignore_hosts=ignore))
     assert sorted(street.host_of(claim) for claim in street.claims) == ["h2", "h3", "h4"]
-    assert isinstance(ended, NoHost) and ended.funnel[-1].fell == {"host.ignored": 3, "claim.full": 3}
+    assert isinstance(ended, NoValidHost) and ended.funnel[-1].rejected == {"host.ignored": 3, "claim.full": 3}
 
 
 async def test_one_bad_item_does_not_fail_its_neighbours(street: Street) -> None:
@@ -411,8 +411,8 @@ async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
         hosts.book.apply(used)
 
     street.answer, street.refreshed = full_at_first, news
-    wanted = structs.replace(hosts.wanted(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
-    (placed,) = await street.claiming.place([Asking(request=hosts.request(), wanted=wanted)])
+    spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
+    (placed,) = await street.claiming.place([Asking(request=hosts.request(), spec=spec)])
     assert isinstance(placed, Placed), placed
     assert (placed.selections[0].host_uuid, len(street.claims)) == (root, 2)
 
@@ -441,9 +441,9 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -
 async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(street: Street) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
     request = street.hosts.request()
-    wanted = street.hosts.selector.want(request)
-    assert isinstance(wanted, Wanted)
-    asking = Asking(request=request, wanted=wanted)
+    spec = street.hosts.selector.want(request)
+    assert isinstance(spec, RequestSpec)
+    asking = Asking(request=request, spec=spec)
     chosen = street.claiming.choose([asking])
     assert list(chosen) == list(street.hosts.book.assumed_keys()) == [request.instance_uuid]
     choice = chosen[request.instance_uuid].choice
@@ -461,9 +461,9 @@ async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(street: Stre
 async def test_what_was_chosen_ahead_and_is_not_wanted_is_not_assumed(street: Street) -> None:
     request = street.hosts.request()
     apart = street.hosts.request(server_group=ServerGroup(uuid=new_uuid(street.hosts.rng), policy=APART))
-    wanted = [street.hosts.selector.want(one) for one in (request, apart)]
+    spec = [street.hosts.selector.want(one) for one in (request, apart)]
     chosen = street.claiming.choose(
-        [Asking(request=r, wanted=w) for r, w in zip((request, apart), wanted, strict=True) if isinstance(w, Wanted)]
+        [Asking(request=r, spec=w) for r, w in zip((request, apart), spec, strict=True) if isinstance(w, RequestSpec)]
     )
     assert list(chosen) == [request.instance_uuid], "who has to ask where others are is not chosen for ahead"
     street.claiming.drop(chosen.values())

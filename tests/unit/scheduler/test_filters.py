@@ -12,8 +12,8 @@ from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.extra_specs import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostView
-from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter
 from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
@@ -61,15 +61,15 @@ def test_extra_spec_operators(value: str | None, wanted: str, passes: bool) -> N
 
 def test_compute_filter_wants_enabled_and_heard_from_recently() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c1", "c2"], reports={0: {"enabled": False}})
-    wanted = hosts.wanted()
-    verdict = ComputeFilter().judge(hosts.view(), wanted)
-    assert verdict.passed.tolist() == [False, True, True] and verdict.fell == {"host.disabled": 1}
+    spec = hosts.spec()
+    verdict = ComputeFilter().judge(hosts.view(), spec)
+    assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
     hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
-    verdict = ComputeFilter().judge(hosts.view(now_s=70.0), wanted)
+    verdict = ComputeFilter().judge(hosts.view(now_s=70.0), spec)
     assert verdict.passed.tolist() == [False, False, True]
-    assert verdict.fell == {"host.disabled": 1, "service.down": 1}
+    assert verdict.rejected == {"host.disabled": 1, "service.down": 1}
     hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
-    assert ComputeFilter().judge(hosts.view(now_s=70.0), wanted).passed.tolist() == [False, False, False]
+    assert ComputeFilter().judge(hosts.view(now_s=70.0), spec).passed.tolist() == [False, False, False]
 
 
 def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
@@ -96,10 +96,10 @@ def test_tenant_isolation() -> None:
     config = SchedulerConfig(aggregates=(mine, second))
     hosts = Hosts([PLENTY] * 4, config=config, members={mine.uuid: [0], second.uuid: [1, 2], "x": [3]})
     judge = AggregateMultiTenancyIsolation().judge
-    assert judge(hosts.view(), hosts.wanted(project_id="demo")).passed.tolist() == [True, False, False, True]
-    assert judge(hosts.view(), hosts.wanted(project_id="third")).passed.tolist() == [False, True, True, True]
-    nobody = judge(hosts.view(), hosts.wanted(project_id="nobody"))
-    assert nobody.passed.tolist() == [False, False, False, True] and nobody.fell == {"tenant.not_allowed": 3}
+    assert judge(hosts.view(), hosts.spec(project_id="demo")).passed.tolist() == [True, False, False, True]
+    assert judge(hosts.view(), hosts.spec(project_id="third")).passed.tolist() == [False, True, True, True]
+    nobody = judge(hosts.view(), hosts.spec(project_id="nobody"))
+    assert nobody.passed.tolist() == [False, False, False, True] and nobody.rejected == {"tenant.not_allowed": 3}
 
 
 def test_capabilities() -> None:
@@ -122,9 +122,9 @@ def test_capabilities() -> None:
             2: {"attributes": {"cpu_arch": "arm", "gpus": "4"}},
         },
     )
-    verdict = ComputeCapabilitiesFilter().judge(hosts.view(), hosts.wanted("f"))
+    verdict = ComputeCapabilitiesFilter().judge(hosts.view(), hosts.spec("f"))
     assert verdict.passed.tolist() == [True, False, False, False]
-    assert verdict.fell == {"capability.cpu_arch": 2, "capability.gpus": 1}
+    assert verdict.rejected == {"capability.cpu_arch": 2, "capability.gpus": 1}
 
 
 class OnlyEven(HostFilter):
@@ -132,7 +132,7 @@ class OnlyEven(HostFilter):
 
     name: ClassVar[str] = "OnlyEven"
 
-    def reason_against(self, host: HostView, wanted: Wanted) -> str | None:
+    def reason_against(self, host: HostView, spec: RequestSpec) -> str | None:
         """By name."""
         assert host.free("VCPU") == 16 and host.cell == "c1" and host.up
         return None if int(host.name[1:]) % 2 == 0 else "odd"
@@ -145,9 +145,9 @@ def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() 
 
     sys.modules.setdefault(__name__, sys.modules[OnlyEven.__module__])
     hosts = Hosts([PLENTY] * 5, config=config)
-    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
     assert len(ranking) == 3
-    assert ranking.funnel[-1].step == "OnlyEven" and ranking.funnel[-1].fell == {"odd": 2}
+    assert ranking.funnel[-1].step == "OnlyEven" and ranking.funnel[-1].rejected == {"odd": 2}
 
 
 @pytest.mark.parametrize("enabled", ["NoSuchFilter", "os.path.join", "scheduler_worker.filters.nothing.Nothing"])

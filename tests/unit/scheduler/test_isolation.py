@@ -15,7 +15,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 
@@ -23,7 +23,7 @@ def test_two_aggregates_that_list_the_same_flavor_both_take_it() -> None:
     one, two = aggregate("one", instance_type="m1.small"), aggregate("two", instance_type="m1.small,m1.large")
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(one, two)), members={one.uuid: [0], two.uuid: [1]})
     judge = AggregateTypeAffinityFilter().judge
-    assert judge(hosts.view(), hosts.wanted("m1.small")).passed.tolist() == [True, True]
+    assert judge(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, True]
 
 
 def test_of_several_extra_specs_a_host_must_meet_each_and_falls_for_the_first() -> None:
@@ -31,9 +31,9 @@ def test_of_several_extra_specs_a_host_must_meet_each_and_falls_for_the_first() 
     flavor = Flavor(vcpus=1, extra_specs={"aggregate_instance_extra_specs:ssd": "true", "rack": "7"})
     config = SchedulerConfig(flavors={"f": flavor}, aggregates=(ssd, rack))
     hosts = Hosts([PLENTY] * 4, config=config, members={ssd.uuid: [0, 2], rack.uuid: [1, 2]})
-    verdict = AggregateInstanceExtraSpecsFilter().judge(hosts.view(), hosts.wanted("f"))
+    verdict = AggregateInstanceExtraSpecsFilter().judge(hosts.view(), hosts.spec("f"))
     assert verdict.passed.tolist() == [False, False, True, False]
-    assert sum(verdict.fell.values()) == 3
+    assert sum(verdict.rejected.values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_each_property_of_an_image_is_compared_with_its_own_part_of_the_triple(
     here, there = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/qemu/xen"}
     hosts = Hosts([PLENTY] * 2, reports={0: {"attributes": here}, 1: {"attributes": there}})
     found = [
-        ImagePropertiesFilter().judge(hosts.view(), hosts.wanted(image_properties={name: value})).passed.tolist()
+        ImagePropertiesFilter().judge(hosts.view(), hosts.spec(image_properties={name: value})).passed.tolist()
         for value in values
     ]
     assert found == [[True, False], [False, True]]
@@ -65,7 +65,7 @@ def test_of_several_properties_an_image_must_meet_each_that_an_aggregate_names()
 
     def judged(**properties: str) -> list[int]:
         judge = AggregateImagePropertiesIsolation()
-        verdict = judge.judge(hosts.view(), hosts.wanted(image_properties=properties))
+        verdict = judge.judge(hosts.view(), hosts.spec(image_properties=properties))
         return [at for at, passed in enumerate(verdict.passed.tolist()) if passed]
 
     # Host 3 is in an aggregate of each kind: one that meets is enough. Host 4 is in none.
@@ -111,7 +111,7 @@ def isolated(extra_specs: dict[str, str], metadata: dict[str, str]) -> Hosts:
 
 def keeps(extra_specs: dict[str, str], metadata: dict[str, str]) -> bool:
     """Whether such an aggregate is kept from such a flavor."""
-    return bool(isolated(extra_specs, metadata).wanted("f").query.root_forbidden_aggregates)
+    return bool(isolated(extra_specs, metadata).spec("f").query.root_forbidden_aggregates)
 
 
 LICENSED = {"trait:CUSTOM_WINDOWS": "required"}

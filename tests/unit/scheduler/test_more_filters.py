@@ -9,8 +9,8 @@ import pytest
 from scheduler_worker import plugins
 from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.plugins import concerns
-from scheduler_worker.domain.wanted import Impossible
+from scheduler_worker.domain.plugins import applies_to
+from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
 from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
@@ -31,11 +31,11 @@ def test_aggregates_say_what_extra_specs_ask() -> None:
     members = {fast.uuid: [0, 3], slow.uuid: [1, 3], both.uuid: [2]}
     hosts = Hosts([PLENTY] * 5, config=config, members=members)
     judge = AggregateInstanceExtraSpecsFilter()
-    verdict = judge.judge(hosts.view(), hosts.wanted("f"))
+    verdict = judge.judge(hosts.view(), hosts.spec("f"))
     # One of several values is enough (host 3 is in two aggregates); a host without the key (4) falls.
     assert verdict.passed.tolist() == [True, False, True, True, False]
-    assert verdict.fell == {"aggregate.ssd": 2}
-    assert not concerns(judge, hosts.wanted("plain"))
+    assert verdict.rejected == {"aggregate.ssd": 2}
+    assert not applies_to(judge, hosts.spec("plain"))
 
 
 def test_an_unscoped_extra_spec_with_an_operator_is_the_aggregates_too() -> None:
@@ -46,8 +46,8 @@ def test_an_unscoped_extra_spec_with_an_operator_is_the_aggregates_too() -> None
     }
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(flavors=flavors, aggregates=(rack,)), members={rack.uuid: [1]})
     judge = AggregateInstanceExtraSpecsFilter()
-    assert judge.judge(hosts.view(), hosts.wanted("four")).passed.tolist() == [False, True]
-    assert judge.judge(hosts.view(), hosts.wanted("five")).passed.tolist() == [False, False]
+    assert judge.judge(hosts.view(), hosts.spec("four")).passed.tolist() == [False, True]
+    assert judge.judge(hosts.view(), hosts.spec("five")).passed.tolist() == [False, False]
 
 
 def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
@@ -55,11 +55,11 @@ def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
     config = SchedulerConfig(aggregates=(small, large))
     hosts = Hosts([PLENTY] * 4, config=config, members={small.uuid: [0, 2], large.uuid: [1, 2]})
     judge = AggregateTypeAffinityFilter().judge
-    assert judge(hosts.view(), hosts.wanted("m1.small")).passed.tolist() == [True, False, True, True]
-    assert judge(hosts.view(), hosts.wanted("m1.large")).passed.tolist() == [False, True, True, True]
-    nobody = judge(hosts.view(), hosts.wanted("m1.medium"))
+    assert judge(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, False, True, True]
+    assert judge(hosts.view(), hosts.spec("m1.large")).passed.tolist() == [False, True, True, True]
+    nobody = judge(hosts.view(), hosts.spec("m1.medium"))
     assert nobody.passed.tolist() == [False, False, False, True]
-    assert nobody.fell == {"flavor.not_listed": 3}
+    assert nobody.rejected == {"flavor.not_listed": 3}
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_images_run_where_they_can() -> None:
     intel, arm = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/kvm/hvm"}
     hosts = Hosts([PLENTY] * 3, reports={0: {"attributes": intel}, 1: {"attributes": arm}})
     judge = ImagePropertiesFilter()
-    asked = hosts.wanted(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
+    asked = hosts.spec(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
     verdict = judge.judge(hosts.view(), asked)
     assert verdict.passed.tolist() == [False, True, False]
-    assert verdict.fell == {"image.not_supported": 2}
-    assert not concerns(judge, hosts.wanted(image_properties={"os_type": "linux"}))
+    assert verdict.rejected == {"image.not_supported": 2}
+    assert not applies_to(judge, hosts.spec(image_properties={"os_type": "linux"}))
 
 
 def test_an_aggregate_is_kept_for_images_with_its_values() -> None:
@@ -95,12 +95,12 @@ def test_an_aggregate_is_kept_for_images_with_its_values() -> None:
     config = SchedulerConfig(aggregates=(windows, any_os))
     hosts = Hosts([PLENTY] * 3, config=config, members={windows.uuid: [0], any_os.uuid: [1]})
     judge = AggregateImagePropertiesIsolation()
-    linux = judge.judge(hosts.view(), hosts.wanted(image_properties={"os_type": "linux"}))
+    linux = judge.judge(hosts.view(), hosts.spec(image_properties={"os_type": "linux"}))
     assert linux.passed.tolist() == [False, True, True]
-    assert linux.fell == {"image.os_type": 1}
-    assert judge.judge(hosts.view(), hosts.wanted(image_properties={"os_type": "windows"})).passed.all()
-    assert judge.judge(hosts.view(), hosts.wanted(image_properties={"hw_architecture": "x"})).passed.all()
-    assert not concerns(judge, hosts.wanted())
+    assert linux.rejected == {"image.os_type": 1}
+    assert judge.judge(hosts.view(), hosts.spec(image_properties={"os_type": "windows"})).passed.all()
+    assert judge.judge(hosts.view(), hosts.spec(image_properties={"hw_architecture": "x"})).passed.all()
+    assert not applies_to(judge, hosts.spec())
 
 
 def test_they_are_enabled_by_name_and_explain_themselves() -> None:
@@ -108,18 +108,18 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     config = SchedulerConfig(enabled_filters=(*DEFAULT_FILTERS, "AggregateInstanceExtraSpecsFilter", *names))
     assert [one.name for one in plugins.filters(config)][-4:] == ["AggregateInstanceExtraSpecsFilter", *names]
     hosts = Hosts([PLENTY] * 2, config=config)
-    wanted = hosts.wanted(image_properties={"hw_architecture": "arm"})
-    said = sentence(wanted, hosts.selector.explain(wanted, 0.0, {}).funnel, 3)
+    spec = hosts.spec(image_properties={"hw_architecture": "arm"})
+    said = sentence(spec, hosts.selector.explain(spec, 0.0, {}).funnel, 3)
     assert said.endswith(": 2 do not run what the image is made for.")
 
 
 def test_images_that_differ_share_no_ranking() -> None:
     hosts = Hosts([PLENTY])
-    assert hosts.wanted(image_properties={"a": "b"}).key != hosts.wanted(image_properties={"a": "c"}).key
+    assert hosts.spec(image_properties={"a": "b"}).key != hosts.spec(image_properties={"a": "c"}).key
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 
@@ -132,7 +132,7 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
     assert passing(hosts, flavor="m1.medium", host="h1", project_id="operators", forced=True) == []
     for more in ({"host": "h0", "project_id": "demo"}, {"project_id": "operators"}):
         refused = hosts.selector.want(hosts.request(forced=True, **more))
-        assert isinstance(refused, Impossible)
+        assert isinstance(refused, Unsatisfiable)
         assert refused.code == "host.not_forced"
 
 
@@ -148,7 +148,7 @@ def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
     def forbidden(flavor: str, *, enabled: bool = True) -> tuple[str, ...]:
         config = SchedulerConfig(flavors=flavors, aggregates=(licensed,), enable_isolated_aggregate_filtering=enabled)
         hosts = Hosts([PLENTY] * 2, config=config, members={licensed.uuid: [0]})
-        return hosts.wanted(flavor).query.root_forbidden_aggregates
+        return hosts.spec(flavor).query.root_forbidden_aggregates
 
     assert forbidden("plain") == forbidden("other") == (licensed.uuid,)
     assert forbidden("windows") == forbidden("plain", enabled=False) == ()

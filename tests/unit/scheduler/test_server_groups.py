@@ -10,13 +10,13 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import WherePage
-from scheduler_worker.company import company, names_others
-from scheduler_worker.domain.plugins import Filter, concerns
-from scheduler_worker.domain.wanted import Company, Wanted
+from scheduler_worker.domain.plugins import Filter, applies_to
+from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.filters.group_has_room import ServerGroupAntiAffinityFilter
 from scheduler_worker.filters.group_is_here import ServerGroupAffinityFilter
 from scheduler_worker.filters.is_another_host import DifferentHostFilter
 from scheduler_worker.filters.is_the_same_host import SameHostFilter
+from scheduler_worker.peers import company, names_others
 from scheduler_worker.weighers.group_members_elsewhere import ServerGroupSoftAntiAffinityWeigher
 from scheduler_worker.weighers.group_members_here import ServerGroupSoftAffinityWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts
@@ -24,10 +24,10 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts
 OURS = (ServerGroupAntiAffinityFilter, ServerGroupAffinityFilter, DifferentHostFilter, SameHostFilter)
 
 
-def in_group(hosts: Hosts, policy: GroupPolicy, members: Mapping[int, int], **fields: Any) -> Wanted:
+def in_group(hosts: Hosts, policy: GroupPolicy, members: Mapping[int, int], **fields: Any) -> RequestSpec:
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=policy, **fields)
     by_uuid = {hosts.uuids[at]: count for at, count in members.items()}
-    return hosts.wanted().in_company(Company(server_group=group, members=by_uuid), "me")
+    return hosts.spec().with_peers(Peers(server_group=group, members=by_uuid), "me")
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_hard_rules(
     policy: GroupPolicy, members: Mapping[int, int], fields: dict[str, int], passes: list[bool]
 ) -> None:
     hosts = Hosts([PLENTY] * 3)
-    wanted = in_group(hosts, policy, members, **fields)
-    ranking = hosts.selector.rank(wanted, 0.0, hosts.rng)
+    spec = in_group(hosts, policy, members, **fields)
+    ranking = hosts.selector.rank(spec, 0.0, hosts.rng)
     passed = {hosts.name(row) for row in ranking.view.rows.tolist()}
     assert [f"h{at}" in passed for at in range(3)] == passes
 
@@ -56,9 +56,9 @@ def test_hard_rules(
 def test_members_on_hosts_that_the_book_lost_rule_nobody_out(judge: Filter) -> None:
     hosts = Hosts([PLENTY] * 2)
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
-    wanted = hosts.wanted().in_company(Company(server_group=group, members={new_uuid(hosts.rng): 1}), "me")
-    if concerns(judge, wanted):
-        assert judge.judge(hosts.view(), wanted).passed.all()
+    spec = hosts.spec().with_peers(Peers(server_group=group, members={new_uuid(hosts.rng): 1}), "me")
+    if applies_to(judge, spec):
+        assert judge.judge(hosts.view(), spec).passed.all()
 
 
 def test_wishes_are_weights_of_the_others() -> None:
@@ -68,8 +68,8 @@ def test_wishes_are_weights_of_the_others() -> None:
     assert ServerGroupSoftAffinityWeigher().weigh(hosts.view(), together).tolist() == [1, 0, 4]
     assert ServerGroupSoftAntiAffinityWeigher().weigh(hosts.view(), apart).tolist() == [1, 0, 4]
 
-    def best(wanted: Wanted) -> str:
-        choice = hosts.selector.rank(wanted, 0.0, hosts.rng).pick({}, subset=1, alternates=0)
+    def best(spec: RequestSpec) -> str:
+        choice = hosts.selector.rank(spec, 0.0, hosts.rng).pick({}, subset=1, alternates=0)
         assert choice is not None
         return hosts.name(choice.selected.row)
 
@@ -84,9 +84,9 @@ def test_hints() -> None:
     def judged(judge: Filter, **hints: tuple[str, ...]) -> list[bool]:
         request = hosts.request(**hints)
         assert names_others(request)
-        wanted = hosts.wanted().in_company(company(request, page), "me")
-        assert concerns(judge, wanted)
-        return [bool(passed) for passed in judge.judge(hosts.view(), wanted).passed]
+        spec = hosts.spec().with_peers(company(request, page), "me")
+        assert applies_to(judge, spec)
+        return [bool(passed) for passed in judge.judge(hosts.view(), spec).passed]
 
     assert judged(DifferentHostFilter(), different_host=(here, there)) == [False, True, False]
     assert judged(DifferentHostFilter(), different_host=(nowhere,)) == [True, True, True]
@@ -97,15 +97,15 @@ def test_hints() -> None:
 def test_who_names_nobody_is_not_asked_after_and_pays_for_no_filter() -> None:
     hosts = Hosts([PLENTY] * 2)
     assert not names_others(hosts.request())
-    wanted = hosts.wanted()
-    assert not any(concerns(one(), wanted) for one in OURS)
-    steps = [step.step for step in hosts.selector.explain(wanted, 0.0, {}).funnel]
+    spec = hosts.spec()
+    assert not any(applies_to(one(), spec) for one in OURS)
+    steps = [step.step for step in hosts.selector.explain(spec, 0.0, {}).funnel]
     assert not {one.name for one in OURS} & set(steps)
 
 
 def test_requests_with_company_share_no_ranking() -> None:
     """Two members of one group see each other's hosts differently as soon as one of them is placed."""
     hosts = Hosts([PLENTY])
-    wanted = hosts.wanted()
-    others = Company(server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.AFFINITY))
-    assert wanted.in_company(others, "a").key != wanted.in_company(others, "b").key != wanted.key
+    spec = hosts.spec()
+    others = Peers(server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.AFFINITY))
+    assert spec.with_peers(others, "a").key != spec.with_peers(others, "b").key != spec.key

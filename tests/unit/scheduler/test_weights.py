@@ -10,8 +10,8 @@ import pytest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Weigher, Weighing
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.wanted import Wanted
 from scheduler_worker.domain.weights import score, score_again
 from scheduler_worker.weighers.free_cpu import CPUWeigher
 from scheduler_worker.weighers.free_ram import RAMWeigher
@@ -31,7 +31,7 @@ class Given:
     def __init__(self, *raw: float) -> None:
         self.raw = raw
 
-    def weigh(self, view: HostsView, wanted: Wanted) -> Floats:
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """As told."""
         return np.array(self.raw, dtype=np.float64)
 
@@ -46,7 +46,7 @@ class Bounded(Given):
 def scores(weigher: Weigher, multiplier: float = 1.0, hosts: Hosts | None = None) -> list[float]:
     raw = getattr(weigher, "raw", ())
     hosts = hosts or Hosts([PLENTY] * len(raw))
-    return score(hosts.view(), hosts.wanted(), [Weighing(weigher, multiplier)])[0].tolist()
+    return score(hosts.view(), hosts.spec(), [Weighing(weigher, multiplier)])[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_claims_in_flight_count_and_over_full_hosts_clamp_at_zero() -> None:
 
 def test_sick_hosts_sink_below_all_others() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10**6}, PLENTY, PLENTY], reports={0: {"failed_builds": 1}})
-    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
     choice = ranking.pick({}, subset=1, alternates=2)
     assert choice is not None
     order = [hosts.name(c.row) for c in (choice.selected, *choice.alternates)]
@@ -111,8 +111,8 @@ def test_the_build_failure_multiplier_of_an_aggregate_is_written_as_a_positive_n
 
 def test_a_later_score_is_on_the_same_scales() -> None:
     hosts = Hosts([{**PLENTY, "VCPU": 10}, {**PLENTY, "VCPU": 20}, {**PLENTY, "VCPU": 15}])
-    view, wanted = hosts.view(), hosts.wanted()
-    before, scales = score(view, wanted, [Weighing(CPUWeigher(), 1.0)])
-    assert score_again(view, wanted, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
+    view, spec = hosts.view(), hosts.spec()
+    before, scales = score(view, spec, [Weighing(CPUWeigher(), 1.0)])
+    assert score_again(view, spec, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
     hosts.book.assume("one", {hosts.uuids[1]: {"VCPU": 10}})
-    assert score_again(view.subset(np.array([1])), wanted, scales).tolist() == [0.5]
+    assert score_again(view.subset(np.array([1])), spec, scales).tolist() == [0.5]

@@ -13,9 +13,9 @@ from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice, Ranking
-from scheduler_worker.domain.select import adopted
+from scheduler_worker.domain.request_spec import Unsatisfiable
+from scheduler_worker.domain.selector import adopted
 from scheduler_worker.domain.spread import Spread
-from scheduler_worker.domain.wanted import Impossible
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
@@ -76,7 +76,7 @@ def zones() -> tuple[Aggregate, Aggregate, SchedulerConfig, Hosts]:
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 
@@ -86,7 +86,7 @@ def test_availability_zones() -> None:
     assert passing(hosts, availability_zone="east") == ["h0"]
     assert passing(hosts, availability_zone="nova") == ["h2", "h3"]
     unknown = hosts.selector.want(hosts.request(availability_zone="moon"))
-    assert isinstance(unknown, Impossible) and "east, nova, west" in unknown.reason
+    assert isinstance(unknown, Unsatisfiable) and "east, nova, west" in unknown.reason
 
 
 def test_tenant_aggregates_in_the_query() -> None:
@@ -101,7 +101,7 @@ def test_tenant_aggregates_in_the_query() -> None:
         placement_aggregate_required_for_tenants=True,
     )
     refused = Hosts([PLENTY], config=strict).selector
-    assert isinstance(refused.want(hosts.request(project_id="other")), Impossible)
+    assert isinstance(refused.want(hosts.request(project_id="other")), Unsatisfiable)
 
 
 def test_a_requested_host_goes_through_the_filters() -> None:
@@ -109,12 +109,12 @@ def test_a_requested_host_goes_through_the_filters() -> None:
     assert passing(hosts, host="h2") == ["h2"]
     assert passing(hosts, host=hosts.uuids[2]) == ["h2"]
     assert passing(hosts, host="h1") == []
-    assert isinstance(hosts.selector.want(hosts.request(host="nowhere")), Impossible)
+    assert isinstance(hosts.selector.want(hosts.request(host="nowhere")), Unsatisfiable)
 
 
 def pick(hosts: Hosts, count: int = 1, subset: int = 1, **request: Any) -> list[Choice | None]:
     """As the claim loop picks for a batch of like requests: each is assumed before the next."""
-    ranking: Ranking = hosts.selector.rank(hosts.wanted(**request), 0.0, hosts.rng)
+    ranking: Ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
     choices = []
     for number in range(count):
         choice = ranking.pick({}, subset=subset, alternates=2)
@@ -137,7 +137,7 @@ def test_there_may_be_fewer_alternates_and_none_for_one_attempt() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c2"])
     (choice,) = pick(hosts, host="h0")
     assert choice is not None and choice.alternates == ()
-    ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
     alone = ranking.pick({}, subset=1, alternates=0)
     assert alone is not None and alone.alternates == ()
 
@@ -173,7 +173,7 @@ def test_subset_chooses_among_the_best_only() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (at + 1)} for at in range(8)])
     seen = set()
     for _ in range(40):
-        ranking = hosts.selector.rank(hosts.wanted(), 0.0, hosts.rng)
+        ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
         choice = ranking.pick({}, subset=3, alternates=2)
         assert choice is not None and len(choice.alternates) == 2
         assert choice.selected.row not in [alternate.row for alternate in choice.alternates]
@@ -197,7 +197,7 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
     hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config)
     free = {hosts.book.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
     out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
-    ranking = hosts.selector.rank(hosts.wanted("f"), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec("f"), 0.0, hosts.rng)
     for number in range(picks):
         best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
         choice = ranking.pick(out, subset=1, alternates=2)
@@ -218,28 +218,28 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
         cells=["c1", "c1", "c1", "c2"],
         reports={0: {"enabled": False}},
     )
-    wanted = hosts.wanted("m1.medium")
-    nothing = hosts.selector.explain(wanted, 0.0, {hosts.uuids[1]: "claim.full"})
+    spec = hosts.spec("m1.medium")
+    nothing = hosts.selector.explain(spec, 0.0, {hosts.uuids[1]: "claim.full"})
     left = 4
     for step in nothing.funnel:
-        assert step.left + sum(step.fell.values()) == left, nothing.funnel
+        assert step.left + sum(step.rejected.values()) == left, nothing.funnel
         left = step.left
-    said = sentence(wanted, nothing.funnel, 3)
+    said = sentence(spec, nothing.funnel, 3)
     assert said.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), said
     assert "1 were taken while we asked; 1 are disabled; 1 are too small in VCPU" in said
 
 
 def test_an_empty_book_says_so() -> None:
     hosts = Hosts([])
-    wanted = hosts.wanted()
-    assert "no hosts at all" in sentence(wanted, hosts.selector.explain(wanted, 0.0, {}).funnel, 3)
+    spec = hosts.spec()
+    assert "no hosts at all" in sentence(spec, hosts.selector.explain(spec, 0.0, {}).funnel, 3)
 
 
 def test_hosts_that_nobody_announced_are_counted() -> None:
     hosts = Hosts([PLENTY] * 2)
     other = Hosts([PLENTY] * 3, seed=9)
     hosts.book.load(hosts.states + other.states[2:], 0)
-    assert hosts.selector.explain(hosts.wanted(host=other.uuids[2]), 0.0, {}).unannounced == 1
+    assert hosts.selector.explain(hosts.spec(host=other.uuids[2]), 0.0, {}).unannounced == 1
 
 
 def test_what_an_earlier_claim_holds() -> None:

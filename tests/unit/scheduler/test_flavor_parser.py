@@ -12,7 +12,7 @@ from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.ranking import Choice
-from scheduler_worker.domain.select import NoHost
+from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import Hosts
 
 SHARES = "MISC_SHARES_VIA_AGGREGATE"
@@ -110,7 +110,7 @@ class Street:
 
     def choice(self) -> Choice | None:
         selector = self.hosts.selector
-        return selector.rank(self.hosts.wanted("f"), 0.0, self.hosts.rng).pick({}, subset=1, alternates=2)
+        return selector.rank(self.hosts.spec("f"), 0.0, self.hosts.rng).pick({}, subset=1, alternates=2)
 
     def allocations(self, option: ClaimOption) -> dict[str, dict[str, int]]:
         return {self.names[uuid]: dict(amounts) for uuid, amounts in option.allocations.items()}
@@ -125,10 +125,10 @@ class Street:
         return self.allocations(choice.selected.options[0])
 
     def why_not(self) -> str:
-        wanted = self.hosts.wanted("f")
-        nobody = self.hosts.selector.explain(wanted, 0.0, {})
-        assert isinstance(nobody, NoHost)
-        return sentence(wanted, nobody.funnel, 3)
+        spec = self.hosts.spec("f")
+        nobody = self.hosts.selector.explain(spec, 0.0, {})
+        assert isinstance(nobody, NoValidHost)
+        return sentence(spec, nobody.funnel, 3)
 
 
 def test_two_nics_one_passed_through_whole_one_carved() -> None:
@@ -300,7 +300,7 @@ def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None
     street.add(90, {"DISK_GB": 150}, traits=(SHARES,), aggregates=("rack",))
     selector = street.hosts.selector
     for name, hosts in (("z1", {"h1"}), ("nova", {"h0", "h2"})):
-        ranking = selector.rank(street.hosts.wanted("f", availability_zone=name), 0.0, street.hosts.rng)
+        ranking = selector.rank(street.hosts.spec("f", availability_zone=name), 0.0, street.hosts.rng)
         assert {street.hosts.name(int(row)) for row in ranking.view.rows} == hosts
         choice = ranking.pick({}, subset=1, alternates=0)
         assert choice is not None

@@ -12,7 +12,7 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.placement import WherePage, WhereRequest
 from bus.faults import Fault, Transient
 from bus.port import BusError
-from scheduler_worker.domain.wanted import Company
+from scheduler_worker.domain.request_spec import Peers
 from scheduler_worker.endings import Away, Work
 
 
@@ -36,7 +36,7 @@ async def look_up(bus: Bus, works: Sequence[Work], *, timeout_s: float) -> None:
         if isinstance(page, Fault):
             work.ending = Away(f"{page.code} {page.reason}".strip())
         else:
-            work.wanted = work.wanted.in_company(company(work.request, page), work.request.instance_uuid)
+            work.spec = work.spec.with_peers(company(work.request, page), work.request.instance_uuid)
 
 
 def names_others(request: BuildRequest) -> bool:
@@ -44,13 +44,13 @@ def names_others(request: BuildRequest) -> bool:
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def company(request: BuildRequest, page: WherePage) -> Company:
+def company(request: BuildRequest, page: WherePage) -> Peers:
     """What the book said, in the request's terms."""
-    return Company(
+    return Peers(
         server_group=request.server_group,
         members=page.members,
-        apart_from=_hosts(page, request.different_host) if request.different_host else None,
-        together_with=_hosts(page, request.same_host) if request.same_host else None,
+        different_hosts=_hosts(page, request.different_host) if request.different_host else None,
+        same_hosts=_hosts(page, request.same_host) if request.same_host else None,
     )
 
 

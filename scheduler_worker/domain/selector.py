@@ -16,15 +16,15 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import step
 from scheduler_worker.domain.flavors import Asked, want
 from scheduler_worker.domain.hosts import NOBODY, HostTable, Rows
-from scheduler_worker.domain.plugins import Filter, Weighing, concerns
-from scheduler_worker.domain.ranking import Candidate, Chance, Choice, Ranking
+from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
+from scheduler_worker.domain.ranking import Candidate, Choice, RandomSource, Ranking
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
-from scheduler_worker.domain.wanted import Impossible, Wanted
 
 UNANNOUNCED = "host.unannounced"
 
 
-class NoHost(Struct, frozen=True):
+class NoValidHost(Struct, frozen=True):
     """No host can take the request now. `unannounced`: hosts that only lacked a compute service's word.
 
     claims: how often a host was asked for before that was known.
@@ -37,7 +37,7 @@ class NoHost(Struct, frozen=True):
     @property
     def may_be_early(self) -> bool:
         """Whether it may be for want of reports alone: hosts not announced yet, or no host in the book at all."""
-        hosts = self.funnel[0].left + sum(self.funnel[0].fell.values()) if self.funnel else 1
+        hosts = self.funnel[0].left + sum(self.funnel[0].rejected.values()) if self.funnel else 1
         return self.unannounced > 0 or hosts == 0
 
 
@@ -65,7 +65,7 @@ class Selector:
         self._known = -1
         self._index = np.empty(0, dtype=np.intp)
 
-    def want(self, request: BuildRequest) -> Wanted | Impossible:
+    def want(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
         """What the request wants, as things are configured. The flavor is known."""
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
         return want(request, self.asked[request.flavor], hosts, self.membership, self.config)
@@ -81,28 +81,28 @@ class Selector:
         """Rows of the book, as it is now, of hosts that may not be used, and why; those that have left have none."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
-    def rank(self, wanted: Wanted, now_s: float, chance: Chance) -> Ranking:
+    def rank(self, spec: RequestSpec, now_s: float, rng: RandomSource) -> Ranking:
         """All hosts that can take it now, best first (maybe none)."""
-        view, funnel = self._passing(wanted, now_s, explain=False)
+        view, funnel = self._passing(spec, now_s, explain=False)
         return Ranking(
             view,
-            wanted,
+            spec,
             self.weighings,
             funnel,
             shuffle=self.config.shuffle_best_same_weighed_hosts,
-            chance=chance,
+            rng=rng,
             max_options=self.config.max_options,
         )
 
-    def explain(self, wanted: Wanted, now_s: float, tried: Mapping[str, str]) -> NoHost:
+    def explain(self, spec: RequestSpec, now_s: float, tried: Mapping[str, str]) -> NoValidHost:
         """Why nothing is left. `tried`: hosts that this request may not use any more, and why."""
-        view, funnel = self._passing(wanted, now_s, explain=True)
+        view, funnel = self._passing(spec, now_s, explain=True)
         rows = self.rows_of(tried)
         out = [rows[row] for row in view.rows.tolist() if row in rows]
         if out:
             funnel = (*funnel, step("claim", len(view), Counter(out)))
-        unannounced = sum(count for s in funnel for reason, count in s.fell.items() if reason == UNANNOUNCED)
-        return NoHost(funnel, unannounced)
+        unannounced = sum(count for s in funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
+        return NoValidHost(funnel, unannounced)
 
     def selection(self, candidate: Candidate, option: int = 0) -> Selection:
         """One candidate as the cell's conductor gets it (C-6)."""
@@ -135,9 +135,9 @@ class Selector:
         """Take the next from a ranking; what it picks is the caller's to assume, then `ranking.consumed`."""
         return ranking.pick(excluded, subset=subset, alternates=alternates)
 
-    def _passing(self, wanted: Wanted, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
+    def _passing(self, spec: RequestSpec, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
         """Search, then each filter in order; the funnel says what each left."""
-        found = search(self.book, wanted.query, explain=explain)
+        found = search(self.book, spec.query, explain=explain)
         down = self.table.down(now_s, self.config.service_down_time_s)
         view = HostsView(
             self.book, self.table, self.membership, rows=found.roots, index=self._index_of(found.roots), down=down
@@ -149,17 +149,19 @@ class Selector:
             view = view.subset(known)
             funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
         for judge in self.filters:
-            if wanted.forced or not concerns(judge, wanted):
+            if spec.forced or not applies_to(judge, spec):
                 continue
             before = len(view)
-            verdict = judge.judge(view, wanted)
+            verdict = judge.judge(view, spec)
             if not verdict.passed.all():
                 view = view.subset(verdict.passed)
             # A plug-in may count carelessly; the funnel must add up all the same.
-            fell = (
-                verdict.fell if sum(verdict.fell.values()) == before - len(view) else {judge.name: before - len(view)}
+            rejected = (
+                verdict.rejected
+                if sum(verdict.rejected.values()) == before - len(view)
+                else {judge.name: before - len(view)}
             )
-            funnel.append(step(judge.name, before, fell))
+            funnel.append(step(judge.name, before, rejected))
         return view, tuple(funnel)
 
     def _index_of(self, rows: Rows) -> Rows:
