@@ -25,8 +25,8 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.catalogue import MESSAGES
 from bus.faults import Transient
+from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT, GuardedStatement
 from bus.port import BusError, BusUnavailable
-from bus.service.once import IN_NO_HURRY, Once
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -143,13 +143,13 @@ async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | 
     return row_id
 
 
-def add_once(once: Once, outgoing: Sequence[Addressed]) -> None:
-    """The same as a part of one statement; the row's id is its column `said`."""
+def add_to(statement: GuardedStatement, outgoing: Sequence[Addressed]) -> None:
+    """The same as a part of a guarded statement; the row's id is its column `outbox_row`."""
     if not outgoing:
-        once.column("NULL::bigint AS said")
+        statement.column("NULL::bigint AS outbox_row")
         return
-    once.part("outgoing", INSERT, encode_row(outgoing))
-    once.column("(SELECT id FROM outgoing) AS said")
+    statement.add("outgoing", INSERT, encode_row(outgoing))
+    statement.column("(SELECT id FROM outgoing) AS outbox_row")
 
 
 async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequence[str]) -> set[str]:
@@ -166,7 +166,7 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 
 # Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
 # worth a disk flush.
-FORGET = f"WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[])) SELECT {IN_NO_HURRY}"
+FORGET = f"WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[])) SELECT {ASYNCHRONOUS_COMMIT}"
 TAKE_OLD = """
 UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox
 WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) RETURNING id, body

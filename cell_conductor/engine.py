@@ -20,6 +20,7 @@ from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.outbox import Addressed
+from bus.persistence.conflict import Conflict
 
 from . import metrics
 from .config import ConductorConfig
@@ -27,7 +28,7 @@ from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, T
 from .domain.instance import Instance, State
 from .domain.rules import Patience
 from .domain.table import step, wanted
-from .store.port import InstanceStore, StaleWrite, Transaction
+from .store.port import InstanceStore, Transaction
 
 R = TypeVar("R", bound=Message)
 
@@ -126,15 +127,15 @@ class Engine:
         uuids = sorted({arrival.uuid for arrival in arrivals})
         new = {arrival.uuid for arrival in arrivals if isinstance(arrival.event, BuildAsked)}
         for number in range(MAX_STALE):
-            # First on what this process believes, in one round trip; with locks where it believed wrong.
-            begun = self._store.transaction() if number else self._store.believing(new)
+            # First on cached instances, in one round trip; with locks after a conflict.
+            begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
                     fresh = await self._fresh(transaction, arrivals)
                     known = await transaction.lock(uuids)
                     recorded = await self._record(transaction, known, fresh)
                     transaction.durable = not _may_be_redone(recorded)
-            except StaleWrite:
+            except Conflict:
                 continue
             self._committed(transaction, recorded)
             if not transaction.durable:

@@ -14,9 +14,10 @@ from bus.contracts.build import BuildEvent, StoryLine
 from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received
+from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
-from scheduler_worker.domain.records import record, told
-from scheduler_worker.store.port import Change, SchedulerStore, Unit, quickly
+from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, story_lines
+from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
@@ -40,9 +41,12 @@ class AnnouncementHandler:
         """All of a batch in one transaction; several events of one instance are folded in their order."""
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
-        # Clients are told before it is on disk, the cell's message is acknowledged after: forgotten in a crash of the
-        # database it comes again, and says the same (docs/decisions/0011-what-waits-for-the-disk.md).
-        folded = await quickly(self._store, lambda unit: self._fold(unit, events), durable=False)
+        # Clients are told before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
+        # database, the message comes again and the same is told again (docs/decisions/0011-what-waits-for-the-disk.md).
+        folded = await run_optimistic(
+            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
+            lambda unit: self._fold(unit, events),
+        )
         await self._store.flush()
         for event, why in folded.ignored:
             self._ignored(event, why)
@@ -50,37 +54,33 @@ class AnnouncementHandler:
         metrics.announced(folded.ended)
         return [Done()] * len(batch)
 
-    async def _fold(self, unit: Unit, events: Sequence[BuildEvent]) -> Folded:
-        """Write down what they change, and say it again."""
+    async def _fold(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> Folded:
+        """Write what the events change, and publish them on the API bus."""
         now = self._clock.time()
-        kept = await unit.lock([event.instance_uuid for event in events])
+        builds = await unit.lock([event.instance_uuid for event in events])
         stories: dict[str, list[StoryLine]] = {}
         folded = Folded([], [])
         for event in events:
-            found = kept.get(event.instance_uuid)
+            found = builds.get(event.instance_uuid)
             if found is None:
                 folded.ignored.append((event, "unknown"))
                 continue
-            standing, announced = record(found.standing, event, self._cell)
-            if announced is None and found.standing.cell != self._cell:
+            after, announced = apply_announcement(found, event, self._cell)
+            if announced is None and found.cell != self._cell:
                 folded.ignored.append((event, "foreign"))
                 continue
             if announced is None:
-                # Overtaken, or said twice: it changes nothing, but it happened. A line told twice is read once.
+                # Outdated or repeated: it changes nothing, but it happened. A line told twice is read once.
                 folded.ignored.append((event, "late"))
-                stories.setdefault(event.instance_uuid, []).extend(told(event, len(event.history), now))
+                stories.setdefault(event.instance_uuid, []).extend(story_lines(event, len(event.history), now))
                 continue
             if announced.stamps is not None:
                 folded.ended.append(replace(announced.stamps, announced=now))
                 announced = replace(announced, stamps=folded.ended[-1])
-            kept[event.instance_uuid] = type(found)(standing=standing, delete_requested=found.delete_requested)
-            stories.setdefault(event.instance_uuid, []).extend(told(announced, len(found.standing.history), now))
-            unit.say(Addressed(API, announced, event.instance_uuid))
-        changes = [
-            Change(standing=kept[uuid].standing, delete_requested=kept[uuid].delete_requested, story=tuple(lines))
-            for uuid, lines in stories.items()
-        ]
-        await unit.change(changes, now)
+            builds[event.instance_uuid] = after
+            stories.setdefault(event.instance_uuid, []).extend(story_lines(announced, len(found.history), now))
+            unit.emit(Addressed(API, announced, event.instance_uuid))
+        await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)
         return folded
 
     def _ignored(self, event: BuildEvent, why: str) -> None:

@@ -26,9 +26,9 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
-from scheduler_worker.retention import forget_forever
+from scheduler_worker.retention import purge_forever
 from scheduler_worker.store.port import SchedulerStore
-from scheduler_worker.store.postgres import PostgresStore
+from scheduler_worker.store.postgres import PostgresBuilds
 
 
 class HostsListener:
@@ -106,7 +106,7 @@ def build(
         weighings=plugins.weighings(config),
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
-    store = store if store is not None else PostgresStore(env.database("scheduler"))
+    store = store if store is not None else PostgresBuilds(env.database("scheduler"))
     relay = Relay(store.outbox, buses, clock=env.clock)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
@@ -118,7 +118,7 @@ def build(
     service.resource(buses[API].open, buses[API].close)
     service.resource(follower.start, follower.close)
     service.task("outbox", relay.run)
-    service.task("forgetting", lambda: forget_forever(store, env.clock, config))
+    service.task("retention", lambda: purge_forever(store, env.clock, config))
     service.drain(relay.drain)
     service.task("replica", follower.run)
     service.prepare(follower.ready.wait)

@@ -17,12 +17,11 @@ from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
 from bus.wire import Malformed
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, BuildDecision, RecordedBuild
 from scheduler_worker.domain.explain import sentence, step
-from scheduler_worker.domain.records import DECIDED, MALFORMED, SCHEDULED
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.endings import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
-from scheduler_worker.store.port import Decided
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
@@ -40,7 +39,9 @@ class Author(Struct, frozen=True):
         return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
 
 
-def decision(request: BuildRequest, spec: RequestSpec, ending: Ending, author: Author, *, nearest: int) -> Decided:
+def decision(
+    request: BuildRequest, spec: RequestSpec, ending: Ending, author: Author, *, nearest: int
+) -> BuildDecision:
     """What is written down about one ending. An Away is none: it is tried again."""
     match ending:
         case Placed():
@@ -58,21 +59,24 @@ def decision(request: BuildRequest, spec: RequestSpec, ending: Ending, author: A
             raise AssertionError(ending)
 
 
-def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> Decided:
+def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:
     """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
     reason = f"No host can take {request.flavor}: {why.reason}."
     return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))
 
 
-def _placed(request: BuildRequest, ending: Placed, author: Author) -> Decided:
+def _placed(request: BuildRequest, ending: Placed, author: Author) -> BuildDecision:
     main = ending.selections[0]
     alternates = ", ".join(selection.host for selection in ending.selections[1:]) or "none"
-    return Decided(
-        instance_uuid=request.instance_uuid,
-        state=BuildState.SCHEDULED,
-        sequence=SCHEDULED,
-        cell=ending.cell,
-        host=main.host,
+    return BuildDecision(
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.SCHEDULED,
+            sequence=SCHEDULED,
+            cell=ending.cell,
+            host=main.host,
+        ),
         host_uuid=main.host_uuid,
         story=(
             *(author.line("not_claimed", lost) for lost in ending.lost),
@@ -85,41 +89,45 @@ def _placed(request: BuildRequest, ending: Placed, author: Author) -> Decided:
 
 def _failed(
     request: BuildRequest, code: str, reason: str, author: Author, *, funnel: tuple[FunnelStep, ...] = ()
-) -> Decided:
-    return Decided(
-        instance_uuid=request.instance_uuid,
-        state=BuildState.FAILED,
-        sequence=DECIDED,
-        terminal=True,
-        code=code,
-        reason=reason[:MAX_REASON],
+) -> BuildDecision:
+    return BuildDecision(
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.FAILED,
+            sequence=DECIDED,
+            terminal=True,
+            code=code,
+            reason=reason[:MAX_REASON],
+        ),
         funnel=funnel,
         story=(author.line("failed", f"{code}: {reason}"),),
     )
 
 
-def with_stages(one: Decided, stamps: Stamps) -> Decided:
+def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
     """An end that the scheduler decides by itself: how long the stages took goes with the story's last line."""
     *before, last = one.story
     return replace(one, story=(*before, replace(last, stamps=stamps)))
 
 
-def decided_event(one: Decided, request: BuildRequest, at: float, stamps: Stamps | None = None) -> BuildEvent:
+def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:
     """What clients hear about a decision; how long the stages took, where it is the end."""
+    build = one.build
     return BuildEvent(
-        instance_uuid=one.instance_uuid,
-        project_id=request.project_id,
-        state=one.state,
-        sequence=one.sequence,
-        terminal=one.terminal,
-        cell=one.cell,
-        host=one.host,
-        attempt=ATTEMPT if one.host is not None else 0,
-        code=one.code,
-        reason=one.reason,
+        instance_uuid=build.instance_uuid,
+        project_id=build.project_id,
+        state=build.state,
+        sequence=build.sequence,
+        terminal=build.terminal,
+        cell=build.cell,
+        host=build.host,
+        attempt=ATTEMPT if build.host is not None else 0,
+        code=build.code,
+        reason=build.reason,
         funnel=one.funnel,
         at=at,
-        stamps=stamps if one.terminal else None,
+        stamps=stamps if build.terminal else None,
     )
 
 

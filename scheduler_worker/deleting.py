@@ -17,8 +17,8 @@ from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from scheduler_worker import metrics
 from scheduler_worker.decisions import Author, to_clients
-from scheduler_worker.domain.records import DELETED, Standing
-from scheduler_worker.store.port import Change, Kept, NewBuild, SchedulerStore, Unit
+from scheduler_worker.domain.builds import DELETED, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 # A delete may overtake its build on the way to another scheduler: so often it is looked for again.
 DELETE_RETRIES = 2
@@ -32,7 +32,7 @@ async def delete_all(
 ) -> tuple[dict[int, Outcome], set[str]]:
     """Handle deletes in one transaction. Returns an outcome per `id(received)`, and the instances that are to go."""
     outcomes: dict[int, Outcome] = {}
-    changes: dict[str, Change] = {}
+    changes: dict[str, BuildUpdate] = {}
     async with store.unit() as unit:
         kept = await unit.lock([_request(received).instance_uuid for received in deletes])
         going: set[str] = set()
@@ -40,9 +40,9 @@ async def delete_all(
         for received in deletes:
             request = _request(received)
             found = kept.get(request.instance_uuid)
-            if found is None or found.standing.code == UNKNOWN:
+            if found is None or found.code == UNKNOWN:
                 unknown.append(received)
-            elif found.standing.project_id != request.project_id:
+            elif found.project_id != request.project_id:
                 # Not this project's to know about, and no event: the stream of that instance is its owner's.
                 outcomes[id(received)] = Refuse(UNKNOWN, UNKNOWN_REASON)
             else:
@@ -51,30 +51,29 @@ async def delete_all(
                 metrics.REQUESTS.labels("delete", "accepted").inc()
                 if request.instance_uuid not in changes and (change := _delete(unit, found, author)) is not None:
                     changes[request.instance_uuid] = change
-        await unit.change(list(changes.values()), author.at)
+        await unit.update(list(changes.values()), author.at)
         outcomes.update(await _unknown(unit, unknown, kept.keys(), author))
     return outcomes, going
 
 
-def _delete(unit: Unit, found: Kept, author: Author) -> Change | None:
+def _delete(unit: BuildUnit, standing: RecordedBuild, author: Author) -> BuildUpdate | None:
     """What a delete does to one build; None: it was asked before."""
-    standing = found.standing
     if standing.state in (BuildState.DELETING, BuildState.DELETED):
         return None
     if standing.state is BuildState.ACCEPTED:
         # Whoever decides it sees this before dispatching, frees the claim and says `deleted`.
-        if found.delete_requested:
+        if standing.delete_requested:
             return None
-        return Change(standing=standing, delete_requested=True, story=(author.line("delete_requested"),))
+        return BuildUpdate(build=replace(standing, delete_requested=True), story=(author.line("delete_requested"),))
     if standing.cell is None:
         return never_built(unit, standing, author, "it was never built")
     command = CellDelete(instance_uuid=standing.instance_uuid, project_id=standing.project_id)
-    unit.say(Addressed(standing.cell, command, standing.instance_uuid))
+    unit.emit(Addressed(standing.cell, command, standing.instance_uuid))
     line = author.line("delete_requested", f"passed to cell {standing.cell}")
-    return Change(standing=replace(standing, state=BuildState.DELETING), delete_requested=True, story=(line,))
+    return BuildUpdate(build=replace(standing, state=BuildState.DELETING, delete_requested=True), story=(line,))
 
 
-def never_built(unit: Unit, standing: Standing, author: Author, detail: str) -> Change:
+def never_built(unit: BuildUnit, standing: RecordedBuild, author: Author, detail: str) -> BuildUpdate:
     """The end of a build that no cell knows of: one terminal event, for the build and its delete."""
     event = BuildEvent(
         instance_uuid=standing.instance_uuid,
@@ -84,13 +83,13 @@ def never_built(unit: Unit, standing: Standing, author: Author, detail: str) -> 
         terminal=True,
         at=author.at,
     )
-    unit.say(to_clients(event))
-    deleted = replace(standing, state=BuildState.DELETED, sequence=DELETED, terminal=True)
-    return Change(standing=deleted, delete_requested=True, story=(author.line("deleted", detail),))
+    unit.emit(to_clients(event))
+    deleted = replace(standing, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
+    return BuildUpdate(build=deleted, story=(author.line("deleted", detail),))
 
 
 async def _unknown(
-    unit: Unit, deletes: Sequence[Received], noted: Collection[str], author: Author
+    unit: BuildUnit, deletes: Sequence[Received], noted: Collection[str], author: Author
 ) -> dict[int, Outcome]:
     """Deletes of what is not on record: look again, and in the end say so, for good."""
     outcomes: dict[int, Outcome] = {id(one): Retry(UNKNOWN, "not on record (yet)") for one in deletes}
@@ -101,7 +100,7 @@ async def _unknown(
         if request.instance_uuid not in noted:
             continue  # its build has come in this moment
         metrics.REQUESTS.labels("delete", "unknown").inc()
-        unit.say(to_clients(_no_such_instance(request, author)))
+        unit.emit(to_clients(_no_such_instance(request, author)))
         outcomes[key] = Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON))
     return outcomes
 
@@ -113,11 +112,15 @@ def _never_to_be(request: DeleteRequest, author: Author) -> NewBuild:
             instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=NEVER_ASKED_FLAVOR
         ),
         digest=b"",
-        state=BuildState.DELETED,
-        sequence=DELETED,
-        terminal=True,
-        code=UNKNOWN,
-        reason=UNKNOWN_REASON,
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.DELETED,
+            sequence=DELETED,
+            terminal=True,
+            code=UNKNOWN,
+            reason=UNKNOWN_REASON,
+        ),
         story=(author.line("refused", "a delete came, and no build"),),
     )
 

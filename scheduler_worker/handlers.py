@@ -23,6 +23,7 @@ from bus.contracts.stages import Stamps
 from bus.faults import Fault, Transient
 from bus.outbox import Addressed
 from bus.outcome import Done, Outcome, Received, Retry
+from bus.persistence.unit_of_work import run_optimistic
 from bus.port import BusError
 from scheduler_worker import metrics
 from scheduler_worker.claiming import Claiming
@@ -39,6 +40,7 @@ from scheduler_worker.decisions import (
     with_stages,
 )
 from scheduler_worker.deleting import delete_all, never_built
+from scheduler_worker.domain.builds import BuildDecision
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -57,7 +59,7 @@ from scheduler_worker.item import (
     told_at_once,
 )
 from scheduler_worker.retention import longest_way_s
-from scheduler_worker.store.port import Decided, OnRecord, SchedulerStore, Unit, quickly
+from scheduler_worker.store.port import BuildStatus, BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
@@ -167,7 +169,10 @@ class RequestHandler:
         for item in items:
             firsts.setdefault(item.request.instance_uuid, item)
         # Not durable: until a decision is on disk, the unacknowledged message itself is what survives a crash.
-        fresh, known = await quickly(self._store, lambda unit: self._insert(unit, firsts, now), durable=False)
+        fresh, known = await run_optimistic(
+            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
+            lambda unit: self._insert(unit, firsts, now),
+        )
         for item in items:
             first = firsts[item.request.instance_uuid]
             if item.request.instance_uuid in fresh and first is item:
@@ -190,20 +195,22 @@ class RequestHandler:
         received = item.received
         return received.redelivered or received.meta.attempt > 0 or item.request.instance_uuid in self._begun
 
-    async def _insert(self, unit: Unit, firsts: Mapping[str, Item], now: float) -> tuple[set[str], dict[str, OnRecord]]:
+    async def _insert(
+        self, unit: BuildUnit, firsts: Mapping[str, Item], now: float
+    ) -> tuple[set[str], dict[str, BuildStatus]]:
         """(which were new, what is on record of the others)."""
         author = Author(self._who, now)
         fresh = await unit.insert([new_build(item, author) for item in firsts.values()], now)
         known = await unit.read([uuid for uuid in firsts if uuid not in fresh])
         for uuid, item in firsts.items():
             if uuid in fresh:
-                unit.say(to_clients(first_event(item, now)))
+                unit.emit(to_clients(first_event(item, now)))
         return fresh, known
 
     async def _place(self, items: list[Item], ahead: Mapping[str, Work]) -> None:
         author = self._author()
         asking: list[tuple[Item, RequestSpec]] = []
-        decided: list[Decided] = []
+        decided: list[BuildDecision] = []
         for item in items:
             chosen = ahead.get(item.request.instance_uuid)
             spec = self._selector.want(item.request) if chosen is None else chosen.spec
@@ -246,7 +253,9 @@ class RequestHandler:
         warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
         return not warm and item.received.meta.attempt < RETRIES
 
-    async def _write(self, decided: list[Decided], placed: Mapping[str, Placed], items: Mapping[str, Item]) -> None:
+    async def _write(
+        self, decided: list[BuildDecision], placed: Mapping[str, Placed], items: Mapping[str, Item]
+    ) -> None:
         """The decisions, the map and what is to be published, in one transaction."""
         if not decided:
             return
@@ -254,48 +263,56 @@ class RequestHandler:
         stamps: dict[str, Stamps] = {}
         ended_at = self._clock.time()
         decided = [
-            with_stages(one, stamps_of(items[one.instance_uuid], None, ended_at)) if one.terminal else one
+            with_stages(one, stamps_of(items[one.build.instance_uuid], None, ended_at)) if one.build.terminal else one
             for one in decided
         ]
 
-        async def write(unit: Unit) -> set[str]:
+        async def write(unit: BuildUnit) -> set[str]:
             now = self._clock.time()
             stamps.clear()
             written = await unit.decide(decided, now)
             for one in decided:
-                if one.instance_uuid in written:
-                    item, where = items[one.instance_uuid], placed.get(one.instance_uuid)
-                    stamps[one.instance_uuid] = said = stamps_of(item, where, now)
+                if one.build.instance_uuid in written:
+                    item, where = items[one.build.instance_uuid], placed.get(one.build.instance_uuid)
+                    stamps[one.build.instance_uuid] = said = stamps_of(item, where, now)
                     self._dispatch(unit, one, item.request, where, said, now)
             return written
 
-        written = await quickly(self._store, write)
+        written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), write)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started)
         metrics.decided(list(stamps.values()))
         for one in decided:
-            items[one.instance_uuid].outcome = accepted(one.instance_uuid)
-            if one.terminal:
+            items[one.build.instance_uuid].outcome = accepted(one.build.instance_uuid)
+            if one.build.terminal:
                 log.info(
                     "build.failed",
-                    instance=one.instance_uuid,
-                    cause=one.instance_uuid,
-                    code=one.code,
-                    reason=one.reason,
+                    instance=one.build.instance_uuid,
+                    cause=one.build.instance_uuid,
+                    code=one.build.code,
+                    reason=one.build.reason,
                 )
         # Once it has failed nobody dispatches it; the release also fences a claim that is still on its way.
-        mine = [one for one in decided if one.instance_uuid in written and one.terminal]
+        mine = [one for one in decided if one.build.instance_uuid in written and one.build.terminal]
         await self._release(
-            [i for one in mine if (i := items[one.instance_uuid]).doubtful and one.code != CONSUMER_CHANGED]
+            [i for one in mine if (i := items[one.build.instance_uuid]).doubtful and one.build.code != CONSUMER_CHANGED]
         )
-        await self._cancel([items[one.instance_uuid] for one in decided if one.instance_uuid not in written])
+        await self._cancel(
+            [items[one.build.instance_uuid] for one in decided if one.build.instance_uuid not in written]
+        )
 
     def _dispatch(  # noqa: PLR0917  (hot, so no keywords)
-        self, unit: Unit, one: Decided, request: BuildRequest, placed: Placed | None, stamps: Stamps, now: float
+        self,
+        unit: BuildUnit,
+        one: BuildDecision,
+        request: BuildRequest,
+        placed: Placed | None,
+        stamps: Stamps,
+        now: float,
     ) -> None:
         if placed is not None:
             command = cell_build(request, placed, now, stamps, self._config)
-            unit.say(Addressed(placed.cell, command, one.instance_uuid))
-        unit.say(to_clients(decided_event(one, request, now, stamps)))
+            unit.emit(Addressed(placed.cell, command, one.build.instance_uuid))
+        unit.emit(to_clients(decided_event(one, now, stamps)))
 
     async def _cancel(self, items: list[Item]) -> None:
         """Deleted, or decided by somebody else first: free the claim, unless a cell has it.
@@ -315,11 +332,11 @@ class RequestHandler:
         author = self._author()
         async with self._store.unit() as unit:
             kept = await unit.lock([item.request.instance_uuid for item in undone])
-            await unit.change(
+            await unit.update(
                 [
-                    never_built(unit, found.standing, author, "while it was being scheduled")
+                    never_built(unit, found, author, "while it was being scheduled")
                     for found in kept.values()
-                    if found.delete_requested and found.standing.state is BuildState.ACCEPTED
+                    if found.delete_requested and found.state is BuildState.ACCEPTED
                 ],
                 author.at,
             )

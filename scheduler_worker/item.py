@@ -14,9 +14,9 @@ from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from scheduler_worker import metrics
 from scheduler_worker.decisions import Author
 from scheduler_worker.deleting import UNKNOWN
-from scheduler_worker.domain.records import ACCEPTED, DECIDED
+from scheduler_worker.domain.builds import ACCEPTED, DECIDED, NewBuild, RecordedBuild
 from scheduler_worker.endings import CONSUMER_CHANGED, Placed
-from scheduler_worker.store.port import NewBuild, OnRecord
+from scheduler_worker.store.port import BuildStatus
 
 TOO_OLD = "request.too_old"
 
@@ -51,11 +51,15 @@ def new_build(item: Item, author: Author) -> NewBuild:
     return NewBuild(
         request=item.request,
         digest=item.digest,
-        state=BuildState.REFUSED if item.refused else BuildState.ACCEPTED,
-        sequence=DECIDED if item.refused else ACCEPTED,
-        terminal=item.refused is not None,
-        code=code,
-        reason=reason,
+        build=RecordedBuild(
+            instance_uuid=item.request.instance_uuid,
+            project_id=item.request.project_id,
+            state=BuildState.REFUSED if item.refused else BuildState.ACCEPTED,
+            sequence=DECIDED if item.refused else ACCEPTED,
+            terminal=item.refused is not None,
+            code=code,
+            reason=reason,
+        ),
         story=(author.line("requested", f"{item.request.flavor} for {item.request.project_id}"),)
         + ((author.line("refused", reason),) if item.refused else ()),
     )
@@ -92,7 +96,7 @@ def repeated(item: Item, first: Item) -> None:
         item.outcome = _clash()
 
 
-def already_on_record(item: Item, known: OnRecord | None) -> None:
+def already_on_record(item: Item, known: BuildStatus | None) -> None:
     """It was on record already: a redelivery goes on where it stood, a repeat changes nothing."""
     if known is not None and known.state is BuildState.ACCEPTED and item.refused and item.refused[0] == TOO_OLD:
         item.refused = None  # it is on record, however old: nobody has forgotten it
@@ -121,7 +125,7 @@ def _clash() -> Refuse:
     return Refuse("request.duplicate", "this instance_uuid is on record with other content")
 
 
-def is_undone(found: OnRecord) -> bool:
+def is_undone(found: BuildStatus) -> bool:
     """It is over, or may only end, and no cell has it: nothing may stay claimed for it, but what is somebody else's."""
     over = found.delete_requested or found.state in (BuildState.FAILED, BuildState.DELETED)
     return over and found.cell is None and found.code != CONSUMER_CHANGED

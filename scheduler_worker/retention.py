@@ -21,21 +21,21 @@ def longest_way_s(config: SchedulerConfig) -> float:
     return max(config.ended_keep_s - CLOCK_SLACK_S, config.ended_keep_s / 2)
 
 
-async def forget_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
+async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
     """A pass now and then; schedulers share the work, each takes what no other has locked."""
     while True:
         await clock.sleep(config.forget_every_s)
         try:
-            await forget(store, clock.time() - config.ended_keep_s, config.forget_batch)
+            await purge(store, clock.time() - config.ended_keep_s, config.forget_batch)
         except Transient as fault:
-            log.warning("forget.waiting", code=fault.code, reason=str(fault))
+            log.warning("purge.waiting", code=fault.code, reason=str(fault))
 
 
-async def forget(store: SchedulerStore, before: float, batch: int) -> int:
+async def purge(store: SchedulerStore, before: float, batch: int) -> int:
     """One pass, a bounded statement at a time. Returns how many records went. Raises Transient."""
     count, start = 0, 0.0
     while True:
-        gone = await store.forget(before, batch, start)
+        gone = await store.purge(before, batch, start)
         metrics.FORGOTTEN.inc(gone.count)
         count, start = count + gone.count, gone.until
         if gone.count < batch:

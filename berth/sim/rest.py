@@ -63,7 +63,7 @@ def given_back(world: World) -> list[str]:
 def told_of_quota(world: World) -> str:
     """What is wrong with the answer to those who may hold nothing at all; "" when it names their quota."""
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
-    for uuid, standing in world.builds.standings.items():
+    for uuid, standing in world.builds.recorded.items():
         if standing.project_id == NONE_ALLOWED:
             rightly = standing.code == OVER_QUOTA or not any(host.enabled for host in hosts)
             return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
@@ -90,7 +90,7 @@ def _leftovers(world: World) -> Iterator[str]:
 
 def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[str]:
     for uuid in client.confirmed:
-        standing = world.builds.standings.get(uuid)
+        standing = world.builds.recorded.get(uuid)
         if standing is None:
             yield f"liveness: {uuid} was accepted by the broker and is not on record"
         elif uuid in lost:
@@ -174,7 +174,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             if kept.consumer.holding and uuid not in lost
         },
         roots={p.uuid: p.root for p in book.providers.values()},
-        requests={uuid: one.state.value for uuid, one in builds.standings.items() if uuid not in lost},
+        requests={uuid: one.state.value for uuid, one in builds.recorded.items() if uuid not in lost},
         cells=dict(builds.cells),
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt)

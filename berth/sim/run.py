@@ -195,6 +195,6 @@ class _Runner:
         return [self._client.order(order) for order in orders]
 
     def _last_words(self) -> None:
-        for standing in self._world.builds.standings.values():
+        for standing in self._world.builds.recorded.values():
             self.states[standing.state.value] = self.states.get(standing.state.value, 0) + 1
         self._story.tell("rest", " ".join(f"{state}={count}" for state, count in sorted(self.states.items())))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from bus.outbox import Addressed
-from bus.service.known import Known
+from bus.persistence.conflict import Conflict, PreconditionFailed
+from bus.persistence.unit_of_work import Committed
+from bus.persistence.version_cache import VersionCache
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
-from bus.service.once import Mistaken
 from cell_conductor.domain.instance import Instance, State
 
-from .believing import Belief, BelievingTransaction, Written, believing
-from .port import Brief, StaleWrite
+from .port import Brief
+from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 HANDLER = "conductor"
 
@@ -63,14 +64,14 @@ class MemoryTransaction:
         return [self._table.instances[uuid] for _, uuid in due]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
-        """Record new instances. Raises StaleWrite when one is on record meanwhile."""
+        """Record new instances. Raises Conflict when one is on record meanwhile."""
         if not instances:
             return
         await self._transaction.statement()
         ordered = sorted(instances, key=lambda instance: instance.uuid)
         await self._transaction.lock([("instance", instance.uuid) for instance in ordered])
         if any(instance.uuid in self._table.instances for instance in ordered):
-            raise StaleWrite
+            raise Conflict
         self._write(ordered)
 
     async def update(self, instances: Sequence[Instance]) -> None:
@@ -88,44 +89,44 @@ class MemoryTransaction:
         _keep(self._table, self._transaction, instances)
 
 
-class MemoryGround:
-    """What `believing` stands on here: one transaction that looks, and one that locks, compares and writes."""
+class MemoryInstanceRows:
+    """The rows below an optimistic transaction: one that reads, and one that locks, compares and writes."""
 
     def __init__(self, table: MemoryInstanceTable, session: Session) -> None:
         self._table = table
         self._session = session
 
-    async def look(self, uuids: Sequence[str]) -> list[tuple[int, Instance]]:
+    async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
         """Instances with the versions of their rows, without locks."""
         async with self._session.transaction():
             table = self._table
-            return [
-                (table.row_versions[_key(uuid)], table.instances[uuid])
-                for uuid in sorted(uuids)
+            return {
+                uuid: (table.row_versions[_key(uuid)], table.instances[uuid])
+                for uuid in sorted(keys)
                 if uuid in table.instances
-            ]
+            }
 
-    async def write(self, belief: Belief) -> Written:
-        """All of it or nothing. As in PostgreSQL only what is written tells whether somebody else was first."""
+    async def write(self, writes: InstanceWrites) -> Committed:
+        """Write all of it or nothing. As in PostgreSQL only what is written tells whether another was first."""
         table = self._table
         async with self._session.transaction() as transaction:
-            transaction.durable = belief.durable
-            if belief.message_ids:
-                fresh = await transaction.first_time(HANDLER, belief.message_ids)
-                if len(fresh) != len(belief.message_ids):
-                    raise Mistaken
-            await transaction.lock([_key(uuid) for uuid in sorted(belief.held)])
-            if any(uuid not in table.instances for uuid in belief.held):
-                raise Mistaken
-            if any(table.row_versions[_key(uuid)] != version for uuid, version in belief.held.items()):
-                raise Mistaken
-            created = sorted(instance.uuid for instance in belief.created)
-            await transaction.lock([_key(uuid) for uuid in created])
-            if any(uuid in table.instances for uuid in created):
-                raise Mistaken
-            _keep(table, transaction, [*belief.created, *belief.changed])
-            row = await transaction.send_later(belief.outgoing)
-        return Written(transaction.number, row)
+            transaction.durable = writes.durable
+            if writes.message_ids:
+                fresh = await transaction.first_time(HANDLER, writes.message_ids)
+                if len(fresh) != len(writes.message_ids):
+                    raise PreconditionFailed
+            await transaction.lock([_key(uuid) for uuid in sorted(writes.versions)])
+            if any(uuid not in table.instances for uuid in writes.versions):
+                raise PreconditionFailed
+            if any(table.row_versions[_key(uuid)] != version for uuid, version in writes.versions.items()):
+                raise PreconditionFailed
+            new = sorted(instance.uuid for instance in writes.inserts)
+            await transaction.lock([_key(uuid) for uuid in new])
+            if any(uuid in table.instances for uuid in new):
+                raise PreconditionFailed
+            _keep(table, transaction, [*writes.inserts, *writes.updates])
+            row = await transaction.send_later(writes.outbox)
+        return Committed(transaction.number, row)
 
 
 def _key(uuid: str) -> tuple[str, str]:
@@ -145,7 +146,7 @@ class MemoryInstances:
         assert isinstance(session.database, MemoryInstanceTable)
         self._table = session.database
         self._session = session
-        self._known: Known[Instance] = Known(session)
+        self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
         self.ready = False
 
@@ -162,9 +163,9 @@ class MemoryInstances:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
-    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[BelievingTransaction]:
-        """On what this process believes."""
-        return believing(MemoryGround(self._table, self._session), self._known, new)
+    def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
+        """On cached instances."""
+        return OptimisticTransaction(MemoryInstanceRows(self._table, self._session), self._cache, new)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:

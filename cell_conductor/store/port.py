@@ -23,17 +23,13 @@ class Brief(Struct, frozen=True):
     since: float
 
 
-class StaleWrite(Exception):
-    """Somebody else recorded one of these instances first: read again, decide again."""
-
-
 class Transaction(Protocol):
     """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
 
     durable: bool
-    """False: its end need not wait for the disk, because `flush` follows before anybody relies on it.
+    """False: the commit does not wait for the disk, because `flush` follows before anything relies on it.
 
-    Only a believing transaction goes by it.
+    An optimistic transaction alone heeds it.
     """
 
     @property
@@ -47,7 +43,7 @@ class Transaction(Protocol):
         """The instances on record among these, locked until the end."""
 
     async def insert(self, instances: Sequence[Instance]) -> None:
-        """Record new instances. Raises StaleWrite when one is on record meanwhile."""
+        """Record new instances. Raises Conflict when one is on record meanwhile."""
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Record what became of locked instances."""
@@ -57,7 +53,7 @@ class Transaction(Protocol):
 
 
 class LockingTransaction(Transaction, Protocol):
-    """A transaction that locks as it reads, so it can also be asked what is due: nobody can believe that."""
+    """A transaction that locks as it reads, so it can also be asked what is due: no cache knows that."""
 
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
@@ -83,10 +79,10 @@ class InstanceStore(Protocol):
     def transaction(self) -> AbstractAsyncContextManager[LockingTransaction]:
         """Commits at the end, rolls back on an exception."""
 
-    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[Transaction]:
-        """A transaction that takes no lock before its end, and raises StaleWrite there when it believed wrong.
+    def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[Transaction]:
+        """A transaction on cached instances that takes no lock before its end, and raises Conflict there.
 
-        new: instances that are believed not to be on record. For PostgreSQL this is one round trip instead of six.
+        new: instances that are expected not to be on record. For PostgreSQL this is one round trip instead of six.
         """
 
     async def flush(self) -> None:

@@ -5,21 +5,23 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 
 from bus import outbox
 from bus.outbox import Addressed
+from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.unit_of_work import Committed
+from bus.persistence.version_cache import VersionCache
 from bus.service.database import Database
-from bus.service.known import Known
 from cell_conductor.domain.instance import Instance, State
 
 from . import rows
-from .believing import BelievingTransaction, believing
-from .one_statement import OneStatement
-from .port import Brief, StaleWrite
+from .port import Brief
+from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 MIGRATIONS = "cell_conductor.store.migrations"
 
@@ -30,11 +32,10 @@ LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
-INSERT = rows.numbered(f"INSERT INTO instances ({rows.NAMES}) SELECT * FROM {rows.GIVEN} ON CONFLICT (uuid) DO NOTHING")
+INSERT = rows.numbered(rows.INSERT)
+UPDATE = rows.numbered(rows.UPDATE)
 
-UPDATE = rows.numbered(
-    f"UPDATE instances SET {rows.ASSIGNED} FROM {rows.GIVEN} AS n ({rows.NAMES}) WHERE instances.uuid = n.uuid"
-)
+READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
 # The states whose host must run the instance (active) or may still run it (deleting): the partial index's condition.
 _BRIEF = """
@@ -56,12 +57,42 @@ FORGET_DELETED = FORGET.format(over="state IN ('deleted', 'tombstone')")
 FORGET_FAILED = FORGET.format(over="state = 'failed'")
 
 
-class PostgresTransaction:
-    """One transaction on one connection."""
+class PostgresInstanceRows:
+    """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known[Instance]) -> None:
+    def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
-        self._known = known
+
+    async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Instance]]:
+        """Instances with the versions of their rows, without locks."""
+        found = [(row[0], rows.decode(row[1])) for row in await self._connection.fetch(READ_VERSIONS, keys)]
+        return {instance.uuid: (version, instance) for version, instance in found}
+
+    async def write(self, writes: InstanceWrites) -> Committed:
+        """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
+        statement = GuardedStatement()
+        if writes.message_ids:
+            statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))
+        updates = writes.updates
+        guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
+        if writes.inserts:
+            columns = rows.columns(writes.inserts)
+            statement.add("inserted", f"{rows.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
+        if updates:
+            columns = rows.columns(updates)
+            statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, rows=len(updates))
+        outbox.add_to(statement, writes.outbox)
+        statement.column("pg_current_xact_id()::xid AS version")
+        written = await statement.execute(self._connection, durable=writes.durable)
+        return Committed(written["version"], written["outbox_row"])
+
+
+class PostgresTransaction:
+    """One transaction on one connection, which locks what it reads."""
+
+    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance]) -> None:
+        self._connection = connection
+        self._cache = cache
         self.row: int | None = None
         self.durable = True
 
@@ -79,16 +110,16 @@ class PostgresTransaction:
         return [rows.decode(row[0]) for row in await self._connection.fetch(LOCK_DUE, now, limit)]
 
     async def insert(self, instances: Sequence[Instance]) -> None:
-        """Record new instances. Raises StaleWrite when one is on record meanwhile."""
+        """Record new instances. Raises Conflict when one is on record meanwhile."""
         if instances:
             status: str = await self._connection.execute(INSERT, *rows.columns(instances))
             if int(status.rsplit(" ", 1)[-1]) != len(instances):
-                raise StaleWrite
+                raise Conflict
 
     async def update(self, instances: Sequence[Instance]) -> None:
         """Record what became of locked instances."""
         if instances:
-            self._known.forget([instance.uuid for instance in instances])
+            self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *rows.columns(instances))
 
     async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
@@ -102,7 +133,7 @@ class PostgresInstances:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: Known[Instance] = Known(database)
+        self._cache: VersionCache[Instance] = VersionCache(database)
         self.outbox = outbox.PostgresRows(database)
 
     @property
@@ -122,19 +153,22 @@ class PostgresInstances:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
-    def believing(self, new: Collection[str]) -> AbstractAsyncContextManager[BelievingTransaction]:
-        """The same in one round trip, on what this process believes."""
-        return self._believing(new)
+    def optimistic(self, new: Collection[str]) -> AbstractAsyncContextManager[OptimisticTransaction]:
+        """The same in one round trip, on cached instances."""
+        return self._optimistic(new)
 
     @asynccontextmanager
-    async def _believing(self, new: Collection[str]) -> AsyncIterator[BelievingTransaction]:
-        async with self._database.single() as connection, believing(OneStatement(connection), self._known, new) as mine:
-            yield mine
+    async def _optimistic(self, new: Collection[str]) -> AsyncIterator[OptimisticTransaction]:
+        async with (
+            self._database.single() as connection,
+            OptimisticTransaction(PostgresInstanceRows(connection), self._cache, new) as transaction,
+        ):
+            yield transaction
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[PostgresTransaction]:
         async with self._database.raw() as connection:
-            yield PostgresTransaction(connection, self._known)
+            yield PostgresTransaction(connection, self._cache)
 
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""

@@ -19,6 +19,9 @@ SEEN = f"""
 INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) ON CONFLICT DO NOTHING RETURNING 1
 """
 
+INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} ON CONFLICT (uuid) DO NOTHING"
+UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid"
+
 _encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Instance).decode
 

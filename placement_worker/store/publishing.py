@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 
 from bus.contracts.placement import Change
+from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from bus.service.database import Database
-from bus.service.once import IN_NO_HURRY
 from placement_worker.store import feed
 from placement_worker.store.port import Published
 
@@ -42,7 +42,7 @@ mine AS (
     RETURNING p.taken_until AS until
 )
 SELECT next.first, next.last, CASE WHEN mine.until IS NOT NULL THEN next.body END AS body, position.number, mine.until,
-       {IN_NO_HURRY}
+       {ASYNCHRONOUS_COMMIT}
 FROM position CROSS JOIN next LEFT JOIN mine ON true ORDER BY next.last
 """
 # Forward alone, and no other's lease is ended.
@@ -51,7 +51,7 @@ WITH moved AS (
     UPDATE feed_position SET number = GREATEST(number, $1),
         taken_until = CASE WHEN taken_until = $2 THEN '-infinity' ELSE taken_until END
 )
-SELECT {IN_NO_HURRY}
+SELECT {ASYNCHRONOUS_COMMIT}
 """
 
 

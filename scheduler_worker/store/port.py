@@ -1,35 +1,20 @@
-"""What the scheduler keeps, as its handlers see it: one unit of work commits state and outgoing messages together."""
+"""What the scheduler stores, as its handlers see it: a unit of work commits state and outgoing messages together."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, FunnelStep, StoryLine
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.outbox import Addressed, Relay, Rows
-from scheduler_worker.domain.records import Standing
-
-T = TypeVar("T")
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 
 
-class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to be put on record. `digest`: of its whole content, so that a repeat is told from a clash."""
-
-    request: BuildRequest
-    digest: bytes
-    state: BuildState
-    sequence: int
-    terminal: bool = False
-    code: str = ""
-    reason: str = ""
-    story: tuple[StoryLine, ...] = ()
-
-
-class OnRecord(Struct, frozen=True, kw_only=True):
-    """What the record says of a request that came (again). cell: it was dispatched there, so what is claimed is too."""
+class BuildStatus(Struct, frozen=True, kw_only=True):
+    """What is on record of a request that came again. cell: where it was dispatched to, together with its claim."""
 
     state: BuildState
     digest: bytes
@@ -39,74 +24,35 @@ class OnRecord(Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
-class Decided(Struct, frozen=True, kw_only=True):
-    """The end of scheduling, one way or the other: dispatched to a cell, or failed with the funnel."""
-
-    instance_uuid: str
-    state: BuildState
-    sequence: int
-    terminal: bool = False
-    cell: str | None = None
-    host: str | None = None
-    host_uuid: str | None = None
-    code: str = ""
-    reason: str = ""
-    funnel: tuple[FunnelStep, ...] = ()
-    story: tuple[StoryLine, ...] = ()
-
-
-class Kept(Struct, frozen=True, kw_only=True):
-    """A locked record: where it stands, and whether somebody asked to delete it while it was being scheduled."""
-
-    standing: Standing
-    delete_requested: bool
-
-
-class Change(Struct, frozen=True, kw_only=True):
-    """A locked record's new standing, with what is added to its story."""
-
-    standing: Standing
-    delete_requested: bool
-    story: tuple[StoryLine, ...] = ()
-
-
-class Forgotten(Struct, frozen=True):
-    """How many records one statement dropped, and when the youngest of them was created."""
+class Purged(Struct, frozen=True):
+    """How many records one statement has deleted, and when the youngest of them was created."""
 
     count: int
     until: float
 
 
-# A build that stands so has no machine and never will.
-OVER = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
-
-
-class Stale(Exception):
-    """A unit believed wrong; nothing was written. The same with locks finds out how it is."""
-
-
-class Unit(Protocol):
-    """One transaction. What is said in it is published after it has committed, and only then."""
+class BuildUnit(Protocol):
+    """One transaction. What it emits is published after it has committed, and only then."""
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """Put requests on record; returns those that were not there."""
 
-    async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
-        """What is on record now."""
+    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+        """What is on record now, without locks."""
 
-    async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
-        """Write down the decisions on requests that still wait for one and were not deleted; returns those written.
+    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+        """Write decisions on the builds that await one; returns those written.
 
-        Dispatched ones are mapped to their cell, once and for all (C-4).
+        Dispatched builds are mapped to their cell, once and for all (C-4).
         """
 
-    async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
+    async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """Read records and hold them until the end of the unit."""
 
-    async def change(self, changes: Sequence[Change], now: float) -> None:
-        """Write locked records."""
+    async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
+        """Write records that were locked."""
 
-    def say(self, message: Addressed) -> None:
+    def emit(self, message: Addressed) -> None:
         """Publish this after the commit."""
 
 
@@ -115,7 +61,7 @@ class SchedulerStore(Protocol):
 
     @property
     def outbox(self) -> Rows:
-        """The rows behind `Unit.say`, for the relay."""
+        """The rows behind `BuildUnit.emit`, for the relay."""
 
     @property
     def ready(self) -> bool:
@@ -128,33 +74,24 @@ class SchedulerStore(Protocol):
         """Disconnect."""
 
     def publish_through(self, relay: Relay) -> None:
-        """Who publishes what units say, once they have committed. Before the first unit."""
+        """Set the relay that publishes what units emit. Before the first unit."""
 
-    def unit(self, *, durable: bool = True, believing: bool = False) -> AbstractAsyncContextManager[Unit]:
+    def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
         """A transaction. Not durable: for what a redelivered message would write again after a crash.
 
-        believing: every request is new, every decided one still waits, every locked one is as this process left it;
-        at its end the unit raises Stale when that is not so. For PostgreSQL this is one round trip instead of five.
+        optimistic: it expects that every request is new, every decided build awaits its decision, and every locked one
+        is as this process left it; at its end it raises Conflict when that is not so. For PostgreSQL this is one round
+        trip instead of five.
         """
 
-    async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
-        """Drop builds that ended without a machine and last changed before, oldest first from a time of creation on.
+    async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
+        """Delete builds that ended without a machine and last changed before, oldest first from a creation time on.
 
-        With them goes where they were mapped to. What lives, or may still come to live, is kept whatever its age.
+        Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.
         """
 
     async def flush(self) -> None:
-        """Return when all that was committed is on disk, what was in no hurry too."""
+        """Return when everything committed is on disk, what was not durable too."""
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""
-
-
-async def quickly(store: SchedulerStore, work: Callable[[Unit], Awaitable[T]], *, durable: bool = True) -> T:
-    """Do this work in a unit that believes; where it believes wrong, once more in one that locks."""
-    try:
-        async with store.unit(durable=durable, believing=True) as unit:
-            return await work(unit)
-    except Stale:
-        async with store.unit(durable=durable) as unit:
-            return await work(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
@@ -11,12 +11,20 @@ import structlog
 from bus import outbox
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
 from bus.outbox import Addressed, Relay
+from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.unit_of_work import Committed, published
+from bus.persistence.version_cache import VersionCache
 from bus.service.database import Database
-from bus.service.known import Known
+from scheduler_worker.domain.builds import (
+    ENDED_WITHOUT_MACHINE,
+    BuildDecision,
+    BuildUpdate,
+    NewBuild,
+    RecordedBuild,
+)
 from scheduler_worker.store import rows
-from scheduler_worker.store.believing import BelievingUnit
-from scheduler_worker.store.one_statement import OneStatement
-from scheduler_worker.store.port import OVER, Change, Decided, Forgotten, Kept, NewBuild, OnRecord, Unit
+from scheduler_worker.store.port import BuildStatus, BuildUnit, Purged
+from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
 
@@ -25,11 +33,15 @@ MIGRATIONS = "scheduler_worker.store.migrations"
 INSERT = rows.numbered(rows.INSERT)
 DECIDE = rows.numbered(rows.DECIDE)
 MAP = rows.numbered(rows.MAP)
-CHANGE = rows.numbered(rows.CHANGE)
+UPDATE = rows.numbered(rows.UPDATE)
 
-LOCK = f"SELECT {rows.KEPT} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
+READ_VERSIONS = f"SELECT xmin, {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
-# Whatever plan an UPDATE gets: of a large batch it may go along the table, and lock in that order.
+LOCK = (
+    f"SELECT {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
+)
+
+# Whatever plan an UPDATE gets: for a large batch it may scan the table, and lock in that order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
 READ = """
@@ -45,9 +57,9 @@ ORDER BY created_at DESC LIMIT $5
 """
 
 
-# Along the index on created_at: an index on what changes would make every write of a build dearer. What lives long
-# is passed over, once a pass.
-FORGET = """
+# Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
+# live long are passed over, once a pass.
+PURGE = """
 WITH gone AS (
     DELETE FROM build_requests WHERE instance_uuid IN (
         SELECT instance_uuid FROM build_requests
@@ -61,27 +73,62 @@ SELECT count(*), coalesce(max(created_at), $3) FROM gone
 """
 
 
-class PostgresUnit:
-    """One transaction on one connection."""
+class PostgresBuildRows:
+    """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
-    def __init__(self, connection: asyncpg.Connection, known: Known[Kept]) -> None:
+    def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
-        self._known = known
-        self.said: list[Addressed] = []
+
+    async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, RecordedBuild]]:
+        """Records with the versions of their rows, without locks."""
+        found = await self._connection.fetch(READ_VERSIONS, keys)
+        return {row["instance_uuid"]: (row["xmin"], rows.recorded(row)) for row in found}
+
+    async def write(self, writes: BuildWrites) -> Committed:
+        """Write all of it or nothing, in one statement."""
+        statement, now = GuardedStatement(), writes.at
+        if writes.inserts:
+            inserts = sorted(writes.inserts, key=lambda new: new.build.instance_uuid)
+            statement.add("inserted", rows.INSERT, *rows.insert_columns(inserts), now, rows=len(inserts))
+        if writes.decisions:
+            decisions = sorted(writes.decisions, key=lambda one: one.build.instance_uuid)
+            statement.add("decided", rows.DECIDE, *rows.decide_columns(decisions), now, rows=len(decisions))
+            dispatched = [one for one in decisions if one.host_uuid is not None]
+            if dispatched:
+                statement.add("mapped", rows.MAP, *rows.map_columns(dispatched), now, rows=len(dispatched))
+        updates = writes.updates
+        guard = statement.hold("build_requests", "instance_uuid", writes.versions, updates=len(updates))
+        if updates:
+            columns = rows.update_columns(updates)
+            statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
+        outbox.add_to(statement, writes.outbox)
+        statement.column("pg_current_xact_id()::xid AS version")
+        written = await statement.execute(self._connection, durable=writes.durable)
+        return Committed(written["version"], written["outbox_row"])
+
+
+class PostgresBuildUnit:
+    """One transaction on one connection, which locks what it reads."""
+
+    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[RecordedBuild]) -> None:
+        self._connection = connection
+        self._cache = cache
+        self.outbox: list[Addressed] = []
+        self.row: int | None = None
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
-        """In uuid order, so that two schedulers given the same requests never wait for each other in a circle."""
+        """In uuid order, so that two schedulers with the same requests never deadlock."""
         if not builds:
             return set()
-        ordered = sorted(builds, key=lambda build: build.request.instance_uuid)
-        return {row[0] for row in await self._connection.fetch(INSERT, *rows.new(ordered), now)}
+        ordered = sorted(builds, key=lambda new: new.build.instance_uuid)
+        return {row[0] for row in await self._connection.fetch(INSERT, *rows.insert_columns(ordered), now)}
 
-    async def read(self, instances: Sequence[str]) -> dict[str, OnRecord]:
+    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
         """Without locks."""
         if not instances:
             return {}
         return {
-            row["instance_uuid"]: OnRecord(
+            row["instance_uuid"]: BuildStatus(
                 state=BuildState(row["state"]),
                 digest=row["digest"],
                 delete_requested=row["delete_requested"],
@@ -92,48 +139,47 @@ class PostgresUnit:
             for row in await self._connection.fetch(READ, instances)
         }
 
-    async def decide(self, decided: Sequence[Decided], now: float) -> set[str]:
+    async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
         """The guard in the statement is what makes two schedulers with the same request dispatch it once.
 
-        Locked by uuid first, so that those two never wait for each other in a circle.
+        The rows are locked in uuid order first, so that those two never deadlock.
         """
-        if not decided:
+        if not decisions:
             return set()
-        ordered = sorted(decided, key=lambda one: one.instance_uuid)
+        ordered = sorted(decisions, key=lambda one: one.build.instance_uuid)
         if len(ordered) > 1:
-            await self._connection.execute(LOCK_ONLY, [one.instance_uuid for one in ordered])
-        written = {row[0] for row in await self._connection.fetch(DECIDE, *rows.decided(ordered), now)}
-        self._known.forget(written)
-        placed = [one for one in ordered if one.host_uuid is not None and one.instance_uuid in written]
-        if placed:
-            mapped = await self._connection.fetch(MAP, *rows.mapping(placed), now)
-            if len(mapped) != len(placed):
-                elsewhere = sorted({one.instance_uuid for one in placed} - {row[0] for row in mapped})
+            await self._connection.execute(LOCK_ONLY, [one.build.instance_uuid for one in ordered])
+        written = {row[0] for row in await self._connection.fetch(DECIDE, *rows.decide_columns(ordered), now)}
+        self._cache.invalidate(written)
+        dispatched = [one for one in ordered if one.host_uuid is not None and one.build.instance_uuid in written]
+        if dispatched:
+            mapped = {row[0] for row in await self._connection.fetch(MAP, *rows.map_columns(dispatched), now)}
+            if elsewhere := sorted({one.build.instance_uuid for one in dispatched} - mapped):
                 log.error("instance.already_mapped", instances=elsewhere)
         return written
 
-    async def lock(self, instances: Sequence[str]) -> dict[str, Kept]:
+    async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """In uuid order."""
         found = await self._connection.fetch(LOCK, sorted(set(instances)))
-        return {row["instance_uuid"]: rows.kept(row) for row in found}
+        return {row["instance_uuid"]: rows.recorded(row) for row in found}
 
-    async def change(self, changes: Sequence[Change], now: float) -> None:
-        """Rows of this unit's own locks."""
-        if changes:
-            self._known.forget([change.standing.instance_uuid for change in changes])
-            await self._connection.execute(CHANGE, *rows.changed(changes), now)
+    async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
+        """Rows that this unit has locked."""
+        if updates:
+            self._cache.invalidate([update.build.instance_uuid for update in updates])
+            await self._connection.execute(UPDATE, *rows.update_columns(updates), now)
 
-    def say(self, message: Addressed) -> None:
-        """Kept in the outbox with everything else of this unit."""
-        self.said.append(message)
+    def emit(self, message: Addressed) -> None:
+        """Kept for the end, in the outbox."""
+        self.outbox.append(message)
 
 
-class PostgresStore:
+class PostgresBuilds:
     """Schema `scheduler` of one database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: Known[Kept] = Known(database)
+        self._cache: VersionCache[RecordedBuild] = VersionCache(database)
         self._relay: Relay | None = None
         self.outbox = outbox.PostgresRows(database)
 
@@ -151,43 +197,41 @@ class PostgresStore:
         await self._database.close()
 
     def publish_through(self, relay: Relay) -> None:
-        """Who publishes what units say."""
+        """Set the relay that publishes what units emit."""
         self._relay = relay
 
-    def unit(self, *, durable: bool = True, believing: bool = False) -> AbstractAsyncContextManager[Unit]:
-        """A transaction; the relay gets what it said once it has committed."""
-        return self._believing(durable) if believing else self._unit(durable)
+    def unit(self, *, durable: bool = True, optimistic: bool = False) -> AbstractAsyncContextManager[BuildUnit]:
+        """A transaction; what it emits is published once it has committed."""
+        if optimistic:
+            return published(self._relay, self._optimistic(durable))
+        return published(self._relay, self._locking(durable))
 
     @asynccontextmanager
-    async def _believing(self, durable: bool) -> AsyncIterator[Unit]:
-        assert self._relay is not None, "publish_through() first"
-        await self._relay.room()
-        async with self._database.single() as connection:
-            unit = BelievingUnit(OneStatement(connection), self._known)
+    async def _optimistic(self, durable: bool) -> AsyncIterator[OptimisticBuildUnit]:
+        async with (
+            self._database.single() as connection,
+            OptimisticBuildUnit(PostgresBuildRows(connection), self._cache, durable=durable) as unit,
+        ):
             yield unit
-            await unit.write(durable=durable)
-        self._relay.send(unit.row, unit.said)
 
     @asynccontextmanager
-    async def _unit(self, durable: bool) -> AsyncIterator[Unit]:
-        assert self._relay is not None, "publish_through() first"
-        await self._relay.room()
+    async def _locking(self, durable: bool) -> AsyncIterator[PostgresBuildUnit]:
         async with self._database.raw() as connection:
             if not durable:
                 await connection.execute("SET LOCAL synchronous_commit = off")
-            unit = PostgresUnit(connection, self._known)
+            unit = PostgresBuildUnit(connection, self._cache)
             yield unit
-            row = await outbox.add(connection, unit.said)
-        self._relay.send(row, unit.said)
+            unit.row = await outbox.add(connection, unit.outbox)
 
-    async def forget(self, before: float, limit: int, start: float = 0.0) -> Forgotten:
+    async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """One bounded statement."""
+        states = [state.value for state in ENDED_WITHOUT_MACHINE]
         async with self._database.raw() as connection:
-            row = await connection.fetchrow(FORGET, before, limit, start, [state.value for state in OVER])
-        return Forgotten(row[0], row[1])
+            row = await connection.fetchrow(PURGE, before, limit, start, states)
+        return Purged(row[0], row[1])
 
     async def flush(self) -> None:
-        """Return when all that was committed is on disk."""
+        """Return when everything committed is on disk."""
         await self._database.flush()
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:

@@ -1,4 +1,4 @@
-"""A build as a row, for every statement that reads or writes one. `{}` stands for a value."""
+"""A build as a row of `build_requests`: the statements that write one, and its columns. `{}` stands for a value."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, StoryLine
-from scheduler_worker.domain.records import Standing
-from scheduler_worker.store.port import Change, Decided, Kept, NewBuild
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
@@ -29,17 +28,18 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
-# Planned by key, as a unit that believes has it, the values are looked for one by one: rows are locked in the values'
-# order (tests/integration/scheduler/test_lock_order.py). Anybody else locks them first.
+# Planned by key, as an optimistic unit has it, the values are looked up one by one: rows are locked in the order of the
+# values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
 DECIDE = """
-UPDATE build_requests b
+UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,
-    reason = n.reason, funnel = n.funnel, story = b.story || n.story, updated_at = t.now
+    reason = n.reason, funnel = n.funnel, story = build_requests.story || n.story, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[],
             {}::text[], {}::text[])
      n(instance_uuid, state, sequence, terminal, cell, host, code, reason, funnel, story), (SELECT {}::float8 AS now) t
-WHERE b.instance_uuid = n.instance_uuid AND b.state = 'accepted' AND NOT b.delete_requested
-RETURNING b.instance_uuid
+WHERE build_requests.instance_uuid = n.instance_uuid
+  AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
+RETURNING build_requests.instance_uuid
 """
 
 MAP = """
@@ -52,47 +52,47 @@ RETURNING instance_uuid
 RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, story,
        created_at, updated_at"""
 
-KEPT = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
+BUILD = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
 
-CHANGE = """
-UPDATE build_requests b
+UPDATE = """
+UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, delete_requested = n.delete_requested,
     cell = n.cell, host = n.host, code = n.code, reason = n.reason, history = n.history,
-    story = b.story || n.story, updated_at = t.now
+    story = build_requests.story || n.story, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::boolean[], {}::text[], {}::text[], {}::text[],
             {}::text[], {}::text[], {}::text[])
      n(instance_uuid, state, sequence, terminal, delete_requested, cell, host, code, reason, history, story),
      (SELECT {}::float8 AS now) t
-WHERE b.instance_uuid = n.instance_uuid
+WHERE build_requests.instance_uuid = n.instance_uuid
 """
 
 
+MAX_VALUES = 13
+
+
 def numbered(statement: str) -> str:
-    """A statement as it is sent alone."""
-    return statement.format(*(f"${number}" for number in range(1, 1 + MOST_VALUES)))
+    """A statement with numbered placeholders, to send alone."""
+    return statement.format(*(f"${number}" for number in range(1, 1 + MAX_VALUES)))
 
 
-MOST_VALUES = 13
-
-
-def new(builds: Sequence[NewBuild]) -> Columns:
+def insert_columns(builds: Sequence[NewBuild]) -> Columns:
     """The columns of INSERT."""
-    return _columns(map(_new_row, builds))
+    return _columns(map(_insert_row, builds))
 
 
-def decided(ones: Sequence[Decided]) -> Columns:
+def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
     """The columns of DECIDE."""
-    return _columns(map(_decided_row, ones))
+    return _columns(map(_decide_row, decisions))
 
 
-def mapping(placed: Sequence[Decided]) -> Columns:
+def map_columns(dispatched: Sequence[BuildDecision]) -> Columns:
     """The columns of MAP."""
-    return _columns((one.instance_uuid, one.cell, one.host_uuid) for one in placed)
+    return _columns((one.build.instance_uuid, one.build.cell, one.host_uuid) for one in dispatched)
 
 
-def changed(changes: Sequence[Change]) -> Columns:
-    """The columns of CHANGE."""
-    return _columns(map(_changed_row, changes))
+def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
+    """The columns of UPDATE."""
+    return _columns(map(_update_row, updates))
 
 
 def _columns(found: Iterable[tuple[Any, ...]]) -> Columns:
@@ -104,64 +104,65 @@ def story_text(lines: Sequence[StoryLine]) -> str:
     return "".join(_encode(line).decode() + "\n" for line in lines)
 
 
-def _new_row(build: NewBuild) -> tuple[Any, ...]:
-    request = build.request
+def _insert_row(new: NewBuild) -> tuple[Any, ...]:
+    request, build = new.request, new.build
     return (
-        request.instance_uuid,
-        request.project_id,
+        build.instance_uuid,
+        build.project_id,
         clean(request.flavor),
         clean(request.name),
         clean(_encode(request).decode()),
-        build.digest,
+        new.digest,
         build.state.value,
         build.sequence,
         build.terminal,
         build.code,
         clean(build.reason),
-        story_text(build.story),
+        story_text(new.story),
     )
 
 
-def _decided_row(one: Decided) -> tuple[Any, ...]:
+def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
+    build = decision.build
     return (
-        one.instance_uuid,
-        one.state.value,
-        one.sequence,
-        one.terminal,
-        one.cell,
-        one.host and clean(one.host),
-        clean(one.code),
-        clean(one.reason),
-        _encode(one.funnel).decode(),
-        story_text(one.story),
+        build.instance_uuid,
+        build.state.value,
+        build.sequence,
+        build.terminal,
+        build.cell,
+        build.host and clean(build.host),
+        clean(build.code),
+        clean(build.reason),
+        _encode(decision.funnel).decode(),
+        story_text(decision.story),
     )
 
 
-def _changed_row(change: Change) -> tuple[Any, ...]:
-    standing = change.standing
+def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
+    build = update.build
     return (
-        standing.instance_uuid,
-        standing.state.value,
-        standing.sequence,
-        standing.terminal,
-        change.delete_requested,
-        standing.cell,
-        standing.host and clean(standing.host),
-        clean(standing.code),
-        clean(standing.reason),
-        _encode(standing.history).decode(),
-        story_text(change.story),
+        build.instance_uuid,
+        build.state.value,
+        build.sequence,
+        build.terminal,
+        build.delete_requested,
+        build.cell,
+        build.host and clean(build.host),
+        clean(build.code),
+        clean(build.reason),
+        _encode(build.history).decode(),
+        story_text(update.story),
     )
 
 
 def clean(text: str) -> str:
-    """Text that PostgreSQL takes: it has no room for the NUL character."""
+    """Text without the NUL character, which PostgreSQL does not store."""
     return text.replace("\x00", "")
 
 
-def kept(row: asyncpg.Record) -> Kept:
-    """A row of KEPT."""
-    standing = Standing(
+def recorded(row: asyncpg.Record) -> RecordedBuild:
+    """A row of BUILD."""
+    return RecordedBuild(
         instance_uuid=row["instance_uuid"],
         project_id=row["project_id"],
         state=BuildState(row["state"]),
@@ -172,8 +173,8 @@ def kept(row: asyncpg.Record) -> Kept:
         code=row["code"],
         reason=row["reason"],
         history=_histories.decode(row["history"]),
+        delete_requested=row["delete_requested"],
     )
-    return Kept(standing=standing, delete_requested=row["delete_requested"])
 
 
 def record(row: asyncpg.Record) -> BuildRecord:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
@@ -12,12 +13,16 @@ from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
 from bus.faults import DatabaseUnavailable
 from bus.outbox import Addressed
+from bus.persistence.conflict import Conflict
+from bus.persistence.unit_of_work import run_optimistic
 from bus.service.database import Database
-from scheduler_worker.retention import forget
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
-from scheduler_worker.store.port import Change, Decided, NewBuild, SchedulerStore, Stale, Unit, quickly
-from scheduler_worker.store.postgres import PostgresStore
+from scheduler_worker.store.port import BuildUnit, SchedulerStore
+from scheduler_worker.store.postgres import PostgresBuilds
 
+T = TypeVar("T")
 Make = Callable[[], SchedulerStore]
 
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
@@ -50,7 +55,7 @@ async def make(request: pytest.FixtureRequest, sent: Sent) -> AsyncIterator[Make
     url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
 
     def another() -> SchedulerStore:
-        made.append(MemoryBuilds(table.session()) if not url else PostgresStore(Database(url, "scheduler")))
+        made.append(MemoryBuilds(table.session()) if not url else PostgresBuilds(Database(url, "scheduler")))
         made[-1].publish_through(sent)  # type: ignore[arg-type]
         return made[-1]
 
@@ -70,13 +75,25 @@ async def store(make: Make) -> SchedulerStore:
 def new(uuid: str, digest: bytes = b"1") -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
     line = StoryLine(at=1.0, who="w", what="requested")
-    return NewBuild(request=request, digest=digest, state=BuildState.ACCEPTED, sequence=1, story=(line,))
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    return NewBuild(request=request, digest=digest, build=build, story=(line,))
 
 
-def placed(uuid: str, cell: str = "c1") -> Decided:
-    return Decided(
-        instance_uuid=uuid, state=BuildState.SCHEDULED, sequence=2, cell=cell, host="h", host_uuid=HOST, reason="r"
+def ended(new_build: NewBuild, state: BuildState = BuildState.REFUSED) -> NewBuild:
+    return replace(new_build, build=replace(new_build.build, state=state, terminal=True))
+
+
+def placed(uuid: str, cell: str = "c1") -> BuildDecision:
+    build = RecordedBuild(
+        instance_uuid=uuid,
+        project_id="p",
+        state=BuildState.SCHEDULED,
+        sequence=2,
+        cell=cell,
+        host="h",
+        reason="r",
     )
+    return BuildDecision(build=build, host_uuid=HOST)
 
 
 async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> set[str]:
@@ -84,9 +101,9 @@ async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> 
         return await unit.insert(builds, now)
 
 
-async def decide(store: SchedulerStore, *decided: Decided) -> set[str]:
+async def decide(store: SchedulerStore, *decisions: BuildDecision) -> set[str]:
     async with store.unit() as unit:
-        return await unit.decide(decided, 2.0)
+        return await unit.decide(decisions, 2.0)
 
 
 async def test_a_request_is_put_on_record_once(make: Make, store: SchedulerStore) -> None:
@@ -113,7 +130,7 @@ async def test_what_is_to_be_deleted_is_not_dispatched(store: SchedulerStore) ->
     async with store.unit() as unit:
         kept = await unit.lock([A, B])
         assert list(kept) == [A]
-        await unit.change([Change(standing=kept[A].standing, delete_requested=True)], 2.0)
+        await unit.update([BuildUpdate(build=replace(kept[A], delete_requested=True))], 2.0)
     assert await decide(store, placed(A)) == set()
     async with store.unit() as unit:
         assert (await unit.lock([A]))[A].delete_requested
@@ -124,12 +141,12 @@ async def test_what_a_unit_says_is_published_when_it_has_committed(store: Schedu
     with pytest.raises(RuntimeError):
         async with store.unit() as unit:
             await unit.insert([new(A)], 1.0)
-            unit.say(Addressed("api", event))
+            unit.emit(Addressed("api", event))
             raise RuntimeError
     assert sent.rows == []
     async with store.unit() as unit:
         assert await unit.insert([new(A)], 1.0) == {A}
-        unit.say(Addressed("api", event))
+        unit.emit(Addressed("api", event))
     ((row, said),) = sent.rows
     assert [one.message for one in said] == [event]
     assert [found for found, _ in await store.outbox.take_old(-1.0, 10)] == [row]
@@ -140,9 +157,9 @@ async def test_a_record_tells_its_story(store: SchedulerStore) -> None:
     await decide(store, replace(placed(A), story=(StoryLine(at=2.0, who="w", what="chosen"),)))
     async with store.unit() as unit:
         kept = (await unit.lock([A]))[A]
-        active = replace(kept.standing, state=BuildState.ACTIVE, sequence=12, terminal=True)
+        active = replace(kept, state=BuildState.ACTIVE, sequence=12, terminal=True)
         line = StoryLine(at=3.0, who="conductor", what="active")
-        await unit.change([Change(standing=active, delete_requested=False, story=(line,))], 3.0)
+        await unit.update([BuildUpdate(build=active, story=(line,))], 3.0)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.state, record.cell, record.host, record.reason) == (BuildState.ACTIVE, "c1", "h", "r")
     assert [told.what for told in record.story] == ["requested", "chosen", "active"]
@@ -160,92 +177,95 @@ async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> Non
     assert await store.builds(BuildQuery(project_id="q")) == []
 
 
-async def test_what_ended_long_ago_is_forgotten_and_what_lives_is_kept(store: SchedulerStore) -> None:
-    ended = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(5)]
-    old = [replace(new(uuid), state=BuildState.REFUSED, terminal=True) for uuid in ended]
+async def test_what_ended_long_ago_is_purged_and_what_lives_is_kept(store: SchedulerStore) -> None:
+    old_uuids = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(5)]
+    old = [ended(new(uuid)) for uuid in old_uuids]
     await insert(store, *old, now=1.0)
     await insert(store, new(A), new(B), now=1.0)  # A becomes a machine, B still waits
     await decide(store, placed(A))
-    await insert(store, replace(new(C), state=BuildState.REFUSED, terminal=True), now=50.0)
-    assert await forget(store, before=1.0, batch=2) == 0
-    assert await forget(store, before=10.0, batch=2) == 5
-    assert await forget(store, before=10.0, batch=2) == 0
+    await insert(store, ended(new(C)), now=50.0)
+    assert await purge(store, before=1.0, batch=2) == 0
+    assert await purge(store, before=10.0, batch=2) == 5
+    assert await purge(store, before=10.0, batch=2) == 0
     left = [record.instance_uuid for record in await store.builds(BuildQuery(limit=100))]
     assert sorted(left) == [A, B, C]
-    assert await insert(store, new(ended[0])) == {ended[0]}
+    assert await insert(store, new(old_uuids[0])) == {old_uuids[0]}
     async with store.unit() as unit:
         known = await unit.lock([A])
-    assert known[A].standing.cell == "c1"
+    assert known[A].cell == "c1"
 
 
-async def test_a_machine_is_forgotten_after_it_was_deleted_only(store: SchedulerStore) -> None:
+async def test_a_machine_is_purged_after_it_was_deleted_only(store: SchedulerStore) -> None:
     await insert(store, new(A))
     await decide(store, placed(A))
     for state, count in ((BuildState.ACTIVE, 0), (BuildState.DELETING, 0), (BuildState.DELETED, 1)):
         async with store.unit() as unit:
             kept = (await unit.lock([A]))[A]
-            await unit.change([Change(standing=replace(kept.standing, state=state), delete_requested=False)], 3.0)
-        assert await forget(store, before=10.0, batch=10) == count
+            await unit.update([BuildUpdate(build=replace(kept, state=state))], 3.0)
+        assert await purge(store, before=10.0, batch=10) == count
 
 
 async def test_what_changed_lately_is_kept_however_old_it_is(store: SchedulerStore) -> None:
     await insert(store, new(A))
     async with store.unit() as unit:
         kept = (await unit.lock([A]))[A]
-        over = replace(kept.standing, state=BuildState.FAILED, terminal=True)
-        await unit.change([Change(standing=over, delete_requested=False)], 30.0)
-    assert await forget(store, before=10.0, batch=10) == 0
+        over = replace(kept, state=BuildState.FAILED, terminal=True)
+        await unit.update([BuildUpdate(build=over)], 30.0)
+    assert await purge(store, before=10.0, batch=10) == 0
 
 
 def event(state: BuildState) -> Addressed:
     return Addressed("api", BuildEvent(instance_uuid=A, project_id="p", state=state, sequence=1))
 
 
+async def optimistically(
+    store: SchedulerStore, work: Callable[[BuildUnit], Awaitable[T]], *, durable: bool = True
+) -> T:
+    return await run_optimistic(lambda optimistic: store.unit(durable=durable, optimistic=optimistic), work)
+
+
 async def put(store: SchedulerStore, *uuids: str) -> set[str]:
     """On record, as the handler does it."""
 
-    async def work(unit: Unit) -> set[str]:
+    async def work(unit: BuildUnit) -> set[str]:
         fresh = await unit.insert([new(uuid) for uuid in uuids], 1.0)
         await unit.read([uuid for uuid in uuids if uuid not in fresh])
         if fresh:
-            unit.say(event(BuildState.ACCEPTED))
+            unit.emit(event(BuildState.ACCEPTED))
         return fresh
 
-    return await quickly(store, work, durable=False)
+    return await optimistically(store, work, durable=False)
 
 
 async def dispatch(store: SchedulerStore, *uuids: str) -> set[str]:
-    async def work(unit: Unit) -> set[str]:
+    async def work(unit: BuildUnit) -> set[str]:
         written = await unit.decide([placed(uuid) for uuid in uuids], 2.0)
         if written:
-            unit.say(event(BuildState.SCHEDULED))
+            unit.emit(event(BuildState.SCHEDULED))
         return written
 
-    return await quickly(store, work)
+    return await optimistically(store, work)
 
 
 async def announce(store: SchedulerStore, *uuids: str) -> dict[str, int]:
     """Raise each build's sequence; returns what it was."""
 
-    async def work(unit: Unit) -> dict[str, int]:
+    async def work(unit: BuildUnit) -> dict[str, int]:
         kept = await unit.lock(uuids)
-        said = {uuid: one.standing.sequence for uuid, one in kept.items()}
-        await unit.change(
-            [
-                Change(standing=replace(one.standing, sequence=one.standing.sequence + 10), delete_requested=False)
-                for one in kept.values()
-            ],
+        said = {uuid: one.sequence for uuid, one in kept.items()}
+        await unit.update(
+            [BuildUpdate(build=replace(one, sequence=one.sequence + 10)) for one in kept.values()],
             3.0,
         )
-        unit.say(event(BuildState.ACTIVE))
+        unit.emit(event(BuildState.ACTIVE))
         return said
 
-    said = await quickly(store, work, durable=False)
+    said = await optimistically(store, work, durable=False)
     await store.flush()
     return said
 
 
-async def test_what_is_believed_and_is_so_is_written(store: SchedulerStore, sent: Sent) -> None:
+async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerStore, sent: Sent) -> None:
     assert await put(store, A, B) == {A, B}
     assert await dispatch(store, A, B) == {A, B}
     assert await announce(store, A) == {A: 2}
@@ -256,7 +276,7 @@ async def test_what_is_believed_and_is_so_is_written(store: SchedulerStore, sent
     assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
 
 
-async def test_two_schedulers_that_believe_do_everything_once(make: Make, store: SchedulerStore) -> None:
+async def test_two_optimistic_schedulers_do_everything_once(make: Make, store: SchedulerStore) -> None:
     other = make()
     await other.open()
     both = await asyncio.gather(put(store, A, B), put(other, B, C))
@@ -267,47 +287,44 @@ async def test_two_schedulers_that_believe_do_everything_once(make: Make, store:
         assert await announce(mine, A, B) == dict.fromkeys((A, B), 2 + 10 * number)
 
 
-async def test_a_wrong_belief_writes_nothing(make: Make, sent: Sent) -> None:
+async def test_a_conflict_writes_nothing(make: Make, sent: Sent) -> None:
     one, other = make(), make()
     for store in (one, other):
         await store.open()
     await put(one, A, B)
     await announce(other, A)
     before = [row for row, _ in sent.rows if row is not None]
-    with pytest.raises(Stale):
-        async with one.unit(believing=True) as unit:
+    with pytest.raises(Conflict):
+        async with one.unit(optimistic=True) as unit:
             kept = await unit.lock([A, B])
-            assert kept[A].standing.sequence == 1  # as this store left it
-            await unit.change([Change(standing=kept[B].standing, delete_requested=True)], 5.0)
-    with pytest.raises(Stale):
-        async with one.unit(believing=True) as unit:
+            assert kept[A].sequence == 1  # as this store left it
+            await unit.update([BuildUpdate(build=replace(kept[B], delete_requested=True))], 5.0)
+    with pytest.raises(Conflict):
+        async with one.unit(optimistic=True) as unit:
             await unit.insert([new(C), new(A)], 5.0)
-            unit.say(event(BuildState.ACCEPTED))
+            unit.emit(event(BuildState.ACCEPTED))
     async with one.unit() as unit:
         kept = await unit.lock([A, B])
-        await unit.change([Change(standing=kept[B].standing, delete_requested=True)], 5.0)
-    with pytest.raises(Stale):
-        async with other.unit(believing=True) as unit:
+        await unit.update([BuildUpdate(build=replace(kept[B], delete_requested=True))], 5.0)
+    with pytest.raises(Conflict):
+        async with other.unit(optimistic=True) as unit:
             await unit.decide([placed(A), placed(B)], 5.0)
-            unit.say(event(BuildState.SCHEDULED))
+            unit.emit(event(BuildState.SCHEDULED))
     assert [row for row, _ in sent.rows if row is not None] == before
     found = await one.builds(BuildQuery())
     assert {r.instance_uuid: (r.state, r.cell) for r in found} == dict.fromkeys((A, B), (BuildState.ACCEPTED, None))
 
 
 @pytest.mark.postgres
-async def test_what_was_believed_before_a_crash_of_the_database_is_not_believed_after_it(
-    postgres_url: str, sent: Sent
-) -> None:
+async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: str, sent: Sent) -> None:
     """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""
-    store = PostgresStore(database := Database(postgres_url, "scheduler"))
+    store = PostgresBuilds(database := Database(postgres_url, "scheduler"))
     store.publish_through(sent)  # type: ignore[arg-type]
     await store.open()
     await put(store, A)
-    known = store._known.get(A)
-    assert known is not None
-    lost = replace(known[1], standing=replace(known[1].standing, sequence=99))
-    store._known.put(known[0], {A: lost})  # under the version that the row has now
+    cached = store._cache.get(A)
+    assert cached is not None
+    store._cache.put(cached[0], {A: replace(cached[1], sequence=99)})  # under the version that the row has now
     with pytest.raises(DatabaseUnavailable):
         async with database.single() as connection:
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")

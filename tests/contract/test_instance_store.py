@@ -13,10 +13,11 @@ from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.faults import DatabaseUnavailable
 from bus.outbox import Addressed
+from bus.persistence.conflict import Conflict
 from bus.service.database import Database
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.port import InstanceStore, StaleWrite
+from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
 from tests.contract.rig import PATIENCE_S
 
@@ -93,7 +94,7 @@ async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
 
 async def test_who_records_second_is_told(store: InstanceStore) -> None:
     await insert(store, instance(A))
-    with pytest.raises(StaleWrite):
+    with pytest.raises(Conflict):
         await insert(store, instance(A), instance(B))
     assert list(await recorded(store)) == [A]
 
@@ -167,9 +168,9 @@ async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store
 
 
 async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
-    """What the engine does: on what is believed, and with locks where that was wrong. Returns which ids were new."""
+    """What the engine does: optimistic first, with locks after a conflict. Returns which ids were new."""
     for attempt in range(2):
-        begun = store.transaction() if attempt else store.believing(new)
+        begun = store.transaction() if attempt else store.optimistic(new)
         try:
             async with begun as transaction:
                 transaction.durable = False
@@ -179,7 +180,7 @@ async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: 
                     await transaction.insert([instance(uuid, state) for uuid in uuids if uuid not in known])
                     await transaction.update([replace(one, state=state) for one in known.values()])
                     await transaction.send_later(SAID)
-        except StaleWrite:
+        except Conflict:
             continue
         await store.flush()
         assert (transaction.row is not None) is bool(fresh)
@@ -187,7 +188,7 @@ async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: 
     raise AssertionError
 
 
-async def test_what_is_believed_and_is_so_is_written(store: InstanceStore) -> None:
+async def test_an_optimistic_transaction_writes_what_is_as_expected(store: InstanceStore) -> None:
     assert await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING) == {"m1"}
     assert await step(store, "m2", [A], new=set(), state=State.ACTIVE) == {"m2"}
     assert await step(store, "m3", [A, B, C], new={C}, state=State.DELETING) == {"m3"}
@@ -197,7 +198,7 @@ async def test_what_is_believed_and_is_so_is_written(store: InstanceStore) -> No
     assert len(await store.outbox.take_old(-1.0, 10)) == 3
 
 
-async def test_a_message_believed_new_is_handled_once(make: Make, store: InstanceStore) -> None:
+async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: InstanceStore) -> None:
     other = make()
     await other.open()
     await step(store, "m1", [A], new={A}, state=State.BUILDING)
@@ -216,11 +217,11 @@ async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: M
             await sweep.update([replace(swept[A], attempt=swept[A].attempt + 1)])
         async with contextlib.AsyncExitStack() as stack:
             try:
-                transaction = await stack.enter_async_context(mine.believing(set()))
+                transaction = await stack.enter_async_context(mine.optimistic(set()))
                 known = await transaction.lock([A, B])
                 await transaction.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
                 await stack.aclose()
-            except StaleWrite:
+            except Conflict:
                 async with mine.transaction() as locked:
                     known = await locked.lock([A, B])
                     await locked.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
@@ -228,17 +229,17 @@ async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: M
     assert {uuid: one.attempt for uuid, one in (await recorded(store)).items()} == {A: 9, B: 5}
 
 
-async def test_a_wrong_belief_writes_nothing(make: Make) -> None:
+async def test_a_conflict_writes_nothing(make: Make) -> None:
     one, other = make(), make()
     await one.open()
     await other.open()
     await insert(one, instance(C))
-    async with one.believing({A}) as transaction:
+    async with one.optimistic({A}) as transaction:
         await transaction.insert([instance(A)])
     await step(other, "m0", [A], new=set(), state=State.ACTIVE)
     for new, uuids in ((set(), [A]), ({C}, [C]), ({B, C}, [B, C])):
-        with pytest.raises(StaleWrite):
-            async with one.believing(new) as transaction:
+        with pytest.raises(Conflict):
+            async with one.optimistic(new) as transaction:
                 await transaction.first_time(["m1"])
                 known = await transaction.lock(uuids)
                 await transaction.insert([instance(uuid, State.FAILED) for uuid in uuids if uuid not in known])
@@ -271,19 +272,19 @@ async def test_who_waits_in_a_circle_is_told(make: Make, store: InstanceStore) -
 
 
 async def test_what_is_not_committed_is_seen_by_nobody_else(make: Make, store: InstanceStore) -> None:
-    """Not even by who believes: it reads without locks, and is told at its end."""
+    """Not even by an optimistic transaction: it reads without locks, and meets the conflict at its end."""
     other = make()
     await other.open()
     await insert(store, instance(A))
-    with pytest.raises(StaleWrite):
-        async with other.believing(set()) as believing:
+    with pytest.raises(Conflict):
+        async with other.optimistic(set()) as optimistic:
             async with store.transaction() as transaction:
                 known = await transaction.lock([A])
                 await transaction.update([replace(known[A], attempt=2)])
-                seen = await believing.lock([A])
+                seen = await optimistic.lock([A])
                 assert [brief.attempt for brief in await other.briefs([], [A])] == [1]
             assert seen[A].attempt == 1
-            await believing.update([replace(seen[A], attempt=7)])
+            await optimistic.update([replace(seen[A], attempt=7)])
     assert (await recorded(store))[A].attempt == 2
 
 
@@ -297,46 +298,46 @@ async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore)
 
 
 @pytest.mark.postgres
-async def test_what_was_believed_before_a_crash_of_the_database_is_not_believed_after_it(postgres_url: str) -> None:
+async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: str) -> None:
     """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""
     store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
     await store.open()
     await step(store, "m1", [A], new={A}, state=State.BUILDING)
-    known = store._known.get(A)
-    assert known is not None
-    store._known.put(known[0], {A: replace(known[1], attempt=99)})  # under the version that the row has now
+    cached = store._cache.get(A)
+    assert cached is not None
+    store._cache.put(cached[0], {A: replace(cached[1], attempt=99)})  # under the version that the row has now
     with pytest.raises(DatabaseUnavailable):
         async with database.single() as connection:
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-    async with store.believing(set()) as transaction:
+    async with store.optimistic(set()) as transaction:
         assert (await transaction.lock([A]))[A].attempt == 1
     await store.close()
 
 
 @pytest.mark.postgres
-async def test_who_believes_takes_locks_in_the_order_of_those_who_lock(postgres_url: str) -> None:
+async def test_an_optimistic_transaction_takes_its_locks_in_the_order_of_a_locking_one(postgres_url: str) -> None:
     """Instances first, and a message that came to two conductors made each of them wait for the other."""
     one, other = (PostgresInstances(Database(postgres_url, "cell_c1")) for _ in range(2))
     await one.open()
     await other.open()
     await step(one, "m0", [A, B], new={A, B}, state=State.BUILDING)
 
-    async def believe() -> None:
-        with pytest.raises(StaleWrite):
-            async with one.believing(set()) as transaction:
+    async def write() -> None:
+        with pytest.raises(Conflict):
+            async with one.optimistic(set()) as transaction:
                 await transaction.first_time(["m1"])
                 known = await transaction.lock([A, B])
                 await transaction.update([replace(known[A], attempt=2)])
 
     async with other.transaction() as transaction:
         await transaction.first_time(["m1"])
-        believing = asyncio.create_task(believe())
+        writing = asyncio.create_task(write())
         async with asyncio.timeout(PATIENCE_S):
             while not await _waits(transaction):  # each look is a round trip to the server
                 pass
         known = await transaction.lock([A, B])  # was a deadlock
         await transaction.update([replace(known[B], attempt=3)])
-    await believing
+    await writing
     assert {uuid: found.attempt for uuid, found in (await recorded(one)).items()} == {A: 1, B: 3}
     await one.close()
     await other.close()

@@ -17,9 +17,9 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
 from bus.outbox import Addressed, PostgresRows, Relay
+from bus.persistence.guarded_statement import GuardedStatement
 from bus.port import BusUnavailable, Unroutable
 from bus.service.database import Database
-from bus.service.once import Once
 
 pytestmark = pytest.mark.postgres
 
@@ -191,9 +191,9 @@ async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(data
     async with database.raw() as connection:
         await connection.execute("DELETE FROM outbox; SELECT setval('outbox_id_seq', 1, false)")
     async with database.single() as connection:
-        once = Once()
-        outbox.add_once(once, kept)
-        row = (await once.run(connection))["said"]
+        statement = GuardedStatement()
+        outbox.add_to(statement, kept)
+        row = (await statement.execute(connection))["outbox_row"]
     relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock())  # type: ignore[dict-item]
     relay.send(held, forgotten)
     relay.send(row, kept)

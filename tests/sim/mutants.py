@@ -136,14 +136,12 @@ def alternates_claimed_twice() -> AbstractContextManager[Any]:
 
 def duplicate_event_applied() -> AbstractContextManager[Any]:
     """An announcement is folded in as often as it comes."""
-    folded = announcements.record
+    applied = announcements.apply_announcement
 
-    def record(standing: Any, event: Any, cell: str) -> Any:
-        return folded(
-            replace(standing, sequence=0, terminal=False), replace(event, sequence=standing.sequence + 1), cell
-        )
+    def apply(build: Any, event: Any, cell: str) -> Any:
+        return applied(replace(build, sequence=0, terminal=False), replace(event, sequence=build.sequence + 1), cell)
 
-    return patch.object(announcements, "record", record)
+    return patch.object(announcements, "apply_announcement", apply)
 
 
 def replica_gap_ignored() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Deliberate defects about what is on disk, and about what a process believes without looking."""
+"""Deliberate defects about what is on disk, and about cached rows that are not compared."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from bus.service.known import Known
+from bus.persistence.version_cache import VersionCache
 from bus.service.memory_database import MemoryDatabase
 from cell_conductor import engine
-from cell_conductor.store.believing import BelievingTransaction
-from cell_conductor.store.memory import MemoryInstances
-from scheduler_worker import handlers
-from scheduler_worker.store import port
-from scheduler_worker.store.believing import BelievingUnit
-from scheduler_worker.store.memory import MemoryBuilds
+from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
+from scheduler_worker.store.memory import MemoryBuildRows, MemoryBuilds
 
 
 async def _at_once(self: Any) -> None:
@@ -31,14 +27,14 @@ def scheduler_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
     return patch.object(MemoryBuilds, "flush", _at_once)
 
 
-def decision_in_no_hurry() -> AbstractContextManager[Any]:
+def decision_not_durable() -> AbstractContextManager[Any]:
     """A decision leaves for its cell, and its request is acknowledged, before it is on disk."""
-    quickly = port.quickly
+    unit = MemoryBuilds.unit
 
-    async def hastily(store: Any, work: Any, *, durable: bool = True) -> Any:
-        return await quickly(store, work, durable=False)
+    def hastily(self: MemoryBuilds, *, durable: bool = True, optimistic: bool = False) -> Any:
+        return unit(self, durable=False, optimistic=optimistic)
 
-    return patch.object(handlers, "quickly", hastily)
+    return patch.object(MemoryBuilds, "unit", hastily)
 
 
 def everything_may_be_redone() -> AbstractContextManager[Any]:
@@ -46,33 +42,29 @@ def everything_may_be_redone() -> AbstractContextManager[Any]:
     return patch.object(engine, "_may_be_redone", lambda recorded: True)
 
 
-def belief_outlives_the_database() -> AbstractContextManager[Any]:
-    """What a process knows of its rows it knows for ever, also when the server died and gives numbers again."""
-    return patch.object(Known, "_doubt", lambda self: None)
+def cache_outlives_the_database() -> AbstractContextManager[Any]:
+    """A process keeps its cached rows for ever, also when the server died and gives transaction numbers again."""
+    return patch.object(VersionCache, "_clear_after_loss", lambda self: None)
 
 
-def belief_not_checked() -> AbstractContextManager[Any]:
-    """A conductor writes on what it believes, and nobody looks whether it is so."""
-    write = BelievingTransaction.write
-
-    async def trusting(self: BelievingTransaction) -> None:
-        table = self._ground._table  # type: ignore[attr-defined]
-        self._versions = {uuid: table.row_versions["instance", uuid] for uuid in self._versions}
-        await write(self)
-
-    return patch.object(BelievingTransaction, "write", trusting)
+def instance_versions_not_checked() -> AbstractContextManager[Any]:
+    """A conductor writes on cached instances, and their versions are not compared."""
+    return _unchecked(MemoryInstanceRows, "instance")
 
 
-def request_believed_as_it_was() -> AbstractContextManager[Any]:
-    """A scheduler folds announcements into what it believes, and nobody looks whether it is so."""
-    write = BelievingUnit.write
+def build_versions_not_checked() -> AbstractContextManager[Any]:
+    """A scheduler applies announcements to cached builds, and their versions are not compared."""
+    return _unchecked(MemoryBuildRows, "build")
 
-    async def trusting(self: BelievingUnit, *, durable: bool) -> None:
-        table = self._ground._table  # type: ignore[attr-defined]
-        self._versions = {uuid: table.row_versions["build", uuid] for uuid in self._versions}
-        await write(self, durable=durable)
 
-    return patch.object(BelievingUnit, "write", trusting)
+def _unchecked(store: type[Any], kind: str) -> AbstractContextManager[Any]:
+    write = store.write
+
+    async def unchecked(self: Any, writes: Any) -> Any:
+        writes.versions = {uuid: self._table.row_versions[kind, uuid] for uuid in writes.versions}
+        return await write(self, writes)
+
+    return patch.object(store, "write", unchecked)
 
 
 def outbox_numbers_come_again() -> AbstractContextManager[Any]:
@@ -87,11 +79,11 @@ def outbox_numbers_come_again() -> AbstractContextManager[Any]:
 MUTANTS_OF_DISKS = (scheduler_does_not_wait_for_the_disk,)
 # Looked for in fewer than sixty seeds so far, but the last: a host that is commanded too early costs a build, no more.
 UNPROVEN_OF_DISKS = (
-    decision_in_no_hurry,
+    decision_not_durable,
     conductor_does_not_wait_for_the_disk,
-    belief_outlives_the_database,
-    belief_not_checked,
-    request_believed_as_it_was,
+    cache_outlives_the_database,
+    instance_versions_not_checked,
+    build_versions_not_checked,
     outbox_numbers_come_again,
     everything_may_be_redone,
 )

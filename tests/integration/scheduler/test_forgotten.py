@@ -15,8 +15,8 @@ from bus.contracts.catalogue import DEAD
 from bus.wire import pack, single
 from scheduler_worker import handlers
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.retention import forget, longest_way_s
-from scheduler_worker.store.postgres import PostgresStore
+from scheduler_worker.retention import longest_way_s, purge
+from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.test_twins import Gate
 from tests.integration.scheduler.world import World
 
@@ -76,9 +76,9 @@ async def test_a_late_copy_of_a_forgotten_build_builds_nothing(
     await world.ended(request.instance_uuid, BuildState.DELETED)
 
     service, _, _ = world.services["s1"]
-    store = PostgresStore(world.environment("gardener").database("scheduler"))
+    store = PostgresBuilds(world.environment("gardener").database("scheduler"))
     await store.open()
-    assert await forget(store, world.clock.time() + 1, 10) == 1
+    assert await purge(store, world.clock.time() + 1, 10) == 1
     await store.close()
     assert await world.show(request.instance_uuid) is None
 

@@ -10,8 +10,9 @@ import pytest
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.service.database import Database
-from scheduler_worker.store.port import Decided, NewBuild, Unit
-from scheduler_worker.store.postgres import PostgresStore, PostgresUnit
+from scheduler_worker.domain.builds import BuildDecision, NewBuild, RecordedBuild
+from scheduler_worker.store.port import BuildUnit
+from scheduler_worker.store.postgres import PostgresBuilds, PostgresBuildUnit
 from tests.contract.rig import until
 from tests.contract.test_build_store import Sent
 
@@ -27,11 +28,15 @@ LOCK = "SELECT FROM build_requests WHERE instance_uuid = $1 FOR UPDATE"
 
 def new(uuid: str) -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
-    return NewBuild(request=request, digest=b"1", state=BuildState.ACCEPTED, sequence=1)
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    return NewBuild(request=request, digest=b"1", build=build)
 
 
-def placed(uuid: str) -> Decided:
-    return Decided(instance_uuid=uuid, state=BuildState.SCHEDULED, sequence=2, cell="c1", host="h", host_uuid=HOST)
+def placed(uuid: str) -> BuildDecision:
+    build = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1", host="h"
+    )
+    return BuildDecision(build=build, host_uuid=HOST)
 
 
 @pytest.fixture
@@ -42,9 +47,9 @@ async def database(postgres_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def store(database: Database) -> PostgresStore:
+async def store(database: Database) -> PostgresBuilds:
     """The later uuid comes first in the table."""
-    made = PostgresStore(database)
+    made = PostgresBuilds(database)
     made.publish_through(Sent())  # type: ignore[arg-type]
     await made.open()
     for uuid in (LAST, FIRST):
@@ -53,19 +58,19 @@ async def store(database: Database) -> PostgresStore:
     return made
 
 
-async def decide(unit: Unit) -> set[str]:
+async def decide(unit: BuildUnit) -> set[str]:
     return await unit.decide([placed(LAST), placed(FIRST)], 2.0)
 
 
-@pytest.mark.parametrize("believing", [False, True])
+@pytest.mark.parametrize("optimistic", [False, True])
 async def test_decisions_lock_in_the_order_of_their_uuids(
-    store: PostgresStore, database: Database, *, believing: bool
+    store: PostgresBuilds, database: Database, *, optimistic: bool
 ) -> None:
     """While one waits for the first row it must not hold the second: who has the first may want that next."""
 
     async def decided() -> set[str]:
-        async with store.unit(believing=believing) as unit:
-            if isinstance(unit, PostgresUnit):
+        async with store.unit(optimistic=optimistic) as unit:
+            if isinstance(unit, PostgresBuildUnit):
                 await unit._connection.execute(BY_TABLE)
             return await decide(unit)
 

@@ -23,7 +23,7 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.service.database import Database
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.store.believing import BelievingUnit
+from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -266,7 +266,7 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
 
     request = world.request("bm.gold")
     with monkeypatch.context() as patched:
-        patched.setattr(BelievingUnit, "decide", dies)
+        patched.setattr(OptimisticBuildUnit, "decide", dies)
         await world.ask(request)
         async with asyncio.timeout(PATIENCE_S):
             await claimed.wait()
@@ -323,14 +323,14 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     await world.scheduler("s2")
     await world.add_hosts("c1", 2)
     claimed, deleted = asyncio.Event(), asyncio.Event()
-    decide = BelievingUnit.decide
+    decide = OptimisticBuildUnit.decide
 
-    async def later(self: BelievingUnit, *arguments: Any) -> set[str]:
+    async def later(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         claimed.set()
         await deleted.wait()
         return await decide(self, *arguments)
 
-    monkeypatch.setattr(BelievingUnit, "decide", later)
+    monkeypatch.setattr(OptimisticBuildUnit, "decide", later)
     request = world.request()
     await world.ask(request)
     async with asyncio.timeout(PATIENCE_S):
@@ -352,9 +352,9 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
     """The record waits for no disk. Gone at the decision it was taken for deleted: a boot lost, its claim leaked."""
     await world.scheduler()
     await world.add_hosts("c1", 2)
-    decide, crashes = BelievingUnit.decide, iter(("one",))
+    decide, crashes = OptimisticBuildUnit.decide, iter(("one",))
 
-    async def after_a_crash(self: BelievingUnit, *arguments: Any) -> set[str]:
+    async def after_a_crash(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         if next(crashes, None) is not None:
             database = Database(world.url, "scheduler")
             async with database.raw() as connection:
@@ -362,7 +362,7 @@ async def test_a_request_that_the_database_forgets_while_it_is_claimed_is_record
             await database.close()
         return await decide(self, *arguments)
 
-    monkeypatch.setattr(BelievingUnit, "decide", after_a_crash)
+    monkeypatch.setattr(OptimisticBuildUnit, "decide", after_a_crash)
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
@@ -402,14 +402,14 @@ async def test_the_database_away_is_waited_for(world: World, monkeypatch: pytest
     await world.scheduler()
     await world.add_hosts("c1", 2)
     failures = iter(range(3))
-    insert = BelievingUnit.insert
+    insert = OptimisticBuildUnit.insert
 
-    async def away(self: BelievingUnit, *arguments: Any) -> set[str]:
+    async def away(self: OptimisticBuildUnit, *arguments: Any) -> set[str]:
         if next(failures, None) is not None:
             raise DatabaseUnavailable("gone for a moment")
         return await insert(self, *arguments)
 
-    monkeypatch.setattr(BelievingUnit, "insert", away)
+    monkeypatch.setattr(OptimisticBuildUnit, "insert", away)
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)

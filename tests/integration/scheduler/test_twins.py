@@ -17,7 +17,7 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import handlers
 from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.store.postgres import PostgresStore
+from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -135,7 +135,7 @@ async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash of the database could forget it with nobody left to tell the client."""
-    flushing = Gate(monkeypatch, PostgresStore, "flush")
+    flushing = Gate(monkeypatch, PostgresBuilds, "flush")
     await world.scheduler("s1", CONFIG)
     asking = world.buses[API].request(world.request("no.such"), BuildAccepted, timeout_s=PATIENCE_S)
     asked = asyncio.create_task(asking)

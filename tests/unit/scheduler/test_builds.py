@@ -9,40 +9,44 @@ from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.wire import Malformed
 from scheduler_worker.decisions import refused_event
-from scheduler_worker.domain.records import Standing, record, told
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, story_lines
 
 UUID = "00000000-0000-4000-8000-000000000001"
-AT = Standing(instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2, terminal=False, cell="c1")
+AT = RecordedBuild(
+    instance_uuid=UUID, project_id="demo", state=BuildState.SCHEDULED, sequence=2, terminal=False, cell="c1"
+)
 
 
 def event(state: BuildState, sequence: int, *, terminal: bool = False) -> BuildEvent:
     return BuildEvent(instance_uuid=UUID, project_id="demo", state=state, sequence=sequence, terminal=terminal)
 
 
-def play(*events: BuildEvent, cell: str = "c1", start: Standing = AT) -> tuple[Standing, list[tuple[str, bool]]]:
-    standing, said = start, []
+def play(
+    *events: BuildEvent, cell: str = "c1", start: RecordedBuild = AT
+) -> tuple[RecordedBuild, list[tuple[str, bool]]]:
+    build, said = start, []
     for one in events:
-        standing, told = record(standing, one, cell)
+        build, told = apply_announcement(build, one, cell)
         if told is not None:
             said.append((told.state.value, told.terminal))
-    return standing, said
+    return build, said
 
 
 def test_late_and_doubled_ones_are_ignored() -> None:
-    standing, said = play(
+    build, said = play(
         event(BuildState.BUILDING, 10),
         event(BuildState.ACTIVE, 12, terminal=True),
         event(BuildState.BUILDING, 11),
         event(BuildState.ACTIVE, 12, terminal=True),
     )
     assert said == [("building", False), ("active", True)]
-    assert (standing.state, standing.sequence) == (BuildState.ACTIVE, 12)
+    assert (build.state, build.sequence) == (BuildState.ACTIVE, 12)
 
 
 def test_an_end_that_was_overtaken_by_what_followed_it_still_ends_its_request() -> None:
     """Active, then lost: the cell calls the failure no end, because it has told one; that one comes too late."""
-    standing, said = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
-    assert said == [("failed", True)] and standing.terminal
+    build, said = play(event(BuildState.FAILED, 13), event(BuildState.ACTIVE, 12, terminal=True))
+    assert said == [("failed", True)] and build.terminal
 
 
 def test_another_cell_has_no_say() -> None:
@@ -50,22 +54,22 @@ def test_another_cell_has_no_say() -> None:
 
 
 def test_a_build_ends_once_and_its_delete_ends_once() -> None:
-    standing, said = play(
+    build, said = play(
         event(BuildState.ACTIVE, 12, terminal=True),
         event(BuildState.FAILED, 13, terminal=True),
         event(BuildState.DELETED, 15, terminal=True),
         event(BuildState.DELETED, 16, terminal=True),
     )
     assert said == [("active", True), ("failed", False), ("deleted", True)]
-    assert standing.state is BuildState.DELETED
+    assert build.state is BuildState.DELETED
 
 
 def test_a_delete_under_way_stays_so_on_record() -> None:
-    deleting = Standing(
+    deleting = RecordedBuild(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETING, sequence=10, terminal=False, cell="c1"
     )
-    standing, said = play(event(BuildState.ACTIVE, 11, terminal=True), start=deleting)
-    assert standing.state is BuildState.DELETING and said == [("active", True)]
+    build, said = play(event(BuildState.ACTIVE, 11, terminal=True), start=deleting)
+    assert build.state is BuildState.DELETING and said == [("active", True)]
 
 
 states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
@@ -73,9 +77,9 @@ states = st.sampled_from([BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAI
 
 @given(st.lists(st.builds(event, states, st.integers(0, 30), terminal=st.booleans()), max_size=30))
 def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent]) -> None:
-    standing, said, sequence = AT, [], AT.sequence
+    build, said, sequence = AT, [], AT.sequence
     for one in events:
-        standing, told = record(standing, one, "c1")
+        build, told = apply_announcement(build, one, "c1")
         if told is not None:
             assert told.sequence > sequence
             sequence = told.sequence
@@ -118,7 +122,7 @@ def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.ACTIVE, sequence=13, cell="c1", host="h3", attempt=2,
         history=tries, at=4.0,
     )  # fmt: skip
-    assert [(line.at, line.what, line.detail) for line in told(up, 0, 9.0)] == [
+    assert [(line.at, line.what, line.detail) for line in story_lines(up, 0, 9.0)] == [
         (2.0, "failed", "h1 (attempt 1); spawn.failed: no disk"),
         (2.5, "not_claimed", "h2 (attempt 2); full"),
         (4.0, "active", "h3 (attempt 2)"),
@@ -127,11 +131,11 @@ def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.FAILED, sequence=13, host="h1", attempt=1,
         code="max_retries_exceeded", history=tries[:1], at=3.0,
     )  # fmt: skip
-    assert [line.detail for line in told(down, 0, 9.0)] == [
+    assert [line.detail for line in story_lines(down, 0, 9.0)] == [
         "h1 (attempt 1); spawn.failed: no disk",
         "h1 (attempt 1); max_retries_exceeded",
     ]
     gone = BuildEvent(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETED, sequence=15, cell="c1", history=tries, at=8.0
     )
-    assert [line.what for line in told(gone, 3, 9.0)] == ["deleted"]
+    assert [line.what for line in story_lines(gone, 3, 9.0)] == ["deleted"]

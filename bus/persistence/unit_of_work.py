@@ -1,0 +1,166 @@
+"""The optimistic unit of work: decide on cached rows, write everything at the end if they are still as cached.
+
+Nearly always the cache is right: one process handles all messages of an instance. Then a unit costs one round trip
+instead of five. Every row that the unit has read is compared with its version at the end, whether it changes or not. A
+row that another process has written since raises `Conflict`; nothing is written, and `run_optimistic` runs the work
+again in a unit that locks what it reads.
+
+A worker subclasses `WriteSet` with what it writes and `OptimisticUnitOfWork` with the methods of its own unit, and
+writes a `RowStore` for each of its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
+
+from msgspec import Struct
+
+from bus.outbox import Addressed, Relay
+from bus.persistence.conflict import Conflict
+from bus.persistence.version_cache import VersionCache
+
+Row = TypeVar("Row")
+Row_co = TypeVar("Row_co", covariant=True)
+Writes = TypeVar("Writes", bound="WriteSet")
+Writes_contra = TypeVar("Writes_contra", bound="WriteSet", contravariant=True)
+Unit = TypeVar("Unit")
+Emitting = TypeVar("Emitting", bound="EmittingUnit")
+Result = TypeVar("Result")
+
+
+class WriteSet(Struct, kw_only=True):
+    """All that one unit writes. versions: of every row that it has read; outbox: messages to publish afterwards.
+
+    durable: whether the commit waits for the disk.
+    """
+
+    versions: dict[str, int] = {}
+    outbox: list[Addressed] = []
+    durable: bool = True
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write and nothing to compare."""
+        return not (self.versions or self.outbox)
+
+
+class Committed(Struct, frozen=True):
+    """A write set on record: the version of the rows that were written, and the id of the outbox row, if any."""
+
+    version: int
+    outbox_row: int | None
+
+
+class RowStore(Protocol[Row_co, Writes_contra]):
+    """The rows below a unit of work. Adapters: each worker's `store.postgres` and `store.memory`."""
+
+    async def read(self, keys: Collection[str]) -> Mapping[str, tuple[int, Row_co]]:
+        """Rows with their versions, without locks."""
+
+    async def write(self, writes: Writes_contra) -> Committed:
+        """Write all of it or nothing. Raises PreconditionFailed."""
+
+
+class EmittingUnit(Protocol):
+    """A unit of work that emits messages. row: the outbox row that holds them, once it has committed."""
+
+    @property
+    def row(self) -> int | None:
+        """The id of the outbox row; None when there are no messages."""
+
+    @property
+    def outbox(self) -> Sequence[Addressed]:
+        """The messages, in order."""
+
+
+class OptimisticUnitOfWork(Generic[Row, Writes]):
+    """Reads from the cache, collects a write set, and writes it at the end of its `async with` block.
+
+    STALE: what a decision may raise when the row that it is based on is outdated; it becomes a Conflict.
+    """
+
+    STALE: ClassVar[tuple[type[Exception], ...]] = ()
+
+    def __init__(self, rows: RowStore[Row, Writes], cache: VersionCache[Row], writes: Writes) -> None:
+        self._rows = rows
+        self._cache = cache
+        self._after: dict[str, Row] = {}
+        self.writes = writes
+        self.row: int | None = None  # the outbox row, once committed
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            await self.commit()
+        elif isinstance(error, self.STALE):
+            self.invalidate()
+            raise Conflict from None
+
+    async def _read(self, keys: Collection[str], *, absent: Collection[str] = ()) -> dict[str, Row]:
+        """Rows as cached; what is not cached is read, unless it is expected to be absent."""
+        found: dict[str, Row] = {}
+        missing: list[str] = []
+        for key in dict.fromkeys(keys):
+            cached = self._cache.get(key)
+            if cached is not None:
+                self.writes.versions[key], found[key] = cached
+            elif key not in absent:
+                missing.append(key)
+        if missing:
+            for key, (version, row) in (await self._rows.read(missing)).items():
+                self.writes.versions[key], found[key] = version, row
+        return found
+
+    @property
+    def outbox(self) -> Sequence[Addressed]:
+        """The messages to publish after the commit."""
+        return self.writes.outbox
+
+    def invalidate(self) -> None:
+        """Drop every row of this unit from the cache: another process may have written it."""
+        self._cache.invalidate({*self.writes.versions, *self._after})
+
+    async def commit(self) -> None:
+        """Write the whole set. Raises Conflict."""
+        if self.writes.is_empty():
+            return
+        self.invalidate()  # whatever follows: the write may be cancelled, or the connection lost
+        committed = await self._rows.write(self.writes)
+        self.row = committed.outbox_row
+        self._cache.put(committed.version, self._after)
+
+
+@asynccontextmanager
+async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitting]) -> AsyncIterator[Emitting]:
+    """Run a unit and hand its messages to the relay once it has committed, and only then.
+
+    Waits first while the relay holds as many rows as it may.
+    """
+    assert relay is not None, "publish_through() first"
+    await relay.room()
+    async with unit as begun:
+        yield begun
+    relay.send(begun.row, begun.outbox)
+
+
+async def run_optimistic(
+    begin: Callable[[bool], AbstractAsyncContextManager[Unit]],
+    work: Callable[[Unit], Awaitable[Result]],
+    *,
+    tries: int = 2,
+) -> Result:
+    """Run the work in an optimistic unit and, after a conflict, in one that locks; at most `tries` times in all.
+
+    begin: makes a unit, optimistic or not. Raises Conflict when each try met one.
+    """
+    for number in range(tries - 1):
+        try:
+            async with begin(number == 0) as unit:
+                return await work(unit)
+        except Conflict:
+            continue
+    async with begin(False) as unit:
+        return await work(unit)

@@ -1,0 +1,131 @@
+"""A build as it is on record, and what changes it: the request, the decision, and what its cell announces. Pure.
+
+A request has exactly one terminal event.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.build import (
+    TERMINAL_STATES,
+    AttemptRecord,
+    BuildEvent,
+    BuildRequest,
+    BuildState,
+    FunnelStep,
+    StoryLine,
+)
+
+# The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
+MALFORMED, ACCEPTED, SCHEDULED, DECIDED, DELETED = 0, 1, 2, 3, 4
+FIRST_OF_CONDUCTOR = 10
+
+# A build in one of these states has no machine and never will.
+ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+
+
+class RecordedBuild(Struct, frozen=True, kw_only=True):
+    """What is on record of one build, and what a cell's announcement is compared with.
+
+    terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
+    has not decided yet. history: the attempts that its cell has reported.
+    """
+
+    instance_uuid: str
+    project_id: str
+    state: BuildState
+    sequence: int
+    terminal: bool = False
+    cell: str | None = None
+    host: str | None = None
+    code: str = ""
+    reason: str = ""
+    history: tuple[AttemptRecord, ...] = ()
+    delete_requested: bool = False
+
+    @property
+    def awaits_decision(self) -> bool:
+        """Whether a decision may be written: a scheduler still has it in hand, and no delete has come."""
+        return self.state is BuildState.ACCEPTED and not self.delete_requested
+
+
+class NewBuild(Struct, frozen=True, kw_only=True):
+    """A request to put on record. digest: of its whole content, which tells a repeated request from a clash."""
+
+    request: BuildRequest
+    digest: bytes
+    build: RecordedBuild
+    story: tuple[StoryLine, ...] = ()
+
+
+class BuildDecision(Struct, frozen=True, kw_only=True):
+    """The end of scheduling: the build as dispatched to a cell, or as failed with the funnel.
+
+    build: the whole record after the decision. It is written where the record awaits a decision, and nowhere else.
+    """
+
+    build: RecordedBuild
+    host_uuid: str | None = None
+    funnel: tuple[FunnelStep, ...] = ()
+    story: tuple[StoryLine, ...] = ()
+
+
+class BuildUpdate(Struct, frozen=True, kw_only=True):
+    """The new record of a build that was read under a lock, and the lines to add to its story."""
+
+    build: RecordedBuild
+    story: tuple[StoryLine, ...] = ()
+
+
+def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
+    """Apply what a cell announces; returns the build and the event to publish.
+
+    The event is None when it is outdated, or of a build that is not this cell's.
+    """
+    if event.sequence <= build.sequence or build.state is BuildState.DELETED or build.cell != cell:
+        return build, None
+    # Judged by its state too: the event that the cell called the terminal one may have been overtaken, and is outdated.
+    ends = event.terminal or event.state in TERMINAL_STATES
+    terminal = ends and (event.state is BuildState.DELETED or not build.terminal)
+    # During a delete the cell still announces what the build does: it is published, and the record stays `deleting`.
+    deleting = build.state is BuildState.DELETING and event.state is not BuildState.DELETED
+    after = replace(
+        build,
+        state=build.state if deleting else event.state,
+        sequence=event.sequence,
+        terminal=build.terminal or terminal,
+        host=event.host or build.host,
+        code=event.code,
+        reason=event.reason,
+        history=event.history or build.history,
+    )
+    return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id)
+
+
+def story_lines(event: BuildEvent, known: int, now: float) -> tuple[StoryLine, ...]:
+    """One announcement as lines of the build's story: the attempts that it reports for the first time, then itself.
+
+    known: how many attempts are on record already. Each line has its own time, so that the sorted story reads in order.
+    """
+    who = f"conductor {event.cell}" if event.cell else "conductor"
+    attempts = tuple(
+        StoryLine(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
+        for tried in event.history[known:]
+        if tried.outcome != "active"  # the announcement itself tells it
+    )
+    itself = StoryLine(
+        at=event.at or now,
+        who=who,
+        what=event.state.value,
+        detail=_detail(event.host, event),
+        stamps=event.stamps,
+    )
+    return (*attempts, itself)
+
+
+def _detail(host: str | None, event: BuildEvent | AttemptRecord) -> str:
+    where = f"{host} (attempt {event.attempt})" if host else ""
+    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
+    return "; ".join(part for part in (where, why) if part)
