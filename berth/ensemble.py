@@ -8,13 +8,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from bus.faults import Fault
 from bus.service.service import Service
+from bus.service.settings import SettingsError
 
 READY_TIMEOUT_S = 60.0
 
 
 class MemberFailed(Exception):
-    """A worker ended though nobody stopped it. The cause is what it died of."""
+    """A worker ended though it was not stopped, or was not ready in time. The cause is what it died of, if known."""
 
 
 class Member(Struct):
@@ -42,9 +44,11 @@ class Ensemble:
             task.add_done_callback(self._ended)
         ready = asyncio.gather(*(service.ready.wait() for _, service in services))
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                waiting: set[asyncio.Future[Any]] = {ready, self.failed}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {ready, self.failed}
+            await asyncio.wait(waiting, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done() and not self.failed.done():
+                late = "; ".join(f"{name}: {', '.join(s.not_ready())}" for name, s in services if s.not_ready())
+                raise MemberFailed(f"not ready within {READY_TIMEOUT_S:g} s: {late}")
         finally:
             if not ready.done():
                 ready.cancel()
@@ -78,7 +82,8 @@ class Ensemble:
         if member is None or member.task is not task or member.stop.is_set() or self.failed.done():
             return
         error = None if task.cancelled() else task.exception()
-        fault = MemberFailed(f"{member.name} ended: {error!r}")
+        why = str(error) if isinstance(error, Fault | SettingsError) else repr(error)
+        fault = MemberFailed(f"worker {member.name} ended: {why}")
         fault.__cause__ = error
         self.failed.set_exception(fault)
         self.failed.exception()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from bus.faults import Fault
+from bus.service.settings import SettingsError
 from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
 
 
-class PluginInvalid(Fault):
+class PluginInvalid(SettingsError):
     """A configured filter or weigher cannot be used."""
 
-    code = "plugin.invalid"
+    def __init__(self, reason: str) -> None:
+        super().__init__("plugin.invalid", reason)
 
 
 def filters(config: SchedulerConfig) -> list[Filter]:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
+from berth.ensemble import MemberFailed
 from berth.render import printable
 from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
@@ -168,6 +169,10 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
+    if isinstance(fault, MemberFailed):
+        why = explain(fault.__cause__) if fault.__cause__ is not None else None
+        status = EXIT_NO if why is None else why.status
+        return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")
     for kind, status, sentence in _MEANINGS:
         if isinstance(fault, kind):
             code = _CODES.get(kind) or str(getattr(fault, "code", kind.__name__))

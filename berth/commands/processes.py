@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,6 @@ import scheduler_worker.app
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
     EXIT_AWAY,
-    EXIT_NO,
     EXIT_USAGE,
     AsJson,
     Stop,
@@ -36,6 +36,7 @@ from berth.commands.common import (
     tell,
 )
 from berth.commands.up_said import as_processes, block, one_process
+from berth.ensemble import MemberFailed
 from berth.metal import kept_in, simulated_ironic
 from berth.rest_address import AtHttp, AtUp, at_http, for_up, with_rest_at
 from berth.settings import MEMORY, Settings
@@ -45,10 +46,11 @@ from berth.up import Street, serve, site
 from berth.up_processes import numbers, running
 from bus.contracts.base import Word
 from bus.service.environment import Environment
-from bus.service.main import run_process
+from bus.service.main import STOP_SIGNALS, run_process
 from bus.service.service import Service
 from bus.service.settings import SettingsError, redact
 from bus.service.telemetry import configure_logging
+from scheduler_worker.plugins import filters, weighings
 
 MAX_SOCKET_PATH = 107  # the kernel's limit
 
@@ -109,19 +111,25 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     ):
         ironic_url = ironic.url if ironic is not None else None
         street = Street(here)
-        await street.start(ironic_url=ironic_url)
+        stopped = asyncio.create_task(stop.wait())
+        starting = asyncio.create_task(street.start(ironic_url=ironic_url))
         try:
-            async with serve(here, ironic_url):
-                _say(one_process(here, street.computes, ironic_url, rest), as_json)
-                stopped = asyncio.create_task(stop.wait())
-                waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                stopped.cancel()
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                async with serve(here, ironic_url):
+                    _say(one_process(here, street.computes, ironic_url, rest), as_json)
+                    waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failed = street.ensemble.failed.done()
-            await street.ensemble.stop()
-    if failed:
-        raise Stop(EXIT_NO, "up.worker_died", "a worker died; see the log above")
+            for task in (starting, stopped):
+                task.cancel()
+            await asyncio.gather(starting, stopped, return_exceptions=True)
+            failed = street.ensemble.failed.exception() if street.ensemble.failed.done() else None
+            with contextlib.suppress(MemberFailed):  # the first one says it
+                await street.ensemble.stop()
+    if failed is not None:
+        raise failed
     return 0
 
 
@@ -135,8 +143,9 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
     settings = _with_lasting_machines(settings)
     configure_logging(process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return settings, stop
 
 
@@ -219,10 +228,14 @@ def run_role(
 
 
 def config(context: typer.Context, as_json: AsJson = False) -> None:
-    """Print the settings in force, secrets hidden."""
+    """Print the settings in force, secrets hidden. Exit status 2 when a worker could not start with them."""
 
     async def body() -> None:
-        plain = redact(settings_of(context))
+        settings = settings_of(context)
+        # What names a class is only known to be wrong once it is looked for.
+        filters(settings.scheduler)
+        weighings(settings.scheduler)
+        plain = redact(settings)
         if as_json:
             print_json(plain)
             return

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import asyncpg
 import structlog
+from alembic.util import CommandError
 from sqlalchemy import event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError, InvalidRequestError
@@ -34,6 +35,7 @@ STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server says nothing at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
+PROBE_CLOSE_S = 1.0  # what a closing process grants a probe that is under way
 OPEN_WAIT_MAX_S = 3.0  # longest pause between two attempts to reach a server that is away; also how often we say so
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
@@ -65,6 +67,10 @@ TRANSIENT_STATES = {
     "57014": "database.timeout",
 }
 FORBIDDEN_STATES = ("28", "3D000", "42501")
+
+# What asyncpg raises when a session ends under a statement. InternalClientError: the server's last word arrived in the
+# very moment of our next statement, where no answer is expected.
+CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
 
 class DatabaseForbidden(Forbidden):
@@ -108,6 +114,8 @@ class Database:
         self._pool_size = pool_size
         self._open = 0
         self._losses = 0
+        self._reachable = True
+        self._probing: asyncio.Task[None] | None = None
 
     @property
     def losses(self) -> int:
@@ -116,8 +124,11 @@ class Database:
 
     @property
     def ready(self) -> bool:
-        """Whether `open` has succeeded and `close` was not called (for /readyz)."""
-        return self._opened
+        """Whether it is open and the server answered when it was last asked (for /readyz).
+
+        The server is asked when a connection is lost, and then until it answers; a quiet process notices, too.
+        """
+        return self._opened and self._reachable
 
     @property
     def engine(self) -> AsyncEngine:
@@ -144,6 +155,10 @@ class Database:
         """Close every connection of the pool."""
         self._opened = False
         self._closed = True
+        if (probing := self._probing) is not None:
+            await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection half made is better not cut off
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
         while self._spare:
             await self._spare.pop().connection.close()
         await self._engine.dispose()
@@ -191,8 +206,6 @@ class Database:
                 else:
                     yield connection
             except asyncpg.InternalClientError as error:
-                # What asyncpg says when the server ends the session in the very moment of our next statement: its last
-                # word arrives where no answer is expected. To us that is a server that went away.
                 raise DatabaseUnavailable(_first_line(error)) from error
             except (asyncpg.PostgresError, asyncpg.InterfaceError, ConnectionError, TimeoutError) as error:
                 raise_fault(error, closed=connection.is_closed())
@@ -246,7 +259,7 @@ class Database:
             await held.driver.execute(BY_KEY if by_key else BY_SIZE)
         except BaseException as error:
             await asyncio.shield(self._drop(held))
-            if isinstance(error, asyncpg.PostgresError | asyncpg.InterfaceError | OSError | TimeoutError):
+            if isinstance(error, (*CONNECTION_LOST, TimeoutError)):
                 raise_fault(error, closed=True)
             raise
         held.by_key = by_key
@@ -255,12 +268,52 @@ class Database:
         self._open += 1  # now: somebody else must not take the last place meanwhile
         try:
             connection = await self._engine.connect()
-            return _Held(connection, (await connection.get_raw_connection()).driver_connection)
+            driver = (await connection.get_raw_connection()).driver_connection
+            assert driver is not None
+            driver.add_termination_listener(self._connection_lost)
+            return _Held(connection, driver)
         except BaseException as error:
             self._open -= 1
-            if isinstance(error, DBAPIError | PoolTimeout | asyncpg.PostgresError | asyncpg.InterfaceError | OSError):
+            if isinstance(error, (*CONNECTION_LOST, DBAPIError, PoolTimeout)):
+                self._connection_lost()
                 raise_fault(error, closed=True)
             raise
+
+    def _connection_lost(self, _connection: object = None) -> None:
+        """A connection ended, or none could be made: find out whether the server still answers."""
+        if not self._closed and self._probing is None:
+            self._probing = asyncio.get_running_loop().create_task(self._probe(), name=f"{self.schema} database probe")
+            self._probing.add_done_callback(self._probed)
+
+    async def _probe(self) -> None:
+        """Ask the server until it answers; not reachable from the first refusal on."""
+        waiting = AsyncRetrying(
+            retry=retry_if_exception_type(Transient),
+            wait=wait_exponential(multiplier=0.1, max=OPEN_WAIT_MAX_S),
+            before_sleep=self._unreachable,
+        )
+        engine = self._make_engine(poolclass=NullPool)
+        try:
+            async for attempt in waiting:
+                with attempt:
+                    try:
+                        async with engine.connect() as connection:
+                            await connection.execute(text("SELECT 1"))
+                    except (*CONNECTION_LOST, DBAPIError) as error:
+                        raise DatabaseUnavailable(_first_line(error)) from error
+        finally:
+            await engine.dispose()
+        self._reachable = True
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probing = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("database.probe_failed", schema=self.schema, reason=str(error))
+
+    def _unreachable(self, state: RetryCallState) -> None:
+        if self._reachable:
+            self._say_waiting(state)
+        self._reachable = False
 
     async def _drop(self, held: _Held) -> None:
         self._open -= 1
@@ -278,8 +331,14 @@ class Database:
                 if package is not None:
                     async with _alembic():
                         await connection.run_sync(migrations.upgrade, package, self.schema)
-        except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-            raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError))
+        except (DBAPIError, *CONNECTION_LOST) as error:
+            raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
+        except CommandError as error:
+            # Alembic knows no revision of the number that the schema names: a newer berth made it.
+            raise DatabaseForbidden(
+                f"schema {self.schema} was made by a newer berth ({error}); run that version, or restore a backup",
+                code="database.newer_schema",
+            ) from error
         finally:
             await engine.dispose()
 

@@ -25,6 +25,9 @@ EXIT_CLEAN = 0
 EXIT_FAULT = 1
 EXIT_SETTINGS = 2  # wrong settings or credentials: starting again does not help
 EXIT_INVARIANT = 70  # what must never happen did (EX_SOFTWARE)
+# A terminal that hangs up stops a worker as SIGTERM does: drained.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
 
 # The book lives in columns and the rest is short-lived acyclic values, so the cyclic collector need not look often.
@@ -103,12 +106,13 @@ def _on_signals(stop: asyncio.Event) -> None:
     def first(number: int) -> None:
         log.info("process.stopping", signal=signal.Signals(number).name)
         stop.set()
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in STOP_SIGNALS:
             loop.remove_signal_handler(each)
             signal.signal(each, _end_now)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, first, number)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup: a terminal that hangs up is no reason to stop
+            loop.add_signal_handler(number, first, number)
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
@@ -172,6 +173,76 @@ async def test_open_waits_for_a_server_that_is_away_and_survives_its_crash(tmp_p
             assert await connection.fetchval("SELECT n FROM t") == 1
             assert await other.fetchval("SELECT n FROM t") == 1
         await database.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  (no event tells of it)
+            await asyncio.sleep(0.02)
+
+
+async def test_readiness_follows_the_server_though_nothing_is_asked() -> None:
+    """Workers said that they were ready for as long as PostgreSQL was down."""
+    with Postgres() as server:
+        database = Database(server.url("postgres"), "ready")
+        await database.open()
+        async with database.raw():
+            pass
+        assert database.ready
+        server.kill()
+        await until(lambda: not database.ready)
+        await asyncio.to_thread(server.start)
+        await until(lambda: database.ready)
+        await database.close()
+
+
+async def test_one_lost_connection_does_not_make_the_process_unready(postgres_url: str) -> None:
+    database = Database(postgres_url, "flap", pool_size=2)
+    await database.open()
+    with pytest.raises(DatabaseUnavailable):
+        async with database.raw() as victim, database.raw() as killer:
+            pid = await victim.fetchval("SELECT pg_backend_pid()")
+            await killer.execute("SELECT pg_terminate_backend($1)", pid)
+            await until(victim.is_closed)
+            assert database.ready
+    await until(lambda: database._probing is None)
+    assert database.ready
+    await database.close()
+
+
+async def test_a_session_that_ends_while_a_connection_is_prepared_is_a_server_that_is_away(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncpg.InternalClientError ended the scheduler: it is neither a PostgresError nor an InterfaceError."""
+
+    async def ended(*_: object, **__: object) -> None:
+        raise asyncpg.InternalClientError("got result for unknown protocol state 3")
+
+    database = Database(postgres_url, "ended")
+    await database.open()
+    async with database.raw():
+        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncpg.Connection, "execute", ended)
+        with pytest.raises(DatabaseUnavailable):
+            async with database.single():
+                raise AssertionError("a connection that could not be prepared was given out")
+    async with database.single() as connection:
+        assert await connection.fetchval("SELECT 1") == 1
+    await database.close()
+
+
+async def test_a_schema_of_a_newer_version_is_refused_in_a_sentence(postgres_url: str, package: str) -> None:
+    database = Database(postgres_url, "newer")
+    await database.open(package)
+    async with database.raw() as connection:
+        await connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    await database.close()
+    again = Database(postgres_url, "newer")
+    with pytest.raises(DatabaseForbidden, match="newer berth") as caught:
+        await again.open(package)
+    assert caught.value.code == "database.newer_schema"
+    await again.close()
 
 
 async def test_a_wrong_database_is_refused_at_once(postgres_url: str) -> None:

@@ -92,13 +92,15 @@ def start(tmp_path: Path) -> Iterator[object]:
         worker.process.stdout.close()
 
 
-def test_ready_then_drained_by_sigterm(start: object) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP], ids=lambda stop: stop.name)
+def test_ready_then_drained_by_a_signal(start: object, stop: signal.Signals) -> None:
+    """SIGHUP (a terminal that hangs up) killed the process without draining."""
     worker: Worker = start("well")  # type: ignore[operator]
     assert worker.line() == "ready"
     port = next(line["port"] for line in worker.lines() if line["event"] == "health.listening")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE_S) as answer:
         assert json.load(answer) == {"ready": True, "not_ready": [], "pid": worker.process.pid}
-    worker.process.send_signal(signal.SIGTERM)
+    worker.process.send_signal(stop)
     assert worker.line() == "draining"
     assert worker.process.wait(PATIENCE_S) == 0
     assert {(line["process"], line["role"]) for line in worker.lines()} == {("w1", "test")}

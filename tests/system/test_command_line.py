@@ -341,6 +341,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "did you mean bus", ("list",), {"BERTH_BUSS__URL": "x"}),
     (USAGE, "Expected `int`", ("config",), {"BERTH_UP__NODES": "many"}),
     (USAGE, "at least one cell is needed under [cells]", ("config",), {"BERTH_CELLS": "{}"}),
+    (USAGE, "'NoSuchFilter' is not available", ("config",), {"BERTH_SCHEDULER__ENABLED_FILTERS": '["NoSuchFilter"]'}),
     (USAGE, "amqp://user:password@host", ("list",), {"BERTH_BUS__URL": "http://x"}),
     (USAGE, "not a PostgreSQL URL", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
     (AWAY, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),
@@ -375,6 +376,20 @@ def test_a_state_dir_that_the_servers_user_may_not_enter_is_told_in_a_sentence(b
             done = berth(*command, settings={"BERTH_STATE_DIR": f"{closed}/state"})
             assert done.status == USAGE, done
             assert f"may not enter {closed}," in done.err and "(directory.inaccessible)" in done.err, done
+
+
+def test_up_with_a_worker_that_cannot_start_says_why_and_ends(berth: Berth) -> None:
+    """It hung for ever, without a word and deaf to SIGTERM: what had started was never stopped."""
+    with tempfile.TemporaryDirectory(prefix="berth-bad-") as state:
+        Path(state).chmod(0o755)
+        settings = {
+            "BERTH_STATE_DIR": state,
+            "BERTH_SCHEDULER__ENABLED_FILTERS": '["ComputeFilter", "NoSuchFilter"]',
+            "BERTH_UP__REST": "false",
+        }
+        done = berth("up", settings=settings)
+    assert done.status == USAGE, done
+    assert "filter 'NoSuchFilter' is not available" in done.err and "(plugin.invalid)" in done.err, done
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> None:
