@@ -123,7 +123,7 @@ class MemoryBook:
                 else:
                     table.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
             for key, joined in decision.joined.items():
-                table.members.setdefault(key, {}).update(joined)
+                table.members.setdefault(key, {}).update(dict.fromkeys(joined))
             for uuid, generation in decision.generations.items():
                 provider = table.providers[uuid]
                 used = {**provider.used, **decision.used[uuid]}
@@ -276,7 +276,8 @@ class MemoryBook:
         table = self._table
         async with self._session.transaction():
             key = (asked.project_id, asked.server_group or "")
-            counted = Counter(host for uuid, host in table.alive(key).items() if uuid != asked.besides)
+            alive = table.alive(key)
+            counted = Counter(host for uuid, hosts in alive.items() if uuid != asked.besides for host in hosts)
             hosts = {
                 uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
                 for uuid in sorted(set(asked.consumers))
@@ -361,4 +362,4 @@ def _claimed(provider: Provider) -> ClaimedProvider:
         name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
         for name, stock in provider.stocks.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, rooms)
+    return ClaimedProvider(provider.generation, provider.shape, rooms, provider.root)
