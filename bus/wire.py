@@ -7,7 +7,9 @@ headers named here. Several: content-type `application/vnd.berth.batch+json`, th
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Union
@@ -58,6 +60,7 @@ TOO_LARGE = "message.too_large"
 WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
 
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
 _decode_meta = msgspec.json.Decoder(Meta).decode
@@ -170,6 +173,7 @@ class Codec:
         self._queue = queue
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
+        self._fields = sorted({name for kind in kinds for name in kind.__struct_fields__})
         self._heads = [(_head(BY_TYPE[kind].key), tag_of(kind)) for kind in kinds if kind in BY_TYPE]
         self._heads.sort(key=lambda pair: -len(pair[0]))
         item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[tuple(kinds)])])  # noqa: UP007
@@ -239,7 +243,7 @@ class Codec:
                 return self._malformed(body, WRONG_KEY, reason, meta, key)
             return Read(message, meta)
         except msgspec.ValidationError as error:
-            return self._malformed(body, INVALID, str(error), meta, key)
+            return self._malformed(body, INVALID, _with_suggestion(str(error), self._fields), meta, key)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self._malformed(body, MALFORMED, str(error), meta, key)
         except RecursionError:
@@ -258,6 +262,13 @@ class Codec:
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
         return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
+
+
+def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
+    """What msgspec says of a field that does not exist, with the nearest one that does."""
+    found = _UNKNOWN_FIELD.search(reason)
+    near = difflib.get_close_matches(found[1][:MAX_ID], fields, n=1) if found is not None else []
+    return f"{reason}; did you mean `{near[0]}`?" if near else reason
 
 
 def kind_of(name: str) -> type[Message] | None:

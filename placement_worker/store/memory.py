@@ -29,7 +29,7 @@ from bus.faults import BrokenInvariant
 from bus.service.memory_database import Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.handover import taken
-from placement_worker.domain.names import class_name, is_custom
+from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import changes_of as changes_of_reports
 from placement_worker.domain.reports import flaw, plan
 from placement_worker.domain.shells import is_empty_shell
@@ -215,7 +215,7 @@ class MemoryBook:
         for update in updates:
             if flaw(update, table.traits) is None:
                 for report in update.providers:
-                    classes.update(dict.fromkeys(map(class_name, report.inventories)))
+                    classes.update(dict.fromkeys(filter(is_class, report.inventories)))
                     traits.update(dict.fromkeys(filter(is_custom, report.traits)))
         if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
             return
