@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -201,7 +202,7 @@ async def test_a_project_builds_and_deletes_its_own_and_hears_nothing_else(syste
 
 @pytest.mark.parametrize("header", [None, "CC", "BCC", "berth-key"])
 async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, header: str | None) -> None:
-    """Nor is anyone but the project of the key told of it. CC: RabbitMQ before 3.13 asks for no permission there."""
+    """Nor is anyone but the project of the key told of it. CC: RabbitMQ 3.10 asks for no permission there."""
     async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
         victim = await theirs.boot()
         heard = len(theirs.events)
@@ -218,6 +219,20 @@ async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, heade
         # A build after it goes the same way and ends later.
         await theirs.boot()
         assert [event for event in theirs.events[heard:] if event["instance_uuid"] == victim] == []
+        assert (await theirs.delete(victim))["state"] == "deleted"
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+async def test_item_7_a_second_key_releases_nobodys_allocations(system: Guarded, header: str) -> None:
+    """It takes the message past the permissions to placement's queue, on brokers that do not look at second keys."""
+    async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
+        victim = await theirs.boot()
+        release, headers = {"consumer": victim}, {header: ["placement.release"]}
+        with contextlib.suppress(ChannelAccessRefused):
+            await mine.publish(release, f"build.delete.{MINE}", type="placement.release.v1", headers=headers)
+        await theirs.boot()  # its claim comes after that
+        check = await asyncio.to_thread(system.berth, "check")
+        assert check.returncode == 0, check.stdout
         assert (await theirs.delete(victim))["state"] == "deleted"
 
 
