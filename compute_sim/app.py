@@ -106,7 +106,7 @@ class Parts:
         self.bus = env.bus(cell)
         self.clock = env.clock
         self.fleet = fleet or Fleet.planned(config, cell, service)
-        self.driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
+        self.driver = driver or make_driver(config, self.fleet, env.clock)
         records = self.fleet.records
         self.announcer = Announcer(self.bus, clock=env.clock, on_told=records.told, service=service)
         self.voice = Unreliable(self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock)
@@ -206,9 +206,8 @@ class Doom:
         raise ServiceDied("a planned fault of this service")
 
 
-def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str, service: str) -> Driver:
+def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock) -> Driver:
     """The driver that the configuration names."""
     if config.driver == "ironic":
-        is_live = fleet.records.is_live
-        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, is_live=is_live)
+        return BareMetal(config.ironic, clock=clock)
     return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +20,25 @@ from berth.sim.plan import Plan
 from berth.sim.run import Result, run, simulate
 from berth.sim.shrink import Shrinker
 from berth.sim.story import Story
+from berth.sim.widening import WIDENED, Widening
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 # What is told whatever the breach is about.
-ALWAYS = ("blow", "kill", "start", "stop", "cut", "store", "forgot", "order", "calm", "breach", "rest", "unseen")
+ALWAYS = (
+    "blow",
+    "kill",
+    "start",
+    "stop",
+    "cut",
+    "store",
+    "forgot",
+    "order",
+    "calm",
+    "breach",
+    "rest",
+    "unseen",
+    "restored",
+)
 MAX_STORY_LINES = 400
 
 
@@ -37,29 +52,33 @@ def main(
     shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make failing seeds smaller.")] = True,
     report: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     only_digests: Annotated[bool, typer.Option("--digests", help="Print each seed's digest and nothing else.")] = False,
+    only: Annotated[list[Widening] | None, typer.Option(help="Of what others do, this kind; may be repeated.")] = None,
+    without: Annotated[list[Widening] | None, typer.Option(help="Of what others do, not this kind.")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="berth alone in its world: nothing that others do.")] = False,
     others: Annotated[
         list[str] | None, typer.Option("--compare-with", help="Another Python: it has to run the seeds just so.")
     ] = None,
 ) -> None:
     """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
     hush()
+    kinds = frozenset() if alone else frozenset(only or WIDENED) - frozenset(without or ())
     if only_digests:
-        for one, digest in digests(first_seed, seeds).items():
+        for one, digest in digests(first_seed, seeds, kinds).items():
             typer.echo(f"{one} {digest}")
         return
     if others:
         _compare(others, first_seed, seeds)
         return
     if seed is not None:
-        results = [replay(seed, trace=trace, smaller=shrink)]
+        results = [replay(seed, kinds, trace=trace, smaller=shrink)]
     else:
         results = []
         for one in _seeds(first_seed, seeds, minutes):
-            results.append(simulate(one))
+            results.append(simulate(one, kinds))
             if results[-1].breach:
                 _say(results[-1])
                 if shrink:
-                    _tell_smaller(plan_of(one), results[-1])
+                    _tell_smaller(plan_of(one, kinds), results[-1])
     figures = summary(results)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2) + "\n")
@@ -101,9 +120,9 @@ def hush(story: Story | None = None) -> None:
     )
 
 
-def replay(seed: int, *, trace: bool, smaller: bool) -> Result:
+def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool) -> Result:
     """One seed, with its story if it is wanted; a failing one is told as small as it gets."""
-    plan = plan_of(seed)
+    plan = plan_of(seed, kinds)
     result = run(plan)
     if result.breach and smaller:
         plan = _tell_smaller(plan, result)
@@ -163,6 +182,7 @@ def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
 
 def _tell_smaller(plan: Plan, result: Result) -> Plan:
     smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
+    typer.echo(f"  among others: {' '.join(smaller.widenings) or 'alone'}")
     words = f"{len(smaller.blows)} of {len(plan.blows)} blows, {len(smaller.orders)} of {len(plan.orders)} orders, "
     words += f"{smaller.load_s:.1f} of {plan.load_s:.1f} virtual seconds of load"
     typer.echo(f"  still {result.breach} with {words}; rates {smaller.rates}; computes {smaller.computes}")
@@ -173,7 +193,8 @@ def _tell_smaller(plan: Plan, result: Result) -> Plan:
 
 def _say(result: Result) -> None:
     ending = f"{result.breach}: {result.detail[:600]}" if result.breach else "all invariants hold"
-    typer.echo(f"seed {result.seed}: {ending} (at {result.virtual_s:.1f} s, digest {result.digest})")
+    among = f" [{' '.join(result.widenings)}]" if result.widenings else ""
+    typer.echo(f"seed {result.seed}{among}: {ending} (at {result.virtual_s:.1f} s, digest {result.digest})")
 
 
 if __name__ == "__main__":

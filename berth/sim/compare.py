@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from berth.sim.run import simulate
+from berth.sim.widening import WIDENED, Widening
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 3600.0  # so long may another interpreter take
 
 
-def digests(first: int, count: int) -> dict[int, str]:
+def digests(first: int, count: int, kinds: Collection[Widening] = WIDENED) -> dict[int, str]:
     """Of so many seeds from this one on, in this process."""
-    return {seed: simulate(seed).digest for seed in range(first, first + count)}
+    return {seed: simulate(seed, kinds).digest for seed in range(first, first + count)}
 
 
 def digests_of(python: str, first: int, count: int) -> dict[int, str]:

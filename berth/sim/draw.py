@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from berth.ironic_stand_in.farm import Behaviour
 from berth.sim.company import in_company
 from berth.sim.plan import KEEP_ALL, LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
+from berth.sim.widening import NONE, Widening, widen
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
 
@@ -35,8 +36,8 @@ IRONIC_VERBS = (
 )
 
 
-def plan_of(seed: int) -> Plan:
-    """The plan of one seed."""
+def plan_of(seed: int, kinds: Collection[Widening] = NONE) -> Plan:
+    """The plan of one seed; kinds: what others may do in it."""
     rng = random.Random(f"berth.sim {seed}")
     cells = tuple(_cell(rng, n) for n in range(_pick(rng, (1, 1, 2, 3))))
     plan = Plan(
@@ -57,7 +58,7 @@ def plan_of(seed: int) -> Plan:
     plan = replace(plan, orders=_orders(rng, plan))
     plan = replace(plan, blows=_blows(rng, plan))
     plan = _harder(random.Random(f"berth.sim.harder {seed}"), plan)
-    return in_company(random.Random(f"berth.sim.company {seed}"), plan)
+    return widen(in_company(random.Random(f"berth.sim.company {seed}"), plan), kinds)
 
 
 def with_metal(rng: random.Random, plan: Plan) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 from berth.sim.loop import Process
 from berth.sim.network import REPAIR_S, SimTransport
@@ -58,6 +59,18 @@ class Client:
         """Something an operator says on the API bus."""
         await self._process.spawn(self._insist(message, "operator"), "the operator says")
 
+    async def say_together(self, messages: Sequence[Message]) -> None:
+        """The same of several messages that travel together."""
+        await self._process.spawn(self._insist_together(messages), "the operator says")
+
+    async def _insist_together(self, messages: Sequence[Message]) -> None:
+        while True:
+            try:
+                await self._bus.publish_all([(message, "operator") for message in messages])
+                return
+            except BusError:
+                await asyncio.sleep(RETRY_S)
+
     async def _open(self) -> None:
         while True:
             try:
@@ -71,6 +84,7 @@ class Client:
             if order.uuid not in self._projects:
                 return  # its build was cut out of the plan
             await self._heard(order.uuid)
+            self._world.harm.delete(order.uuid)
             await self._insist(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid)
             self.deleted[order.uuid] = None
             return
@@ -86,6 +100,7 @@ class Client:
             same_host=order.together_with,
         )
         self._world.company.asked(order)
+        self._world.harm.asked[order.uuid] = None
         await self._insist(request, order.uuid)
         self.confirmed[order.uuid] = None
 

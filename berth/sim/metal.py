@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn
 from berth.ironic_stand_in.farm import Farm, RequestError
+from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import Process
 from berth.sim.network import Broker, Weather
+from berth.sim.plan import Order
 from berth.sim.story import Story
+from berth.sim.watch import Breach
 from bus.clock import Clock, new_uuid
 from bus.port import Outgoing, PublishRefused, QueueMissing
 
@@ -26,6 +30,14 @@ DOUBLE_S = 5.0
 RETRY_S = 0.7
 TRIES = 40
 BLINKS, BLINK_S = 8, 0.003
+AGAIN = 4
+# Verbs of berth/sim/widening.py.
+OF_OTHERS = frozenset(
+    {"take", "ambush", "free", "set", "clear", "swap", "undeploy", "again", "rescue", "service", "rebuild"}
+)
+
+
+OF_USED = frozenset({"clear", "swap", "undeploy", "rescue", "service", "rebuild"})
 
 
 class Notices:
@@ -64,13 +76,50 @@ class Notices:
             return
 
 
+# What operators do to a node that has an instance: {verb: (states it may be in, states on the way, where it ends)}.
+WAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "rescue": (("active",), ("rescuing", "rescue wait"), "rescue"),
+    "unrescue": (("rescue",), ("unrescuing",), "active"),
+    "service": (("active",), ("servicing", "service wait"), "active"),
+    "rebuild": (("active",), ("deploying", "wait call-back"), "active"),
+}
+
+
 class WatchedFarm(Farm):
-    """A farm that tells when a machine has come to be on a node."""
+    """A farm that tells when a machine has come to be on a node, and when a node changes hands."""
 
     deployed: Callable[[str, str], None]
+    changed_hands: Callable[[str], None] = staticmethod(lambda _node: None)
+
+    def occupy(self, instances: Sequence[str], classes: tuple[str, ...]) -> None:
+        """Nodes that others have had for long."""
+        for number, instance in enumerate(instances):
+            grade = classes[number % len(classes)]
+            self.add(provision_state="active", power_state="power on", resource_class=grade, instance_uuid=instance)
+
+    def walk(self, node: dict[str, Any], verb: str, request_id: str, seconds: float) -> None:
+        """An operator's act on a node with an instance; the node is locked until it has ended."""
+        self._check_unlocked(node)
+        begins, between, ends = WAYS[verb]
+        if node["provision_state"] not in begins:
+            raise RequestError(400, f"{verb} can not be performed in {node['provision_state']!r}")
+        node["reservation"] = "operator"
+        steps = self._walk(node, (*between, ends), request_id, seconds / len(between))
+        task = asyncio.get_running_loop().create_task(self._hold(node, steps))
+        self._tasks[node["uuid"]] = task
+        task.add_done_callback(lambda _: self._tasks.pop(node["uuid"], None))
+
+    async def _walk(self, node: dict[str, Any], states: Sequence[str], request_id: str, each_s: float) -> None:
+        for state in states[:-1]:
+            await self._move(node, state, "start", "operator", request_id, target=states[-1])
+            await self._clock.sleep(each_s)
+        await self._move(node, states[-1], "end", "done", request_id)
 
     def _change(self, node: dict[str, Any], **changes: Any) -> None:
+        before = node["instance_uuid"]
         super()._change(node, **changes)
+        if node["instance_uuid"] != before or changes.get("provision_state") == "cleaning":
+            self.changed_hands(node["uuid"])  # undeploying takes the instance away without saying so here
         if changes.get("provision_state") == "active" and node["instance_uuid"]:
             self.deployed(node["uuid"], node["instance_uuid"])
 
@@ -90,25 +139,67 @@ class SimIronic:
         self._stand_in.farm = self.farm = WatchedFarm(self._notices, clock=clock, rng=rng, behaviour=behaviour)
         self._app = httpx.ASGITransport(self._stand_in.app(), raise_app_exceptions=False)
         self._rng = rng
+        self._ambushes: list[str] = []  # instances of others that take the next free node that is looked at
+        self._harm: HarmWatch | None = None
         broker.declare_exchange(EXCHANGE)
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        """One request, carried out in Ironic's own process whatever becomes of its client."""
-        return await asyncio.shield(self.process.spawn(self._answer(request), "ironic answers"))
+    def judge(self, harm: HarmWatch, attempt_on: Callable[[str, str], int], fail: Callable[[Breach], None]) -> None:
+        """Have every request of ours looked at."""
+        self._harm, self._attempt_on, self._fail = harm, attempt_on, fail
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
+    async def answer(self, request: httpx.Request, process: str) -> httpx.Response:
+        """One request, carried out in Ironic's own process whatever becomes of its client."""
+        return await asyncio.shield(self.process.spawn(self._answer(request, process), "ironic answers"))
+
+    async def _answer(self, request: httpx.Request, process: str) -> httpx.Response:
+        node = self.farm.nodes.get(request.url.path.removeprefix("/v1/nodes/").partition("/")[0])
+        before = dict(node) if node is not None else None
         response = await self._app.handle_async_request(request)
         content = await response.aread()
         self._story.tell("ironic", f"{request.method} {request.url.raw_path.decode()} {response.status_code}")
+        if response.is_success:
+            self._look(request, process, before, content)
         return httpx.Response(response.status_code, headers=response.headers, content=content)
+
+    def _look(self, request: httpx.Request, process: str, before: dict[str, Any] | None, content: bytes) -> None:
+        harm = self._harm
+        if harm is None:
+            return
+        if request.method == "GET":
+            answer = json.loads(content)
+            for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
+                harm.looked(process, node, asyncio.get_running_loop().time())
+            if before is not None and free(before) and process.startswith("compute") and self._ambushes:
+                self._take(self.farm.nodes[before["uuid"]], self._ambushes.pop(0))
+            return
+        if before is not None:
+            owner = before["instance_uuid"]
+            attempt = self._attempt_on(before["uuid"], owner) if owner else None
+            try:
+                harm.acted(process, request.method, before, attempt or None, request.content)
+            except Breach as breach:
+                self._fail(breach)
+
+    def _take(self, node: dict[str, Any], instance: str) -> None:
+        """Another tenant takes a node before anybody else can."""
+        self.process.spawn(self._theirs(node, instance), "others take a node")
+
+    async def _theirs(self, node: dict[str, Any], instance: str) -> None:
+        request_id = f"req-{new_uuid(self._rng)}"
+        try:
+            await self.farm.patch(node, {"instance_uuid": instance}, request_id)
+            self.farm.provision(node, "active", request_id)
+        except RequestError as refused:
+            self._story.tell("refused", f"ironic take {node['uuid']} {refused.status}")
 
     # --- what its operators do
 
-    def flip(self, verb: str, number: int) -> asyncio.Task[None]:
+    def flip(self, order: Order) -> asyncio.Task[None]:
         """An operator's act on one of the nodes, in Ironic's own process."""
-        return self.process.spawn(self._flip(verb, number), f"order ironic {verb}")
+        return self.process.spawn(self._flip(order), f"order ironic {order.verb}")
 
-    async def _flip(self, verb: str, number: int) -> None:
+    async def _flip(self, order: Order) -> None:
+        verb, number = order.verb, order.host
         request_id = f"req-{new_uuid(self._rng)}"
         if verb == "add":
             grade = CLASSES[number % len(CLASSES)]
@@ -121,7 +212,10 @@ class SimIronic:
         node = nodes[number % len(nodes)]
         self._story.tell("order", f"ironic {verb} {node['uuid']} {node['provision_state']}")
         try:
-            await self._act(verb, node, number, request_id)
+            if verb in OF_OTHERS:
+                await self._act_of_others(order, node, request_id)
+            else:
+                await self._act(verb, node, number, request_id)
         except RequestError as refused:
             self._story.tell("refused", f"ironic {verb} {node['uuid']} {refused.status}")
 
@@ -145,6 +239,71 @@ class SimIronic:
             case _:  # taken out of use, and cleaned before it is put back
                 await self._go_through(node, ("manage", "provide"), request_id)
 
+    async def _act_of_others(self, order: Order, node: dict[str, Any], request_id: str) -> None:
+        """On a node that has an instance, if there is one; tenants take what is free."""
+        farm, verb = self.farm, order.verb
+        used = [one for one in farm.nodes.values() if one["instance_uuid"] is not None]
+        if verb in OF_USED and used:
+            node = used[order.host % len(used)]
+        match verb:
+            case "take" | "ambush" | "free":
+                await self._of_tenants(order, request_id)
+            case "set":
+                await self._set_for_a_while(order, node, request_id)
+            case "clear" | "swap":
+                await farm.patch(node, {"instance_uuid": None}, request_id)
+                if verb == "swap":
+                    await farm.patch(node, {"instance_uuid": order.uuid}, request_id)
+            case "undeploy":
+                await self._go_through(node, ("deleted",), request_id)
+            case "again":
+                for _ in range(AGAIN):  # faster than it can be read
+                    kept = {name: node[name] for name in ("uuid", "name", "resource_class", "traits")}
+                    await farm.delete(node, request_id)
+                    await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
+                    node = await farm.create(kept, request_id)
+                    await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
+                await self._go_through(node, ("manage", "provide"), request_id)
+            case _:
+                farm.walk(node, verb, request_id, order.seconds)
+                if verb == "rescue":
+                    await self._back_from_rescue(node, request_id, order.seconds)
+
+    async def _of_tenants(self, order: Order, request_id: str) -> None:
+        """Another tenant takes a node, now or as soon as one of ours looks at it, or frees it."""
+        nodes = list(self.farm.nodes.values())
+        if order.verb == "ambush":
+            self._ambushes.append(order.uuid)
+        elif order.verb == "take":
+            if there := [one for one in nodes if free(one)]:
+                await self._theirs(there[order.host % len(there)], order.uuid)
+        else:
+            for one in nodes:
+                if one["instance_uuid"] == order.uuid:
+                    await self._go_through(one, ("deleted",), request_id)
+
+    async def _set_for_a_while(self, order: Order, node: dict[str, Any], request_id: str) -> None:
+        """An operator writes an instance on a node that has none, and takes it away again."""
+        if node["instance_uuid"] is not None:
+            return
+        await self.farm.patch(node, {"instance_uuid": order.uuid}, request_id)
+        await asyncio.sleep(order.seconds)
+        known = self.farm.nodes.get(node["uuid"])
+        if known is not None and known["instance_uuid"] == order.uuid:
+            await self.farm.patch(known, {"instance_uuid": None}, request_id)
+
+    async def _back_from_rescue(self, node: dict[str, Any], request_id: str, seconds: float) -> None:
+        """Its operator has looked at it: back to what it was."""
+        await asyncio.sleep(2 * seconds)
+        for _ in range(TRIES):
+            if node["provision_state"] not in ("rescuing", "rescue wait", "rescue"):
+                return
+            try:
+                self.farm.walk(node, "unrescue", request_id, RETRY_S)
+                return
+            except RequestError:
+                await asyncio.sleep(RETRY_S)
+
     async def _go_through(self, node: dict[str, Any], verbs: tuple[str, ...], request_id: str) -> None:
         for verb in verbs:
             for _ in range(TRIES):
@@ -165,6 +324,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
         self._process = process
         self._weather = weather
         self.answered: Callable[[float, bytes], None] = lambda _at, _body: None
+        self.missing: Callable[[float, str], None] = lambda _at, _node: None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send it, wait, and answer."""
@@ -175,7 +335,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError("Ironic is away")
         if weather.strikes(rates.ironic_busy):
             return httpx.Response(503, json={"error_message": "busy"})
-        response = await self._ironic.answer(request)
+        response = await self._ironic.answer(request, self._process.name)
         at = asyncio.get_running_loop().time()
         await weather.fate(self._process.name)
         await asyncio.sleep(weather.latency())
@@ -183,6 +343,8 @@ class IronicTransport(httpx.AsyncBaseTransport):
             raise httpx.ReadTimeout("the answer was lost")
         if request.method == "GET" and response.is_success:
             self.answered(at, response.content)
+        if request.method == "GET" and response.status_code == httpx.codes.NOT_FOUND:
+            self.missing(at, request.url.path.removeprefix("/v1/nodes/"))
         return response
 
 

@@ -24,10 +24,11 @@ FACTS = frozenset({"provision_set", "power_state_corrected"})
 class Known:
     """What one process knows of one node: when it last heard of it, and whether it may say that it is free."""
 
-    __slots__ = ("heard_at", "may_offer", "seen")
+    __slots__ = ("heard_at", "may_offer", "may_remove", "seen")
 
     def __init__(self) -> None:
         self.heard_at = -1.0
+        self.may_remove = False  # Ironic has answered that there is no such node, and nothing was heard of it since
         self.may_offer = False
         self.seen = ""
 
@@ -60,10 +61,16 @@ class MetalWatch:
         for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
             known = self._nodes.setdefault(node["uuid"], Known())
             known.seen = node.get("updated_at") or known.seen
+            known.may_remove = False
             if not free(node):
                 known.may_offer = False
             elif known.heard_at < at:
                 known.may_offer = True
+
+    def missing(self, at: float, uuid: str) -> None:
+        """An answer that Ironic made at this time, that it has no such node, arrives at the process."""
+        known = self._nodes.setdefault(uuid, Known())
+        known.may_remove = known.may_remove or known.heard_at < at
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
         """The process is about to keep these, and to tell the book."""
@@ -71,6 +78,9 @@ class MetalWatch:
             known, before = self._nodes.get(position.uuid), loaded.get(position.uuid)
             if before is not None and before.version == position.version:
                 continue  # said by an earlier term, and not confirmed: said again
+            removed = before is not None and before.report is not None and position.report is None
+            if removed and not (known and known.may_remove):
+                self._fail(Breach("removed_on_fresh_word", f"{position.uuid} is taken out; it was heard of since"))
             if offers(position.report) and not (known and known.may_offer):
                 self._fail(Breach("offered_on_fresh_word", f"{position.uuid} is given back, and was not seen free"))
 
@@ -106,6 +116,7 @@ class _WatchedTerm:
     async def save(self, positions: Sequence[Position]) -> None:
         self._watch.saving(positions, self._loaded)
         await self._inner.save(positions)
+        self._loaded = {**self._loaded, **{position.uuid: position for position in positions}}
 
     async def published(self, versions: Mapping[str, int]) -> None:
         await self._inner.published(versions)

@@ -13,6 +13,7 @@ from berth.sim.story import Story
 from bus.contracts.catalogue import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, Delivery, Outgoing, Subscription, Transport
+from bus.topology import foreign_plan
 
 T = TypeVar("T")
 
@@ -24,6 +25,8 @@ SETUP_WAIT_S = 0.2
 REPAIR_S = 2.0
 # A doubled message comes again within this.
 DOUBLE_S = 5.0
+# The queue of another tenant of the broker, and what is in it.
+THEIRS, THEIRS_SAYS = "theirs.work", b'{"type":"theirs.v1"}'
 
 
 class Weather:
@@ -62,6 +65,17 @@ class Broker(MemoryBroker):
     bus = ""
     story: Story
     on_message: Callable[[str, Outgoing], None] | None = None
+
+    def let_others_in(self) -> None:
+        """Another tenant of the broker has a queue with something in it, and never looks."""
+        self.declare(foreign_plan(THEIRS), None)
+        self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=THEIRS_SAYS), self.clock.monotonic())
+
+    def theirs_differ(self) -> str:
+        """What has become of it; "" when it is as it was."""
+        queue = self.queue(THEIRS)
+        bodies = [stored.message.body for stored in queue.ready]
+        return "" if bodies == [THEIRS_SAYS] and not queue.consumers else f"another's queue holds {bodies}"
 
     def fill(self, rng: random.Random) -> Callable[[], None]:
         """Half of the queues that have a bound refuse what is published to them, until the result is called."""

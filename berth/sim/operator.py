@@ -32,7 +32,7 @@ class Operator:
         """Carry one order about a host or a service out."""
         if order.act is Act.IRONIC:
             assert self._world.ironic is not None
-            return self._world.ironic.flip(order.verb, order.host)
+            return self._world.ironic.flip(order)
         return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.service}")
 
     async def _carry_out(self, order: Order) -> None:
@@ -146,4 +146,5 @@ class Operator:
         for uuid, kept in world.book.consumers.items():
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):
                 here[uuid] = None
-        return list(here)
+        # Of those that a restored database does not know nobody can see the end.
+        return [uuid for uuid in here if uuid not in world.taken_back and world.harm.ours(uuid)]

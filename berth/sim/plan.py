@@ -41,7 +41,18 @@ class Act(StrEnum):
     REHOME = "rehome"  # a host is emptied and given to another service of its cell
     DIE = "die"  # a compute service and its hosts burn down
     UPGRADE = "upgrade"  # a service that reported its hosts flat starts again and reports them nested
-    IRONIC = "ironic"  # an operator of bare metal does something to a node
+    IRONIC = "ironic"  # an operator of bare metal, or another tenant of it, does something to a node
+    # What others do (berth/sim/widening.py).
+    FOREIGN = "foreign"  # a machine that berth never built begins or ends on one of its hosts
+    CELL = "cell"  # a cell is added to the settings, or is taken out of them for a while
+    SHARES = "shares"  # a service of bare metal joins, or is away for a while: the others' shares change
+    BACKUP = "backup"  # a schema's rows are copied
+    RESTORE = "restore"  # ... and come back, with nothing that was written since
+    TWIN = "twin"  # a second compute service starts under a name that is taken, and is killed later
+    COPY = "copy"  # a service's hosts are copied, with what runs on them
+    BRING_BACK = "bring-back"  # ... and come back as they were then, while the service is stopped
+    STRANGER = "stranger"  # another client says something strange
+    TREE = "tree"  # another source reports its hosts, or another consumer holds a part of them
 
 
 class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,6 +134,7 @@ class Metal(Struct, frozen=True, kw_only=True):
     nodes: int
     syncs: int
     behaviour: Behaviour
+    foreign: tuple[str, ...] = ()  # instances of others that have a node from the beginning
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -147,6 +159,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     load_s: float = LOAD_S
     quota: dict[str, int] = {}  # what each project may hold, but those that have a quota of their own
     quotas: dict[str, dict[str, int]] = {}
+    widenings: tuple[str, ...] = ()  # the kinds of what others do that were drawn
 
     def quota_of(self, project: str) -> dict[str, int]:
         """What a project may hold together: {class: amount}; what is not named has no bound."""
@@ -177,6 +190,30 @@ class Plan(Struct, frozen=True, kw_only=True):
         names += [f"scheduler{n}" for n in range(self.schedulers)]
         names += [f"ironic{n}" for n in range(self.metal.syncs if self.metal else 0)]
         return [*names, *(f"compute-{service}" for _, service in (*self.services, *self.metal_services))]
+
+    def processes_of(self, cell: str) -> list[str]:
+        """Names of a cell's processes."""
+        home = next(one for one in self.cells if one.name == cell)
+        names = [f"conductor-{cell}-{n}" for n in range(home.conductors)]
+        return [*names, *(f"compute-{service}" for service in (*dict(home.services), *home.metal))]
+
+    @property
+    def late(self) -> list[str]:
+        """Processes that are started by an order."""
+        names = [f"compute-{order.service}" for order in self.orders if order.act is Act.LATE]
+        names += [f"compute-{service}" for service in self.late_metal]
+        return [*names, *(name for cell in self.late_cells for name in self.processes_of(cell))]
+
+    @property
+    def late_cells(self) -> list[str]:
+        """Cells that no worker is told of before they join."""
+        return [order.service for order in self.orders if order.act is Act.CELL and order.verb == "join"]
+
+    @property
+    def late_metal(self) -> list[str]:
+        """Services of bare metal that are not there before they join."""
+        joining = [order.service for order in self.orders if order.act is Act.SHARES and order.verb == "join"]
+        return [service for cell, service in self.metal_services if service in joining or cell in self.late_cells]
 
     def without_faults(self) -> Plan:
         """The same world on a good day."""

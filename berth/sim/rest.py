@@ -38,6 +38,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_holdings(world, client))
     found += list(_inventories(world))
     found += list(_heard(world))
+    found += list(_others(world))
     found += list(world.company.unsettled())
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
@@ -49,10 +50,26 @@ def unsettled(world: World, client: Client) -> list[str]:
     return found
 
 
+def _others(world: World) -> Iterator[str]:
+    """What others have is as they left it."""
+    machines = {guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests()}
+    there = {host.plan.uuid for fleet in world.fleets.values() for host in fleet.hosts}
+    for uuid, host in world.foreign.items():
+        if host in there and uuid not in machines:
+            yield f"foreign_unchanged: the machine {uuid} of others is gone from {host}"
+    for name, broker in world.brokers.items():
+        if words := broker.theirs_differ():
+            yield f"foreign_unchanged: on the bus {name} {words}"
+
+
 def given_back(world: World) -> list[str]:
     """What is still held though all has been deleted; not of those that burnt down."""
     lost = _lost(world)
-    held = {uuid for uuid, kept in world.book.consumers.items() if kept.consumer.holding and uuid not in lost}
+    held = {
+        uuid
+        for uuid, kept in world.book.consumers.items()
+        if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
+    }
     if held:
         return [f"{uuid} holds something" for uuid in sorted(held)]
     projects = {world.book.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.book.consumers}
@@ -71,8 +88,11 @@ def told_of_quota(world: World) -> str:
 
 
 def _lost(world: World) -> set[str]:
-    """Instances that can never be cleared away: they are to be destroyed on a host that burnt down."""
-    return {
+    """Instances that can never be cleared away: they are to be destroyed on a host that burnt down.
+
+    And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
+    """
+    return set(world.taken_back) | {
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
@@ -84,13 +104,15 @@ def _leftovers(world: World) -> Iterator[str]:
     """What a failed build left half-built on its host is cleared away too."""
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests() if service not in world.dead else ():
-            if not guest.complete:
+            if not guest.complete and guest.instance_uuid not in world.taken_back:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
 
 
 def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[str]:
     for uuid in client.confirmed:
         standing = world.builds.recorded.get(uuid)
+        if uuid in world.taken_back:
+            continue
         if standing is None:
             yield f"liveness: {uuid} was accepted by the broker and is not on record"
         elif uuid in lost:
@@ -106,7 +128,12 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             kept = world.book.consumers.get(uuid)
-            if instance.state is not State.ACTIVE or kept is None or uuid not in client.flavors:
+            if (
+                instance.state is not State.ACTIVE
+                or kept is None
+                or uuid not in client.flavors
+                or uuid in world.taken_back
+            ):
                 continue
             held: Counter[str] = Counter()
             for amounts in kept.consumer.holding.values():
@@ -171,7 +198,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         allocations={
             uuid: {provider: dict(held) for provider, held in kept.consumer.holding.items()}
             for uuid, kept in book.consumers.items()
-            if kept.consumer.holding and uuid not in lost
+            if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
         },
         roots={p.uuid: p.root for p in book.providers.values()},
         requests={uuid: one.state.value for uuid, one in builds.recorded.items() if uuid not in lost},
@@ -182,11 +209,13 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             for i in table.instances.values()
             if i.uuid not in lost
         ],
-        running=list(_running(world)),
+        running=[
+            one for one in _running(world) if one.instance_uuid not in lost and world.harm.ours(one.instance_uuid)
+        ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
         accepted=[uuid for uuid in accepted if uuid not in lost],
-        events=list(world.listener.events.values()),
+        events=[event for event in world.listener.events.values() if event.instance_uuid not in world.taken_back],
         changes=book.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )
@@ -205,6 +234,10 @@ def _running(world: World) -> Iterator[RunningFact]:
                 burnt[guest.instance_uuid, host] = guest.attempt
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
+    for twin in world.twins.values():
+        for host, guest in twin.guests():
+            if guest.complete:
+                yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             host = instance.host_uuid or ""
@@ -212,12 +245,7 @@ def _running(world: World) -> Iterator[RunningFact]:
                 yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
     for node in world.ironic.farm.nodes.values() if world.ironic else ():
         if (uuid := node["instance_uuid"]) is not None:
-            attempts = [
-                entry.attempt
-                for _, service in world.plan.metal_services
-                if (entry := world.fleets[service].records.get((node["uuid"], uuid))) is not None
-            ]
-            yield RunningFact(uuid, max(attempts, default=0), node["uuid"])
+            yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
 
 
 def _audit(book: MemoryBookTable) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from msgspec import Struct
@@ -14,10 +14,12 @@ from berth.sim.company import NONE_ALLOWED
 from berth.sim.draw import PROJECTS, plan_of
 from berth.sim.load import Chaos, Client
 from berth.sim.operator import Operator
+from berth.sim.others import OTHERS, Others
 from berth.sim.plan import Act, Order, Plan
 from berth.sim.rest import given_back, told_of_quota, unsettled
 from berth.sim.story import Story
 from berth.sim.watch import Breach
+from berth.sim.widening import NONE, Widening
 from berth.sim.world import World
 from bus.clock import new_uuid
 from bus.contracts.catalogue import RETRY_S
@@ -45,11 +47,12 @@ class Result(Struct, frozen=True, kw_only=True):
     counts: Mapping[str, int]
     lines: tuple[str, ...] = ()
     states: Mapping[str, int] = {}
+    widenings: tuple[str, ...] = ()
 
 
-def simulate(seed: int) -> Result:
-    """Run one seed."""
-    return run(plan_of(seed))
+def simulate(seed: int, kinds: Collection[Widening] = NONE) -> Result:
+    """Run one seed; kinds: what others may do in it."""
+    return run(plan_of(seed, kinds))
 
 
 def run(plan: Plan, *, story: Story | None = None) -> Result:
@@ -78,6 +81,7 @@ def run(plan: Plan, *, story: Story | None = None) -> Result:
         counts=dict(sorted(story.counts.items())),
         lines=tuple(story.lines),
         states=runner.states,
+        widenings=plan.widenings,
     )
 
 
@@ -108,15 +112,16 @@ class _Runner:
 
     async def _work(self) -> None:
         plan, world = self._plan, self._world
-        late = {f"compute-{order.service}" for order in plan.orders if order.act is Act.LATE}
+        late = set(plan.late)
         for name in plan.processes:
             if name not in late:
                 world.start(name)
         await self._client.open()
-        operator, chaos = Operator(world, self._client), Chaos(world)
+        operator, others, chaos = Operator(world, self._client), Others(world, self._client), Chaos(world)
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
-            who = self._client if order.act in (Act.BUILD, Act.REPEAT, Act.DELETE) else operator
+            who: Client | Others | Operator = others if order.act in OTHERS else operator
+            who = self._client if order.act in (Act.BUILD, Act.REPEAT, Act.DELETE) else who
             doing.append((order.at, partial(who.order, order)))
         doing += [(blow.at, partial(chaos.blow, blow)) for blow in plan.blows]
         tasks: list[asyncio.Task[None]] = []

@@ -8,12 +8,15 @@ from typing import TypeVar
 from msgspec import structs
 from msgspec.structs import replace
 
+from berth.sim.metal import OF_OTHERS
+from berth.sim.others import OTHERS
 from berth.sim.plan import KEEP_ALL, Act, Kind, Plan, Rates
 from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
 MAX_RUNS = 200
+OF_METAL = (Act.IRONIC, Act.SHARES)
 METAL = ("ironic", "compute-m")  # processes of bare metal
 CALM_S = 1.0  # faults go on for this long after the last order
 FIRST_S = 2.0  # until then everything has started
@@ -30,6 +33,7 @@ class Shrinker:
         """The smallest plan found within the bound."""
         plan = self._try(plan, replace(plan, rates=Rates()))
         plan = self._try(plan, replace(plan, computes=Faults()))
+        plan = self._try(plan, _without_others(plan))
         plan = self._try(plan, _without_metal(plan))
         plan = self._try(plan, replace(plan, skew_s=0.0))
         plan = self._try(plan, replace(plan, quota={}, quotas={}))
@@ -95,13 +99,20 @@ def _without_company(plan: Plan) -> Plan:
     return replace(plan, orders=tuple(alone))
 
 
+def _without_others(plan: Plan) -> Plan:
+    """berth alone in its world."""
+    kept = (o for o in plan.orders if o.act not in OTHERS and not (o.act is Act.IRONIC and o.verb in OF_OTHERS))
+    metal = plan.metal and replace(plan.metal, foreign=())
+    return replace(plan, orders=tuple(kept), metal=metal, widenings=())
+
+
 def _without_metal(plan: Plan) -> Plan:
     """No bare metal: nothing about Ironic happens, and nobody asks for a node."""
     return replace(
         plan,
         metal=None,
         cells=tuple(replace(cell, metal=()) for cell in plan.cells),
-        orders=tuple(o for o in plan.orders if o.act is not Act.IRONIC and not o.flavor.startswith("bm.")),
+        orders=tuple(o for o in plan.orders if o.act not in OF_METAL and not o.flavor.startswith("bm.")),
         blows=tuple(b for b in plan.blows if b.kind is not Kind.IRONIC and not b.target.startswith(METAL)),
     )
 
@@ -112,7 +123,7 @@ def _smaller_world(plan: Plan) -> Plan:
     cells = []
     for number, cell in enumerate(plan.cells):
         kept = tuple(one for one in cell.services if one[0] in named) or (cell.services[:1] if number == 0 else ())
-        if kept or cell.metal:
+        if kept or cell.metal or cell.name in named:
             cells.append(replace(cell, services=kept, conductors=1))
     names = {name for cell in cells for name in (cell.name, *dict(cell.services), *cell.metal)}
     gone = [cell.name for cell in plan.cells if cell.name not in names]

@@ -35,6 +35,13 @@ class BookWatch:
         self._versions: dict[tuple[str, str], int] = {}
         self._head = 0
 
+    def begin_anew(self) -> None:
+        """The book is what it was at an earlier moment: from here on everything rises again."""
+        table = self._table
+        self._seen = dict(table.providers)
+        self._versions = {key: source.version for key, source in table.sources.items()}
+        self._head = table.head
+
     def __call__(self) -> None:
         """Raises Breach."""
         table = self._table
@@ -90,6 +97,10 @@ class MachineWatch:
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
 
+    def set_back(self, host: str) -> None:
+        """A host is what it was at an earlier moment: what was destroyed since may run again."""
+        self._destroyed = {key: attempt for key, attempt in self._destroyed.items() if key[0] != host}
+
     def result(self, said: ComputeResult) -> None:
         """A host speaks about an attempt."""
         if said.outcome is ComputeOutcome.DESTROYED:
@@ -122,6 +133,17 @@ class WatchedFleet(Fleet):
 
     watch: MachineWatch
     fail: Callable[[Breach], None]
+    destroyed: Callable[[str, Guest], None] = staticmethod(lambda _host, _guest: None)
+
+    def remove(self, host: str, instance: str) -> None:
+        """A driver takes a machine away."""
+        guest = self.guest(host, instance)
+        if guest is not None:
+            try:
+                self.destroyed(host, guest)
+            except Breach as breach:
+                self.fail(breach)
+        super().remove(host, instance)
 
     def drop(self, host: str) -> Host:
         """A host is taken out of the fleet: its service does not know it any more."""
@@ -154,6 +176,7 @@ class Listener:
         self.accepted: dict[str, None] = {}
         self.upward: list[str] = []
         self.dead: list[str] = []
+        self.excused: set[str] = set()  # builds of which a restored database knows an old truth, and tells it
 
     def event(self, event: BuildEvent) -> None:
         """One event on the API bus."""
@@ -161,6 +184,8 @@ class Listener:
         if event.state is BuildState.ACCEPTED:
             self.accepted[event.instance_uuid] = None
         if not event.terminal or event.state is BuildState.DELETED:
+            return
+        if event.instance_uuid in self.excused:
             return
         said = self.terminals.setdefault(event.instance_uuid, {})
         known = said.get(event.sequence)

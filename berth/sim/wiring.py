@@ -26,6 +26,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.drivers.baremetal import BareMetal
+from compute_sim.fleet import Fleet
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.memory import MemoryPositions
@@ -103,14 +104,15 @@ class Wiring:
     def build(self, name: str, env: Environment, seat: Seat) -> Service:
         """The service of one life of the process of this name."""
         world, (kind, _, rest) = self._world, name.partition("-")
-        cells = list(world.cells)
+        cells = list(world.known_cells)
         if kind == "conductor":
             cell = rest.rpartition("-")[0]
             return cell_conductor.app.build(
                 env, conductor(world.plan), cell, store=MemoryInstances(seat.session(f"cell_{cell}"))
             )
-        if kind == "compute":
-            return self._compute(env, rest, seat)
+        if kind in ("compute", "twin"):
+            fleets = world.fleets if kind == "compute" else world.twins
+            return self._compute(env, rest, seat, fleets[rest])
         if kind.startswith("scheduler"):
             store = MemoryBuilds(seat.session("scheduler"))
             return scheduler_worker.app.build(
@@ -125,8 +127,9 @@ class Wiring:
     def config(self, service: str) -> ComputeConfig:
         """The settings of a compute service, as they are now."""
         plan = self._world.plan
-        metal = [name for _, name in plan.metal_services]
-        if service in metal:
+        if service in [name for _, name in plan.metal_services]:
+            metal = self._world.metal_now
+            metal = metal if service in metal else [*metal, service]
             share = IronicConfig(
                 url=URL,
                 poll_s=0.5,
@@ -151,29 +154,22 @@ class Wiring:
             build_limit_s=3600.0,
         )
 
-    def _compute(self, env: Environment, service: str, seat: Seat) -> Service:
+    def _compute(self, env: Environment, service: str, seat: Seat, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
         driver = None
-        cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
             way = IronicTransport(world.ironic, seat.process, world.weather)
-            driver = BareMetal(
-                config.ironic,
-                cell=cell,
-                service=service,
-                clock=env.clock,
-                is_live=world.fleets[service].records.is_live,
-                transport=way,
-            )
-        return compute_sim.app.build(env, config, cell, service, fleet=world.fleets[service], driver=driver)
+            driver = BareMetal(config.ironic, clock=env.clock, transport=way)
+        cell = world.cell_of(service).name
+        return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
     def _ironic(self, env: Environment, seat: Seat) -> Service:
         world = self._world
         assert world.ironic is not None
         watch = MetalWatch(world.now, world.fail)
         way = IronicTransport(world.ironic, seat.process, world.weather)
-        way.answered = watch.answered
+        way.answered, way.missing = watch.answered, watch.missing
         source = RestSource(
             URL,
             microversion=IRONIC.microversion,

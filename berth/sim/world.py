@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from uuid import NAMESPACE_DNS, uuid5
+from typing import Any
 
 import msgspec
 import structlog
 from msgspec import Struct
 
 from berth.sim.company_watch import CompanyWatch
+from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
 from berth.sim.network import Broker, SimTransport, Weather
@@ -21,7 +22,7 @@ from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
 from berth.sim.wiring import Seat, Wiring, clock_error_s
 from bus.bus import API
-from bus.contracts.base import MAX_AMOUNT, tag_of
+from bus.contracts.base import MAX_AMOUNT, Message, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.placement import Claim
@@ -123,10 +124,7 @@ class World:
         self.brokers = {name: self._broker(name) for name in (API, *(cell.name for cell in plan.cells))}
         self.book = MemoryBookTable(self.clock)
         self.builds = MemoryBuildTable(self.clock)
-        self.cells = {
-            cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
-            for cell in plan.cells
-        }
+        self.cells = {cell.name: MemoryInstanceTable(self.clock) for cell in plan.cells}
         self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.positions = MemoryPositionTable(self.clock)
@@ -142,14 +140,27 @@ class World:
         self.flat = set(plan.flat)
         self.left: dict[str, str] = {}  # root providers that are gone for good, and how: drained or dead
         self.dead: set[str] = set()  # services that are gone for good, with their hosts
+        self.harm = HarmWatch(self.now)
+        self.foreign: dict[str, str] = {}  # machines of others that are to be there, and their hosts
+        self.strange: dict[bytes, None] = {}  # bodies of other clients' messages
+        self.taken_back: dict[str, None] = {}  # builds and consumers of which a restored database knows an old truth
+        self.cells_out = set(plan.late_cells)  # that no worker above cells is told of
+        self.metal_out = set(plan.late_metal)  # services that have no share
+        self.twins: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
         self.probing = False  # whether what is asked now must not lead to them any more
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.company = CompanyWatch(plan, self.book, self.cells, self.now)
-        self.book.on_commit.append(partial(self._committed, "placement", _all_of(BookWatch(self.book), self.company)))
+        self._book_watch = BookWatch(self.book)
+        looks = _all_of(self._book_watch, self.company, self._others_hold)
+        self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
-            look = _all_of(partial(self.machines.instances, cell_table.instances), self.company.machines)
+            look = _all_of(
+                partial(self.machines.instances, cell_table.instances),
+                self.company.machines,
+                partial(self.harm.record, cell_table.instances),
+            )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
         self._fleets()
         self.ironic = self._ironic()
@@ -173,7 +184,7 @@ class World:
         environment = Environment(
             f"{name}-{count}",
             transports=transport,
-            cells=tuple(self.cells),
+            cells=self.known_cells,
             clock=clock,
             rng=random.Random(seed),
         )
@@ -226,6 +237,12 @@ class World:
         if self.over or life.process.dead or self.lives.get(name) is not life:
             return
         error = None if task.cancelled() else task.exception()
+        if name.partition("-")[2] in self.twins and name.startswith(("compute", "twin")):
+            # One of two that bear one name has to go, and says so; its supervisor starts it again.
+            self.story.tell("twin", f"{name}: {type(error).__name__}: {error}")
+            self.kill(name)
+            asyncio.get_running_loop().call_later(RESTART_S, self._supervise, name)
+            return
         if isinstance(error, BusUnavailable | Transient):
             self.kill(name)
             asyncio.get_running_loop().call_later(RESTART_S, self._supervise, name)
@@ -261,18 +278,76 @@ class World:
 
     def _fleets(self) -> None:
         for cell, service in (*self.plan.services, *self.plan.metal_services):
-            fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
-            assert isinstance(fleet, WatchedFleet)
-            fleet.watch, fleet.fail = self.machines, self.fail
-            self.fleets[service] = fleet
+            self.fleets[service] = self._fleet(cell, service)
         self.machines.runs = self._runs
+
+    def _fleet(self, cell: str, service: str) -> WatchedFleet:
+        fleet = WatchedFleet.planned(self.wiring.config(service), cell, service)
+        assert isinstance(fleet, WatchedFleet)
+        fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self.harm.destroyed
+        return fleet
+
+    def twin(self, service: str) -> None:
+        """From now on two services may bear this name, each with machines of its own."""
+        if service not in self.twins:
+            self.twins[service] = self._fleet(self.cell_of(service).name, service)
 
     def _runs(self, host: str, instance: str) -> int | None:
         for fleet in self.fleets.values():
             guest = fleet.guest(host, instance)
             if guest is not None and guest.complete:
                 return guest.attempt
-        return None
+        node = self.ironic.farm.nodes.get(host) if self.ironic is not None else None
+        return self.attempt_on(host, instance) if node is not None and node["instance_uuid"] == instance else None
+
+    def attempt_on(self, node: str, instance: str) -> int:
+        """The attempt that is on a node, by the services' own records: Ironic knows none."""
+        entries = [self.fleets[service].records.get((node, instance)) for _, service in self.plan.metal_services]
+        return max((entry.attempt for entry in entries if entry is not None), default=0)
+
+    @property
+    def known_cells(self) -> tuple[str, ...]:
+        """The cells in the settings of what is above cells, now."""
+        return tuple(name for name in self.cells if name not in self.cells_out)
+
+    @property
+    def metal_now(self) -> list[str]:
+        """The services that share the nodes, now."""
+        return [service for _, service in self.plan.metal_services if service not in self.metal_out]
+
+    def cell(self, name: str) -> Cell:
+        """A cell by its name."""
+        return next(cell for cell in self.plan.cells if cell.name == name)
+
+    def readers_of(self, schema: str) -> list[str]:
+        """The processes that use a schema."""
+        kind, _, cell = schema.partition("_")
+        begins = f"conductor-{cell}-" if kind == "cell" else kind
+        return [name for name in self.plan.processes if name.startswith(begins)]
+
+    def set_back(self, schema: str, restore: Callable[[], None]) -> None:
+        """A schema's rows become those of an earlier moment; what it knew better is remembered here."""
+        tables: dict[str, list[dict[str, Any]]] = {
+            f"cell_{name}": [table.instances] for name, table in self.cells.items()
+        }
+        tables["placement"] = [self.book.consumers]
+        tables["scheduler"] = [self.builds.recorded, self.builds.records]
+        now = [dict(rows) for rows in tables.get(schema, [])]
+        restore()
+        for before, after in zip(now, tables.get(schema, []), strict=True):
+            differing = [uuid for uuid in {**before, **after} if before.get(uuid) is not after.get(uuid)]
+            self.taken_back.update(dict.fromkeys(differing))
+        self.listener.excused.update(self.taken_back)
+        self.story.tell("restored", f"{schema} {len(self.taken_back)}")
+        if schema == "placement":
+            self._book_watch.begin_anew()
+
+    def asked_by_others(self, messages: Sequence[Message]) -> None:
+        """Messages of another client that are well formed: nothing strange about them."""
+        self.story.tell("others", " ".join(tag_of(type(message)) for message in messages))
+
+    def _others_hold(self) -> None:
+        self.harm.book(self.book.consumers, self.book.providers)
 
     def _ironic(self) -> SimIronic | None:
         metal = self.plan.metal
@@ -284,7 +359,10 @@ class World:
             self.brokers[API], self.weather, self.story, self.clock, seed=self.plan.seed, behaviour=metal.behaviour
         )
         ironic.farm.plan(metal.nodes, CLASSES)
+        ironic.farm.occupy(metal.foreign, CLASSES)
         ironic.farm.deployed = self.machines.deployed
+        ironic.farm.changed_hands = self.harm.changed_hands
+        ironic.judge(self.harm, self.attempt_on, self.fail)
         return ironic
 
     def _broker(self, name: str) -> Broker:
@@ -292,6 +370,7 @@ class World:
         broker.bus = name
         broker.story = self.story
         broker.on_message = self._said
+        broker.let_others_in()
         return broker
 
     # --- what everybody meets
@@ -357,10 +436,12 @@ class World:
 
     def _said(self, bus: str, message: Outgoing) -> None:
         """Every message on every bus."""
-        if message.exchange == EXCHANGE:
+        if message.exchange == EXCHANGE or message.body in self.strange:
             return
         batch = message.content_type == BATCH
         for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
+            if body in self.strange:
+                continue
             tag = _tagged.decode(body).type
             self.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:

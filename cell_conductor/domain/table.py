@@ -59,14 +59,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildAsked: Rule(rules.begin, (State.BUILDING,)),
         DeleteAsked: Rule(rules.bury, (State.TOMBSTONE,)),
-        Spawned: KEEP,  # no record proves nothing: the database may be new, another's, or older than the machine
+        Spawned: DISOWN,
         SpawnFailed: KEEP,
         TimedOut: None,
         Claimed: None,
         ClaimRefused: None,
         Destroyed: KEEP,
         Released: None,
-        HostRuns: KEEP,
+        HostRuns: DISOWN,
         HostMissing: KEEP,
     },
     State.TOMBSTONE: {

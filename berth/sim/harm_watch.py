@@ -1,0 +1,137 @@
+"""Nothing that is not ours is touched, and nothing of ours is destroyed without a reason on record.
+
+Judged from what clients asked, from every record that a conductor ever committed, and from what really happens to
+machines and nodes; not from what the workers take for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from berth.sim.watch import Breach
+from cell_conductor.domain.instance import Instance, State
+from compute_sim.fleet import Guest
+from placement_worker.domain.values import Provider
+from placement_worker.store.memory import Kept
+
+# Between a look at a node and what is done on it others may get in: Ironic offers no way to say "only if it is still
+# so" for all fields at once. A look that is older than this is no excuse.
+RACE_S = 5.0
+# While a record stands so, its attempt is wanted.
+WANTED = frozenset({State.BUILDING, State.ACTIVE})
+
+
+class Seen(Struct, frozen=True):
+    """A node as a process last read it, and when Ironic answered."""
+
+    at: float
+    instance: str | None
+    state: str | None
+
+
+class HarmWatch:
+    """What may be destroyed, and what was never ours."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.asked: dict[str, None] = {}  # builds that a client ever asked for: what could be ours
+        self._to_delete: dict[str, None] = {}
+        self._given_up: dict[str, int] = {}  # the newest attempt of each instance that a record gave up
+        self._lost: dict[str, int] = {}  # attempts that a record has as lost: told, and seen to be so (`lost_was_lost`)
+        self._was_active: dict[tuple[str, str], int] = {}  # (host, instance): the attempt that a record had as active
+        self._records: dict[str, Instance] = {}
+        self._seen: dict[tuple[str, str], Seen] = {}  # (process, node)
+        self._changed_hands: dict[str, float] = {}
+        self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
+        self.may_let_go: set[str] = set()  # of these, those whose owner has asked for it
+        self.providers: dict[str, None] = {}  # of another source
+
+    def ours(self, instance: str) -> bool:
+        """Whether berth was ever asked to build it."""
+        return instance in self.asked
+
+    # --- reasons
+
+    def delete(self, instance: str) -> None:
+        """A client asks for its end."""
+        self._to_delete[instance] = None
+
+    def record(self, instances: Mapping[str, Instance]) -> None:
+        """After a commit of a conductor."""
+        for uuid, instance in instances.items():
+            if self._records.get(uuid) is instance:
+                continue
+            self._records[uuid] = instance
+            over = instance.attempt - (instance.state in WANTED)
+            self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
+            if instance.code == "instance.lost":
+                self._lost[uuid] = instance.attempt
+            if instance.state is State.ACTIVE and instance.host_uuid is not None:
+                self._was_active[instance.host_uuid, uuid] = instance.attempt
+
+    def destroyed(self, host: str, guest: Guest) -> None:
+        """A driver takes a machine away. Raises Breach."""
+        uuid, attempt = guest.instance_uuid, guest.attempt
+        if not self.ours(uuid):
+            raise Breach("foreign_unchanged", f"the machine {uuid} on {host} is not ours, and is destroyed")
+        if guest.complete and (words := self._unfounded(host, uuid, attempt)):
+            raise Breach("destroyed_with_reason", words)
+
+    def _unfounded(self, host: str, uuid: str, attempt: int | None) -> str:
+        """Why there is no reason on record to destroy this attempt (None: any); "" when there is one."""
+        if uuid in self._to_delete:
+            return ""
+        active = self._was_active.get((host, uuid))
+        if active is not None and attempt in (active, None) and self._lost.get(uuid) != active:
+            return f"{uuid} on {host} was active as attempt {active}; nobody asked for its end"
+        if attempt is not None and attempt > self._given_up.get(uuid, 0):
+            return f"{uuid} attempt {attempt} on {host} is destroyed; no record ever gave it up"
+        return ""
+
+    # --- nodes
+
+    def looked(self, process: str, node: Mapping[str, Any], at: float) -> None:
+        """A process is answered what a node is like."""
+        self._seen[process, node["uuid"]] = Seen(at, node.get("instance_uuid"), node.get("provision_state"))
+
+    def changed_hands(self, node: str) -> None:
+        """A node has another instance now, or none."""
+        self._changed_hands[node] = self._now()
+
+    def acted(self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes) -> None:
+        """Ironic accepts what a process of ours asks of a node that is as given. Raises Breach."""
+        uuid, owner = node["uuid"], node["instance_uuid"]
+        what = f"{process}: {method} {body[:80].decode(errors='replace')} on {uuid}, {node['provision_state']}"
+        seen = self._seen.get((process, uuid))
+        raced = (
+            seen is not None
+            and seen.instance != owner
+            and self._changed_hands.get(uuid, -1.0) >= seen.at
+            and self._now() - seen.at <= RACE_S
+        )
+        if raced:
+            return
+        if owner is None:
+            if method == "PATCH" and node["provision_state"] == "available":
+                return  # taken, or marked before that
+            raise Breach("foreign_unchanged", f"{what}, of nobody")
+        if not self.ours(owner):
+            raise Breach("foreign_unchanged", f"{what}, of {owner}")
+        ends = b"deleted" in body or (method == "PATCH" and b'"remove"' in body and b"instance_uuid" in body)
+        if ends and (words := self._unfounded(uuid, owner, attempt)):
+            raise Breach("destroyed_with_reason", f"{what}: {words}")
+
+    # --- the book
+
+    def book(self, consumers: Mapping[str, Kept], providers: Mapping[str, Provider]) -> None:
+        """After a commit of the book: what others hold they keep holding. Raises Breach."""
+        for uuid, held in self.holdings.items():
+            kept = consumers.get(uuid)
+            now: Mapping[str, Mapping[str, int]] = kept.consumer.holding if kept is not None else {}
+            if not held and now:
+                self.holdings[uuid] = now
+            elif held and now != held and uuid not in self.may_let_go:
+                raise Breach("foreign_unchanged", f"{uuid} of another client held {held}, and holds {now}")

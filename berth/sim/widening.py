@@ -1,0 +1,247 @@
+"""The world that berth did not make: other tenants, other clients, operators, restored databases.
+
+Each kind is drawn from a generator of its own and can be left out: a plan without any of them is the plan it was
+before there were any, and one kind more or less moves nothing of the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from berth.sim.plan import LOAD_S, Act, Order, Plan
+from bus.clock import new_uuid
+
+
+class Widening(StrEnum):
+    """One kind of thing that others do."""
+
+    FOREIGN_MACHINES = "foreign-machines"  # machines on our hypervisors that berth never built
+    FOREIGN_NODES = "foreign-nodes"  # Ironic's nodes that others take and free, also while berth is about to
+    NODE_STATES = "node-states"  # operators rescue, service and rebuild nodes
+    NODE_OWNERS = "node-owners"  # operators set and clear instance_uuid, and undeploy
+    NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid
+    CELLS = "cells"  # cells are added to the settings, and taken out for a while
+    SHARES = "shares"  # services of bare metal come and go, and with them every other one's share
+    CELL_RESTORED = "cell-restored"  # a conductor's database is set back to an earlier moment, or is empty
+    BOOK_RESTORED = "book-restored"  # placement's
+    REQUESTS_RESTORED = "requests-restored"  # the schedulers'
+    POSITIONS_RESTORED = "positions-restored"  # ironic_sync's
+    HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
+    SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
+    CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
+    TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
+
+
+# Off until what they break is mended, each with its reason.
+DESTROYS_UNKNOWN = "a conductor destroys what it has no record of, and Ironic's driver lists nodes of others"
+NOT_YET: Mapping[Widening, str] = {
+    Widening.FOREIGN_MACHINES: DESTROYS_UNKNOWN,
+    Widening.FOREIGN_NODES: DESTROYS_UNKNOWN,
+    Widening.NODE_STATES: "only `active` counts as running: a node in rescue or service is taken for lost",
+    Widening.SHARES: DESTROYS_UNKNOWN,
+    Widening.CELL_RESTORED: DESTROYS_UNKNOWN,
+    Widening.SAME_NAME: "a second service of one name starts, and takes builds",
+}
+WIDENED = frozenset(Widening) - frozenset(NOT_YET)
+NONE: frozenset[Widening] = frozenset()
+
+# How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
+SHARE = 0.3
+METAL_SHARE = 0.5  # of the runs with bare metal, which are two in five
+BEGIN_S, END_S = 2.0, LOAD_S - 2.0
+NODE_STATES = ("rescue", "service", "rebuild")
+NODE_OWNERS = ("set", "clear", "clear", "swap", "undeploy")
+STRANGERS, TREES = 12, 8  # acts of these kinds in one run, at most
+
+
+def widen(plan: Plan, kinds: Collection[Widening]) -> Plan:
+    """The same plan among others."""
+    for kind in Widening:
+        if kind not in kinds:
+            continue
+        rng = random.Random(f"berth.sim.{kind} {plan.seed}")
+        on_metal = kind in OF_METAL
+        if on_metal and plan.metal is None:
+            continue
+        if rng.random() < (METAL_SHARE if on_metal else SHARE):
+            drawn = DRAWS[kind](rng, plan)
+            plan = plan if drawn is plan else replace(drawn, widenings=(*plan.widenings, kind))
+    return replace(plan, orders=tuple(sorted(plan.orders, key=lambda order: order.at)))
+
+
+def _also(plan: Plan, *orders: Order) -> Plan:
+    return replace(plan, orders=(*plan.orders, *orders))
+
+
+def _some(rng: random.Random) -> float:
+    return rng.uniform(BEGIN_S, END_S)
+
+
+def _foreign_machines(rng: random.Random, plan: Plan) -> Plan:
+    orders = []
+    for _ in range(rng.randint(1, 6)):
+        service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
+        began = rng.choice((0.0, _some(rng)))
+        boot = Order(at=began, act=Act.FOREIGN, verb="boot", service=service, host=rng.randrange(hosts))
+        boot = replace(boot, uuid=new_uuid(rng))
+        orders.append(boot)
+        if rng.random() < 0.3:
+            orders.append(replace(boot, at=rng.uniform(began, LOAD_S), verb="end"))
+    return _also(plan, *orders)
+
+
+def _foreign_nodes(rng: random.Random, plan: Plan) -> Plan:
+    assert plan.metal is not None
+    orders = []
+    for _ in range(rng.randint(1, 6)):
+        verb = rng.choice(("take", "take", "ambush"))
+        take = Order(at=_some(rng), act=Act.IRONIC, verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng))
+        orders.append(take)
+        if rng.random() < 0.5:
+            orders.append(replace(take, at=rng.uniform(take.at, LOAD_S), verb="free"))
+    plan = replace(plan, metal=replace(plan.metal, foreign=tuple(new_uuid(rng) for _ in range(rng.randint(0, 3)))))
+    return _also(plan, *orders)
+
+
+def _of_nodes(verbs: tuple[str, ...], most: int) -> Callable[[random.Random, Plan], Plan]:
+    def draw(rng: random.Random, plan: Plan) -> Plan:
+        return _also(
+            plan,
+            *(
+                Order(
+                    at=_some(rng),
+                    act=Act.IRONIC,
+                    verb=rng.choice(verbs),
+                    host=rng.randrange(1000),
+                    seconds=rng.choice((0.5, 8.0, 70.0)),  # 70: longer than two reports
+                    uuid=new_uuid(rng),
+                )
+                for _ in range(rng.randint(1, most))
+            ),
+        )
+
+    return draw
+
+
+def _cells(rng: random.Random, plan: Plan) -> Plan:
+    if len(plan.cells) == 1:
+        return plan
+    cell = rng.choice(plan.cells).name
+    if rng.random() < 0.5:
+        return _also(plan, Order(at=rng.uniform(5.0, 30.0), act=Act.CELL, verb="join", service=cell))
+    at = rng.uniform(5.0, 40.0)
+    return _also(plan, Order(at=at, act=Act.CELL, verb="away", service=cell, seconds=rng.uniform(2.0, 15.0)))
+
+
+def _shares(rng: random.Random, plan: Plan) -> Plan:
+    """A service of bare metal joins, in a cell of its own choice, or is away for a while."""
+    services = [service for _, service in plan.metal_services]
+    if len(services) > 1 and rng.random() < 0.5:
+        at, away = rng.uniform(5.0, 30.0), rng.uniform(2.0, 20.0)
+        return _also(plan, Order(at=at, act=Act.SHARES, verb="away", service=rng.choice(services), seconds=away))
+    name, home = f"m{len(services)}", rng.randrange(len(plan.cells))
+    cells = tuple(
+        replace(cell, metal=(*cell.metal, name)) if number == home else cell for number, cell in enumerate(plan.cells)
+    )
+    return _also(
+        replace(plan, cells=cells), Order(at=rng.uniform(5.0, 45.0), act=Act.SHARES, verb="join", service=name)
+    )
+
+
+def _restored(schemas: Callable[[Plan], list[str]]) -> Callable[[random.Random, Plan], Plan]:
+    def draw(rng: random.Random, plan: Plan) -> Plan:
+        chosen = schemas(plan)
+        if not chosen:
+            return plan
+        at = rng.uniform(10.0, LOAD_S - 5.0)
+        # Empty, a moment old, or as old as anything in the run.
+        since = rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
+        schema, uuid = rng.choice(chosen), new_uuid(rng)
+        away = rng.uniform(0.1, 5.0)
+        return _also(
+            plan,
+            Order(at=since, act=Act.BACKUP, service=schema, uuid=uuid),
+            Order(at=at, act=Act.RESTORE, service=schema, uuid=uuid, seconds=away, size=rng.randrange(2)),
+        )
+
+    return draw
+
+
+def _hosts_restored(rng: random.Random, plan: Plan) -> Plan:
+    """size: whether the service's own records are set back with its hosts.
+
+    In half of them a host loses all it runs right after it was copied: what is failed by then runs again.
+    """
+    service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
+    since, at = rng.uniform(10.0, 20.0), rng.uniform(50.0, LOAD_S - 2.0)  # longer than a report
+    copied = Order(at=since, act=Act.COPY, service=service, uuid=new_uuid(rng))
+    lost = Order(at=since + 0.1, act=Act.LOSE, service=service, host=rng.randrange(hosts))
+    back = replace(copied, at=at, act=Act.BRING_BACK, size=rng.randrange(2), seconds=rng.uniform(0.1, 10.0))
+    return _also(plan, copied, back, *((lost,) if rng.random() < 0.5 else ()))
+
+
+def _same_name(rng: random.Random, plan: Plan) -> Plan:
+    _, service = rng.choice(plan.services)
+    at = rng.uniform(1.0, 40.0)
+    return _also(plan, Order(at=at, act=Act.TWIN, service=service, seconds=rng.uniform(1.0, LOAD_S - at)))
+
+
+def _clients(rng: random.Random, plan: Plan) -> Plan:
+    buses = ["api", "api", *(cell.name for cell in plan.cells)]
+    return _also(
+        plan,
+        *(
+            Order(at=_some(rng), act=Act.STRANGER, service=rng.choice(buses), host=rng.randrange(10**6))
+            for _ in range(rng.randint(1, STRANGERS))
+        ),
+    )
+
+
+def _trees(rng: random.Random, plan: Plan) -> Plan:
+    verbs = ("move", "move", "again", "claim", "claim", "release")
+    return _also(
+        plan,
+        Order(at=1.0, act=Act.TREE, verb="report"),
+        *(
+            Order(at=_some(rng), act=Act.TREE, verb=rng.choice(verbs), host=rng.randrange(1000), uuid=new_uuid(rng))
+            for _ in range(rng.randint(2, TREES))
+        ),
+    )
+
+
+# A project's quota and a group's rule are kept by the book; one that has forgotten who holds what cannot keep them.
+def _book(plan: Plan) -> list[str]:
+    return [] if plan.in_company else ["placement"]
+
+
+OF_METAL = frozenset(
+    {
+        Widening.FOREIGN_NODES,
+        Widening.NODE_STATES,
+        Widening.NODE_OWNERS,
+        Widening.NODES_AGAIN,
+        Widening.SHARES,
+        Widening.POSITIONS_RESTORED,
+    }
+)
+DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
+    Widening.FOREIGN_MACHINES: _foreign_machines,
+    Widening.FOREIGN_NODES: _foreign_nodes,
+    Widening.NODE_STATES: _of_nodes(NODE_STATES, 6),
+    Widening.NODE_OWNERS: _of_nodes(NODE_OWNERS, 4),
+    Widening.NODES_AGAIN: _of_nodes(("again",), 4),
+    Widening.CELLS: _cells,
+    Widening.SHARES: _shares,
+    Widening.CELL_RESTORED: _restored(lambda plan: [f"cell_{cell.name}" for cell in plan.cells]),
+    Widening.BOOK_RESTORED: _restored(_book),
+    Widening.REQUESTS_RESTORED: _restored(lambda plan: ["scheduler"]),
+    Widening.POSITIONS_RESTORED: _restored(lambda plan: ["ironic_sync"]),
+    Widening.HOSTS_RESTORED: _hosts_restored,
+    Widening.SAME_NAME: _same_name,
+    Widening.CLIENTS: _clients,
+    Widening.TREES: _trees,
+}

@@ -1,0 +1,46 @@
+"""A machine whose instance is over runs again: its host came back from a copy, or its destruction never happened."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, State
+from tests.unit.conductor.story import DELETE, RELEASED, asked, destroys, failed, host, run, spawned
+
+MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0)
+GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
+STORIES = {
+    State.FAILED: (asked(), failed(final=True), RELEASED),
+    State.DELETED: (asked(), spawned(), DELETE, GONE, RELEASED),
+}
+
+
+def over(state: State) -> Instance:
+    instance = run(*STORIES[state]).instance
+    assert instance.state is state
+    return instance
+
+
+@pytest.mark.parametrize("state", STORIES)
+def test_what_is_on_record_as_over_is_destroyed_where_it_runs_again(state: State) -> None:
+    runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
+    found = run(runs, start=over(state))
+    assert destroys(found) == [(1, host(1))]
+    assert found.instance.state is state
+
+
+@pytest.mark.parametrize("state", STORIES)
+def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> None:
+    found = run(replace(spawned(), at=1000.0), start=over(state))
+    assert destroys(found) == [(1, host(1))]
+    assert found.instance.state is state
+
+
+def test_a_lost_machine_that_runs_again_is_destroyed() -> None:
+    """Its client was told that it is lost, and its allocation was released."""
+    lost = run(asked(), spawned(), MISSING, RELEASED).instance
+    assert (lost.state, lost.code) == (State.FAILED, "instance.lost")
+    runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
+    assert destroys(run(runs, start=lost)) == [(1, host(1))]
