@@ -66,8 +66,9 @@ class HostHandlers:
         """ComputeHosts; heartbeats say nothing about instances."""
         for received in batch:
             message = received.message
-            if isinstance(message, ComputeHosts) and self._newest.take(message):
+            if isinstance(message, ComputeHosts) and self._newest.is_news(message):
                 await self._compare(message, message.seen_at or received.meta.sent_at)
+                self._newest.note(message)
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:

@@ -33,7 +33,7 @@ class Adoption:
             return self.adopt(work, (selected, *choice.alternates), answer)
         if option:
             self._book.assume(work.request.instance_uuid, selected.options[option].allocations)
-        self._book.settle(work.request.instance_uuid, answer.generations)
+        self._book.settle(work.request.instance_uuid, answer.generations, answer.sequence)
         return self._placed(
             work,
             self._selector.selection(selected, option),

@@ -42,6 +42,8 @@ from scheduler_worker.peers import look_up, names_others
 
 log = structlog.get_logger(__name__)
 
+# Placement counts shapes from 1.
+NEVER_GIVEN = 0
 FIRST_JITTER_S = 0.001  # the most that is waited before the second round, halved
 
 
@@ -247,7 +249,9 @@ class Claiming:
         if not roots.size:
             return None
         resource_class = min(asked_in_all(spec.query))
-        return ClaimOption(allocations={self._book.uuid_of(int(roots[0])): {resource_class: MAX_AMOUNT}})
+        uuid = self._book.uuid_of(int(roots[0]))
+        # A host may have as much as can be asked for; none has ever been of shape 0.
+        return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
 
     # --- claiming
 

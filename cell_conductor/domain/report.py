@@ -120,17 +120,19 @@ MAX_SERVICES = 100_000
 
 
 class Newest:
-    """Which report of each compute service is the newest heard: older ones lose (they come late, or twice)."""
+    """Which report of each compute service is the newest handled: older ones lose (they come late, or twice)."""
 
     def __init__(self) -> None:
         self._heard: dict[str, tuple[int, int]] = {}
 
-    def take(self, report: ComputeHosts) -> bool:
-        """Whether this report is news; remembers it if so."""
+    def is_news(self, report: ComputeHosts) -> bool:
+        """Whether it is newer than every report of its service that was handled."""
+        last = self._heard.get(report.service)
+        return last is None or (report.epoch, report.sequence) > last
+
+    def note(self, report: ComputeHosts) -> None:
+        """The report has been handled. Not before: one that met an outage comes again, and is still news then."""
         at = (report.epoch, report.sequence)
-        last = self._heard.pop(report.service, None)
-        is_news = last is None or at > last
-        self._heard[report.service] = at if is_news or last is None else last
+        self._heard[report.service] = max(at, self._heard.pop(report.service, at))
         if len(self._heard) > MAX_SERVICES:
             del self._heard[next(iter(self._heard))]
-        return is_news

@@ -16,8 +16,8 @@ class Assumptions:
     def __init__(self) -> None:
         self._by_key: dict[str, dict[str, Share]] = {}
         self._sums: dict[str, Share] = {}
-        # Provider -> {key: generation at which that key's share there is counted by the feed}.
-        self._awaited: dict[str, dict[str, int]] = {}
+        # Provider -> {key: generation and feed number at which that key's share there is counted by the feed}.
+        self._awaited: dict[str, dict[str, tuple[int, int]]] = {}
 
     def keys(self) -> Iterator[str]:
         """Keys that still assume something."""
@@ -51,11 +51,13 @@ class Assumptions:
         """The whole key."""
         return self._drop(key, self.providers_of(key))
 
-    def settle(self, key: str, generations: Mapping[str, int], reached: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """The key stands: drop its shares on `reached`, await the others' generations."""
+    def settle(
+        self, key: str, generations: Mapping[str, int], reached: Sequence[str], sequence: int
+    ) -> Mapping[str, Sequence[str]]:
+        """The key stands: drop its shares on `reached`, await the others' generations, or this feed number."""
         touched = self._drop(key, reached)
         for uuid in self.providers_of(key):
-            self._awaited.setdefault(uuid, {})[key] = generations[uuid]
+            self._awaited.setdefault(uuid, {})[key] = (generations[uuid], sequence)
         return touched
 
     def is_awaited(self, uuid: str) -> bool:
@@ -66,11 +68,15 @@ class Assumptions:
         """Providers that settled shares wait for."""
         return list(self._awaited)
 
-    def reached(self, uuid: str, generation: int | None) -> dict[str, list[str]]:
-        """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it."""
+    def reached(self, uuid: str, generation: int | None, snapshot: int = -1) -> dict[str, list[str]]:
+        """The provider is at this generation now (None: it is gone); drops the settled shares that waited for it.
+
+        snapshot: the feed number of a snapshot that says so: it counts all that was claimed up to there, whatever the
+        generation, which is lower than awaited if the provider was deleted and created again.
+        """
         touched: dict[str, list[str]] = {}
-        for key, wanted in list(self._awaited.get(uuid, {}).items()):
-            if generation is None or generation >= wanted:
+        for key, (wanted, sequence) in list(self._awaited.get(uuid, {}).items()):
+            if generation is None or generation >= wanted or sequence <= snapshot:
                 for provider, names in self._drop(key, [uuid]).items():
                     touched.setdefault(provider, []).extend(names)
         return touched

@@ -102,8 +102,8 @@ class Book(Trees):
         self._reserve_room(len(providers))
         for state in providers:
             self._put(state)
-        self._settle_all()
         self.sequence = sequence
+        self._settle_all()
         self.moves.forget()
         self.shape_moves.forget()
 
@@ -124,11 +124,13 @@ class Book(Trees):
         self._restore(self.assumptions.drop(key))
         self._restore(self.assumptions.add(key, allocations))
 
-    def settle(self, key: str, generations: Mapping[str, int] | None) -> None:
+    def settle(self, key: str, generations: Mapping[str, int] | None, sequence: int = 0) -> None:
         """The claim has ended. None: it failed, drop it now.
 
         Otherwise it stands, and its share on each provider is dropped when the feed has brought that provider to
-        the given generation, which then counts it as used. A share on a provider not named is dropped now.
+        the given generation, which then counts it as used. A share on a provider not named is dropped now. sequence:
+        the feed's number of the claim's changes, 0 when they were made before it was asked again; a book that is there
+        already counts it.
         """
         if generations is None:
             self._restore(self.assumptions.drop(key))
@@ -137,10 +139,11 @@ class Book(Trees):
             uuid
             for uuid in self.assumptions.providers_of(key)
             if uuid not in generations
+            or 0 < sequence <= self.sequence
             or (row := self.row_of(uuid)) is None
             or self.generation[row] >= generations[uuid]
         ]
-        self._restore(self.assumptions.settle(key, generations, reached))
+        self._restore(self.assumptions.settle(key, generations, reached, sequence))
 
     def assumed_keys(self) -> Iterator[str]:
         """Keys of the claims in flight."""
@@ -347,7 +350,7 @@ class Book(Trees):
         for uuid in self.assumptions.awaited():
             row = self.row_of(uuid)
             generation = None if row is None else int(self.generation[row])
-            self._restore(self.assumptions.reached(uuid, generation))
+            self._restore(self.assumptions.reached(uuid, generation, self.sequence))
 
     def _recount(self, column: ClassColumns, row: int, uuid: str) -> None:
         capacity = column.kinds.values[column.kind[row]].capacity

@@ -128,7 +128,7 @@ def alternate_that_left() -> AbstractContextManager[Any]:
 
 def overtaken_report_believed() -> AbstractContextManager[Any]:
     """A conductor believes every report of a host, also one that a newer one has overtaken."""
-    return patch.object(Newest, "take", lambda self, report: True)
+    return patch.object(Newest, "is_news", lambda self, report: True)
 
 
 def hosts_not_asked_after_a_loss() -> AbstractContextManager[Any]:

@@ -96,9 +96,13 @@ def test_what_nobody_knows_is_destroyed_or_only_told() -> None:
 
 def test_older_reports_lose() -> None:
     newest = Newest()
-    assert newest.take(report(sequence=5))
-    assert not newest.take(report(sequence=5))
-    assert not newest.take(report(sequence=4))
-    assert newest.take(report(sequence=6))
-    assert newest.take(report(sequence=1, epoch=2))
-    assert not newest.take(report(sequence=7))
+
+    def take(sequence: int, epoch: int = 1) -> bool:
+        said = report(sequence=sequence, epoch=epoch)
+        is_news = newest.is_news(said)
+        newest.note(said)
+        return is_news
+
+    assert [take(5), take(5), take(4), take(6)] == [True, False, False, True]
+    assert take(1, epoch=2)
+    assert not take(7)

@@ -173,7 +173,7 @@ def test_claims_in_flight_outlive_a_snapshot() -> None:
     book = loaded(provider(0, generation=1, inventories={"VCPU": 8}), provider(1, inventories={"VCPU": 8}))
     book.assume("open", {uuid(0): {"VCPU": 1}})
     book.assume("waits", {uuid(0): {"VCPU": 2}, uuid(1): {"VCPU": 1}})
-    book.settle("waits", {uuid(0): 5, uuid(1): 5})
+    book.settle("waits", {uuid(0): 5, uuid(1): 5}, 21)
     book.load([provider(0, generation=4, inventories={"VCPU": 8})], 20)
     assert free(book) == 5
     book.load([provider(0, generation=5, inventories={"VCPU": 8}, used={"VCPU": 2})], 21)
@@ -216,3 +216,27 @@ def test_what_is_handed_out_cannot_be_written_to() -> None:
     for rows in (book.rows_of_roots(), search(book, Query(resources={"VCPU": 1})).roots):
         with pytest.raises(ValueError, match="read-only"):
             rows[0] = 5
+
+
+def test_a_settled_claim_is_counted_no_more_by_a_snapshot_over_a_provider_that_was_made_anew() -> None:
+    """It waited for the old provider's generation, which the new one may not reach for days: phantom use."""
+    book = Book()
+    book.load([provider(0, generation=6, inventories={"VCPU": 8})], 10)
+    book.assume("boot", {uuid(0): {"VCPU": 2}})
+    book.settle("boot", {uuid(0): 7}, 11)
+    assert book.free("VCPU", book.rows_of_roots())[0] == 6
+    book.load([provider(0, generation=6, inventories={"VCPU": 8})], 10)
+    assert book.free("VCPU", book.rows_of_roots())[0] == 6, "this snapshot does not count it yet"
+    book.load([provider(0, generation=0, inventories={"VCPU": 8})], 20)
+    assert book.free("VCPU", book.rows_of_roots())[0] == 8
+    assert list(book.assumed_keys()) == []
+
+
+def test_a_claim_that_the_book_has_seen_already_is_dropped_when_it_settles() -> None:
+    """Its provider was deleted and created again meanwhile, so its generation is lower than the claim's."""
+    book = Book()
+    book.load([provider(0, generation=1, inventories={"VCPU": 8})], 20)
+    book.assume("boot", {uuid(0): {"VCPU": 2}})
+    book.settle("boot", {uuid(0): 7}, 15)
+    assert book.free("VCPU", book.rows_of_roots())[0] == 8
+    assert list(book.assumed_keys()) == []

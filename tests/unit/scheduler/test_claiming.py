@@ -11,12 +11,14 @@ from msgspec import structs
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
-from bus.contracts.base import Refusal
+from bus.contracts.base import MAX_AMOUNT, Refusal
 from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState, WherePage
 from bus.memory import MemoryBroker
 from bus.outcome import Done, Outcome, Received
+from placement_worker.domain.claims import decide
+from placement_worker.domain.values import ClaimedProvider, Room
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker.claiming import Claiming
@@ -468,3 +470,15 @@ async def test_what_was_chosen_ahead_and_is_not_wanted_is_not_assumed(street: St
     assert list(chosen) == [request.instance_uuid], "who has to ask where others are is not chosen for ahead"
     street.claiming.drop(chosen.values())
     assert list(street.hosts.book.assumed_keys()) == []
+
+
+async def test_the_option_that_never_fits_does_not_fit_the_largest_host(street: Street) -> None:
+    """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
+    option = street.claiming._impossible(street.hosts.spec())
+    assert option is not None
+    (host, resources), *_ = option.allocations.items()
+    rooms = {name: Room(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
+    probe = Claim(consumer=street.hosts.request().instance_uuid, options=(option,), project_id="p")
+    for shape in (1, 2):
+        decision = decide([probe], {}, {host: ClaimedProvider(1, shape, rooms, root=host)}, dict.fromkeys(resources, 1))
+        assert decision.verdicts[0].outcome == ClaimOutcome.RACED
