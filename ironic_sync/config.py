@@ -37,7 +37,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512
     bind_retry_s: Seconds = 2.0
     resync_s: Seconds = 60.0
-    retell_s: Seconds = 3600.0
+    republish_s: Seconds = 3600.0
     request_timeout_s: Seconds = 10.0
     list_timeout_s: Seconds = 60.0
     page_size: Annotated[int, Bound(ge=1, le=1000)] = 500

@@ -12,9 +12,9 @@ from bus.faults import BrokenInvariant
 from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.meaning import NOTHING, meaning
+from ironic_sync.domain.effect import NO_EFFECT, effect_of
 from ironic_sync.domain.notification import Notification, Rejected, parse
-from ironic_sync.ledger import Ledger
+from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import event_or_time
 
 log = structlog.get_logger(__name__)
@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 RECOUNTED_EVENTS = 64  # distinct event names counted by name; what is beyond that is counted as "other"
 
 
-class Listener:
-    """Binds, consumes, and turns each delivery into a step of the ledger, in order of arrival.
+class NotificationListener:
+    """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
 
     A delivery is acknowledged once what it changed is saved. One that only asks for a read is acknowledged at once:
     every new writer reads all nodes, so that nothing it asked for is lost with this process.
@@ -32,7 +32,7 @@ class Listener:
     def __init__(
         self,
         transport: Transport,
-        ledger: Ledger,
+        sync_state: SyncState,
         *,
         clock: Clock,
         config: IronicSyncConfig,
@@ -40,7 +40,7 @@ class Listener:
         read_all: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._ledger = ledger
+        self._sync_state = sync_state
         self._clock = clock
         self._config = config
         self._look_at_allocation = look_at_allocation
@@ -124,21 +124,21 @@ class Listener:
             return
         metrics.NOTIFICATIONS.labels(self._event(heard)).inc()
         if self._act(heard):
-            self._ledger.deliveries.append(delivery)
+            self._sync_state.deliveries.append(delivery)
         else:
             delivery.ack()
 
     def _act(self, heard: Notification) -> bool:
         """True when something must be saved before the message is acknowledged."""
-        known = self._ledger.positions.get(heard.subject or "")
-        means = meaning(heard, seen_updated_at=known.updated_at if known else None)
+        known = self._sync_state.positions.get(heard.subject or "")
+        means = effect_of(heard, seen_updated_at=known.updated_at if known else None)
         log.debug("ironic.heard", what=heard.event, node=means.read, take_away=means.take_away, cause=heard.request_id)
-        if means == NOTHING:
+        if means == NO_EFFECT:
             return False
         if means.allocation is not None:
             self._look_at_allocation(means.allocation)
             return False
-        return self._ledger.hear(means, heard.request_id or heard.message_id)
+        return self._sync_state.hear(means, heard.request_id or heard.message_id)
 
     def _event(self, heard: Notification) -> str:
         """A label from outside, so the number of different ones is bounded."""

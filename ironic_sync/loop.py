@@ -13,11 +13,11 @@ from bus.port import Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.position import Timing
-from ironic_sync.ledger import Ledger
-from ironic_sync.listener import Listener
+from ironic_sync.listener import NotificationListener
 from ironic_sync.reader import Reader
 from ironic_sync.source.port import IronicSource
 from ironic_sync.store.port import NotLeader, Positions, Term
+from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import Backoff
 from ironic_sync.writer import PublishAll, Writer
 
@@ -70,13 +70,13 @@ class SyncLoop:
         return term is not None and term.reader.idle and term.writer.idle and term.reader.last_all_at is not None
 
     @property
-    def ledger(self) -> Ledger | None:
+    def sync_state(self) -> SyncState | None:
         """The positions while this process is the writer."""
-        return self._term.ledger if self._term else None
+        return self._term.sync_state if self._term else None
 
     def problems(self) -> dict[str, str]:
         """{node: code} of nodes that cannot be placed on as they are; known to the writer only."""
-        return self._term.ledger.problems() if self._term else {}
+        return self._term.sync_state.problems() if self._term else {}
 
     def read_all(self) -> None:
         """Read all nodes now."""
@@ -119,25 +119,25 @@ class SyncLoop:
             failed_max_s=config.failed_max_s,
             announced_s=config.announced_s,
         )
-        ledger = Ledger(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
-        reader = Reader(self._source, ledger, clock=self._clock, rng=self._rng, config=config)
-        writer = Writer(kept, ledger, self._publish_all, clock=self._clock, cell=config.cell)
-        listener = Listener(
+        sync_state = SyncState(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
+        reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
+        writer = Writer(kept, sync_state, self._publish_all, clock=self._clock, cell=config.cell)
+        listener = NotificationListener(
             self._transport,
-            ledger,
+            sync_state,
             clock=self._clock,
             config=config,
             look_at_allocation=reader.look_at_allocation,
             read_all=reader.read_all,
         )
-        self._term = _Term(ledger, reader, writer, listener)
+        self._term = _Term(sync_state, reader, writer, listener)
         metrics.LEADER.set(1)
         try:
             await self._run_together(self._term, kept)
         finally:
             self._term = None
             metrics.LEADER.set(0)
-            ledger.give_back()
+            sync_state.give_back()
 
     async def _run_together(self, term: _Term, kept: Term) -> None:
         """All side tasks live and die together; the first fault is the term's end."""
@@ -159,17 +159,17 @@ class SyncLoop:
             await self._clock.sleep(self._config.leader_poll_s)
             await kept.check()
             if self._clock.time() >= forget_at:
-                forget_at = self._clock.time() + self._config.retell_s
+                forget_at = self._clock.time() + self._config.republish_s
                 told_before = self._clock.time() - self._config.forget_removed_s
                 await kept.forget(told_before)
-                term.ledger.forget(told_before)
+                term.sync_state.forget(told_before)
 
 
 class _Term:
     """What one term consists of."""
 
-    def __init__(self, ledger: Ledger, reader: Reader, writer: Writer, listener: Listener) -> None:
-        self.ledger = ledger
+    def __init__(self, sync_state: SyncState, reader: Reader, writer: Writer, listener: NotificationListener) -> None:
+        self.sync_state = sync_state
         self.reader = reader
         self.writer = writer
         self.listener = listener

@@ -13,8 +13,8 @@ from bus.faults import Fault
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Unreadable
-from ironic_sync.ledger import Ledger
 from ironic_sync.source.port import IronicSource
+from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import Backoff, event_or_time
 
 log = structlog.get_logger(__name__)
@@ -24,16 +24,16 @@ MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all f
 
 
 class Reader:
-    """Reads nodes when the ledger says they are due, at most one read a node and a bounded number in all.
+    """Reads nodes when the sync_state says they are due, at most one read a node and a bounded number in all.
 
     What was heard about a node while it is being read is one more read, however much it was.
     """
 
     def __init__(
-        self, source: IronicSource, ledger: Ledger, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
+        self, source: IronicSource, sync_state: SyncState, *, clock: Clock, rng: random.Random, config: IronicSyncConfig
     ) -> None:
         self._source = source
-        self._ledger = ledger
+        self._sync_state = sync_state
         self._clock = clock
         self._rng = rng
         self._config = config
@@ -48,7 +48,7 @@ class Reader:
     @property
     def idle(self) -> bool:
         """Whether nothing is being read and nothing is due now."""
-        due_at = self._ledger.next_due()
+        due_at = self._sync_state.next_due()
         is_due = due_at is not None and due_at <= self._clock.time()
         return not (is_due or self._reading or self._allocations or self._reading_all or self._all.is_set())
 
@@ -60,26 +60,26 @@ class Reader:
         """Read what is due, until cancelled."""
         try:
             while True:
-                self._ledger.planned.clear()
+                self._sync_state.planned.clear()
                 self._start_due()
-                due_at = None if len(self._reading) >= self._config.reads_in_flight else self._ledger.next_due()
+                due_at = None if len(self._reading) >= self._config.reads_in_flight else self._sync_state.next_due()
                 wait_s = None if due_at is None else due_at - self._clock.time()
-                await event_or_time(self._ledger.planned, self._clock, wait_s)
+                await event_or_time(self._sync_state.planned, self._clock, wait_s)
         finally:
             await _cancel(self._reading, self._allocations)
 
     async def run_all(self) -> None:
         """Read all nodes when asked, and now and then, until cancelled."""
         backoff = Backoff(self._clock, self._config.failed_s, self._config.failed_max_s)
-        retell_at = self._clock.time()
+        republish_at = self._clock.time()
         while True:
             wait_s = self._config.resync_s * (1 + JITTER * self._rng.uniform(-1, 1))
             await event_or_time(self._all, self._clock, wait_s)
             self._reading_all = True
             self._all.clear()
-            if self._clock.time() >= retell_at:
-                self._ledger.retell_all(gone_since=self._clock.time() - self._config.forget_removed_s)
-                retell_at = self._clock.time() + self._config.retell_s
+            if self._clock.time() >= republish_at:
+                self._sync_state.republish_all(gone_since=self._clock.time() - self._config.forget_removed_s)
+                republish_at = self._clock.time() + self._config.republish_s
             complete = await self._read_all()
             if not complete:
                 self._all.set()
@@ -103,7 +103,7 @@ class Reader:
     def _start_due(self) -> None:
         now = self._clock.time()
         while len(self._reading) < self._config.reads_in_flight:
-            uuid = self._ledger.take_due(now)
+            uuid = self._sync_state.take_due(now)
             if uuid is None:
                 return
             if uuid in self._reading:
@@ -117,36 +117,36 @@ class Reader:
         del self._reading[uuid]
         if uuid in self._again:
             self._again.discard(uuid)
-            self._ledger.want(uuid)
-        self._ledger.planned.set()
+            self._sync_state.want(uuid)
+        self._sync_state.planned.set()
 
     async def _read(self, uuid: str) -> None:
-        seq = self._ledger.next_seq()
+        seq = self._sync_state.next_seq()
         try:
             node = await self._source.get_node(uuid)
         except Fault as fault:
             self.reachable = False
             metrics.READS.labels(fault.code).inc()
             log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)
-            self._ledger.failed(uuid)
+            self._sync_state.failed(uuid)
             return
         self.reachable = True
         if node is None:
             metrics.READS.labels("gone").inc()
-            self._ledger.gone(uuid, seq=seq)
+            self._sync_state.gone(uuid, seq=seq)
             return
         metrics.READS.labels("unreadable" if isinstance(node, Unreadable) else "read").inc()
-        self._ledger.read(node, seq=seq)
+        self._sync_state.read(node, seq=seq)
 
     async def _read_all(self) -> bool:
         """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
-        ledger, began = self._ledger, self._clock.monotonic()
-        first = seq = ledger.next_seq()
+        sync_state, began = self._sync_state, self._clock.monotonic()
+        first = seq = sync_state.next_seq()
         try:
             async for page in self._source.list_nodes():
                 for node in page:
-                    ledger.read(node, seq=seq)
-                seq = ledger.next_seq()
+                    sync_state.read(node, seq=seq)
+                seq = sync_state.next_seq()
                 await asyncio.sleep(0)  # a page is some milliseconds of work; notifications go in between
         except Fault as fault:
             self.reachable = False
@@ -154,15 +154,15 @@ class Reader:
             log.warning("ironic.resync_failed", code=fault.code, reason=fault.reason)
             return False
         self.reachable = True
-        for uuid in ledger.known():
-            if ledger.positions[uuid].read_seq < first:
-                ledger.want(uuid)
+        for uuid in sync_state.known():
+            if sync_state.positions[uuid].read_seq < first:
+                sync_state.want(uuid)
         self.last_all_at = self._clock.time()
         self._say_all(self._clock.monotonic() - began)
         return True
 
     def _say_all(self, took_s: float) -> None:
-        nodes, problems = len(self._ledger.known()), self._ledger.problems()
+        nodes, problems = len(self._sync_state.known()), self._sync_state.problems()
         metrics.RESYNCS.labels("read").inc()
         metrics.RESYNC_S.observe(took_s)
         metrics.NODES.set(nodes)
@@ -183,7 +183,7 @@ class Reader:
             if allocation is None:
                 break
             if allocation.node_uuid is not None:
-                self._ledger.want(allocation.node_uuid)
+                self._sync_state.want(allocation.node_uuid)
                 return
             if allocation.state not in ("allocating", None):
                 return

@@ -17,8 +17,8 @@ from bus.faults import Transient
 from bus.port import BusError
 from ironic_sync import metrics
 from ironic_sync.domain.position import Position, update_of
-from ironic_sync.ledger import Ledger
 from ironic_sync.store.port import Term
+from ironic_sync.sync_state import SyncState
 from ironic_sync.waiting import Backoff
 
 log = structlog.get_logger(__name__)
@@ -33,11 +33,11 @@ NO_CAUSE = "ironic.resync"
 
 
 class Writer:
-    """Saves and publishes what the ledger says has moved."""
+    """Saves and publishes what the sync_state says has moved."""
 
-    def __init__(self, term: Term, ledger: Ledger, publish_all: PublishAll, *, clock: Clock, cell: str) -> None:
+    def __init__(self, term: Term, sync_state: SyncState, publish_all: PublishAll, *, clock: Clock, cell: str) -> None:
         self._term = term
-        self._ledger = ledger
+        self._sync_state = sync_state
         self._publish_all = publish_all
         self._clock = clock
         self._cell = cell
@@ -48,13 +48,13 @@ class Writer:
     @property
     def idle(self) -> bool:
         """Whether everything that moved is saved and confirmed."""
-        return not (self._busy or self._saved or self._ledger.unsaved or self._ledger.deliveries)
+        return not (self._busy or self._saved or self._sync_state.unsaved or self._sync_state.deliveries)
 
     async def save(self) -> None:
         """Save what moves, until cancelled; raises NotLeader."""
         backoff = Backoff(self._clock, RETRY_FIRST_S, RETRY_LONGEST_S)
         while True:
-            await self._ledger.moved.wait()
+            await self._sync_state.moved.wait()
             self._busy += 1
             try:
                 await self._save_once(backoff)
@@ -73,13 +73,13 @@ class Writer:
                 self._busy -= 1
 
     async def _save_once(self, backoff: Backoff) -> None:
-        ledger = self._ledger
-        ledger.moved.clear()
-        nodes = list(ledger.unsaved)[:SAVE_BATCH]
-        deliveries, ledger.deliveries = ledger.deliveries, []
+        sync_state = self._sync_state
+        sync_state.moved.clear()
+        nodes = list(sync_state.unsaved)[:SAVE_BATCH]
+        deliveries, sync_state.deliveries = sync_state.deliveries, []
         for node in nodes:
-            del ledger.unsaved[node]
-        positions = [ledger.positions[node] for node in nodes if node in ledger.positions]
+            del sync_state.unsaved[node]
+        positions = [sync_state.positions[node] for node in nodes if node in sync_state.positions]
         saved = False
         try:
             if positions:
@@ -89,30 +89,30 @@ class Writer:
             log.warning("ironic.save_waits", code=fault.code, reason=fault.reason, nodes=len(nodes))
         finally:
             if not saved:
-                ledger.unsaved.update(dict.fromkeys(nodes))
-                ledger.deliveries = deliveries + ledger.deliveries
+                sync_state.unsaved.update(dict.fromkeys(nodes))
+                sync_state.deliveries = deliveries + sync_state.deliveries
         if not saved:
             await backoff.wait()
-            ledger.moved.set()
+            sync_state.moved.set()
             return
         backoff.reset()
         self._after_save(positions)
-        if ledger.unsaved:
-            ledger.deliveries = deliveries + ledger.deliveries  # they may be about nodes of the next batch
-            ledger.moved.set()
+        if sync_state.unsaved:
+            sync_state.deliveries = deliveries + sync_state.deliveries  # they may be about nodes of the next batch
+            sync_state.moved.set()
             return
         for delivery in deliveries:
             delivery.ack()
 
     def _after_save(self, positions: Sequence[Position]) -> None:
         for position in positions:
-            if position.version > self._ledger.published.get(position.uuid, 0):
+            if position.version > self._sync_state.published.get(position.uuid, 0):
                 self._saved[position.uuid] = position
                 self._to_publish.set()
 
     async def _publish_once(self, backoff: Backoff) -> None:
         batch = {uuid: self._saved[uuid] for uuid in list(self._saved)[:PUBLISH_BATCH]}
-        causes = {uuid: self._ledger.heard_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
+        causes = {uuid: self._sync_state.heard_at.get(uuid, (0.0, NO_CAUSE))[1] for uuid in batch}
         try:
             await self._publish_all(
                 [(update_of(position, self._cell), causes[uuid]) for uuid, position in batch.items()]
@@ -129,18 +129,18 @@ class Writer:
             self._to_publish.clear()
 
     def _confirmed(self, uuid: str, position: Position, cause: str) -> None:
-        ledger = self._ledger
-        ledger.published[uuid] = position.version
+        sync_state = self._sync_state
+        sync_state.published[uuid] = position.version
         if self._saved.get(uuid) is position:
             del self._saved[uuid]
         kind = _kind(position)
         metrics.TOLD.labels(kind).inc()
-        arrived = ledger.heard_at.get(uuid)
+        arrived = sync_state.heard_at.get(uuid)
         if arrived is not None:
             metrics.LATENCY_S.labels(kind).observe(self._clock.monotonic() - arrived[0])
-            now = ledger.positions.get(uuid, position)
+            now = sync_state.positions.get(uuid, position)
             if now.read_seq > now.heard_seq and now.version == position.version:  # the read it asked for is in this
-                del ledger.heard_at[uuid]
+                del sync_state.heard_at[uuid]
         log.info("ironic.told", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 
 

@@ -53,7 +53,7 @@ CONDUCTOR = ConductorConfig(
     sweep_every_s=1.0,
     forget_every_s=5.0,
 )
-IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, retell_s=60.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
+IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, republish_s=60.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
 METAL_LIMIT_S = 120.0
 
 

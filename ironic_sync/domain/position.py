@@ -134,7 +134,7 @@ def failed(position: Position, *, now: float, timing: Timing) -> Position:
     )
 
 
-def retold(position: Position, *, now: float) -> Position:
+def republished(position: Position, *, now: float) -> Position:
     """The same report under a new version, for a book that may have lost or changed it."""
     return replace(position, version=next_version(position.version, now))
 

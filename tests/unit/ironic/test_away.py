@@ -22,7 +22,7 @@ async def test_a_bug_in_a_callback_ends_the_process_and_keeps_the_message(monkey
     await here.ironic.open()
     task = asyncio.create_task(here.loop.run())
     await here.settle()
-    monkeypatch.setattr("ironic_sync.listener.meaning", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("ironic_sync.listener.effect_of", lambda *_, **__: 1 / 0)
     await here.say(told("node.update.end"))
     with pytest.raises(BrokenInvariant):
         await task
@@ -131,13 +131,13 @@ async def test_a_notification_is_acknowledged_only_after_what_it_did_is_saved(mo
         nodes.put(maintenance=True)
         await here.say(told("node.maintenance_set.end", maintenance=True))
         await turns()
-        assert here.loop.ledger is not None
-        assert len(here.loop.ledger.deliveries) == 1
+        assert here.loop.sync_state is not None
+        assert len(here.loop.sync_state.deliveries) == 1
         assert reserved(here) == 0, "what is not saved is not told"
         Away.away = False
         await here.settle()
         assert reserved(here) == 1
-        assert here.loop.ledger.deliveries == []
+        assert here.loop.sync_state.deliveries == []
 
 
 def test_the_virtual_clock_does_not_move_by_itself() -> None:

@@ -10,7 +10,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ironic_sync.domain.meaning import NOTHING, Meaning, meaning
+from ironic_sync.domain.effect import NO_EFFECT, Effect, effect_of
 from ironic_sync.domain.notification import MAX_BODY_BYTES, Notification, Rejected, parse
 from ironic_sync.source.recorded import RecordedSource
 from tests.unit.ironic.world import SCENARIOS, Recording, World
@@ -85,9 +85,9 @@ def test_no_bytes_raise(given: bytes) -> None:
     assert isinstance(parse(given), Notification | Rejected)
 
 
-AWAY = Meaning(read=UUID, take_away=True)
-LOOK = Meaning(read=UUID)
-LATER = Meaning(read=UUID, announced=True)
+AWAY = Effect(read=UUID, take_away=True)
+LOOK = Effect(read=UUID)
+LATER = Effect(read=UUID, announced=True)
 FREE = {"provision_state": "available", "power_state": "power off", "maintenance": False, "instance_uuid": None}
 
 
@@ -114,23 +114,23 @@ FREE = {"provision_state": "available", "power_state": "power off", "maintenance
         ("node.create.end", {}, LOOK),
         ("port.update.end", {"uuid": OTHER, "node_uuid": UUID}, LOOK),
         ("allocation.delete.end", {"uuid": OTHER, "node_uuid": UUID}, LOOK),
-        ("allocation.create.end", {"uuid": OTHER, "node_uuid": None}, Meaning(allocation=OTHER)),
-        ("allocation.create.start", {"uuid": OTHER, "node_uuid": None}, NOTHING),
-        ("allocation.delete.end", {"uuid": OTHER, "node_uuid": None}, NOTHING),
-        ("chassis.create.end", {"uuid": OTHER}, NOTHING),
-        ("node.update.end", {"uuid": None}, NOTHING),
+        ("allocation.create.end", {"uuid": OTHER, "node_uuid": None}, Effect(allocation=OTHER)),
+        ("allocation.create.start", {"uuid": OTHER, "node_uuid": None}, NO_EFFECT),
+        ("allocation.delete.end", {"uuid": OTHER, "node_uuid": None}, NO_EFFECT),
+        ("chassis.create.end", {"uuid": OTHER}, NO_EFFECT),
+        ("node.update.end", {"uuid": None}, NO_EFFECT),
     ],
 )
-def test_meaning(event: str, data: dict[str, Any], means: Meaning) -> None:
-    assert meaning(read(event, **data)) == means
+def test_effect(event: str, data: dict[str, Any], means: Effect) -> None:
+    assert effect_of(read(event, **data)) == means
 
 
 def test_what_is_older_than_the_last_read_only_asks_for_a_read() -> None:
     """17-stale-and-refused: a traits PUT announces `cleaning` after `available`."""
     stale = read("node.update.end", **{**FREE, "provision_state": "cleaning"}, updated_at="2026-11-20T07:47:10Z")
-    assert meaning(stale, seen_updated_at="2026-11-20T07:47:13.822991+00:00") == LOOK
-    assert meaning(stale, seen_updated_at="2026-11-20T07:47:10.822991+00:00") == AWAY, "within a second: in doubt"
-    assert meaning(stale, seen_updated_at=None) == AWAY
+    assert effect_of(stale, seen_updated_at="2026-11-20T07:47:13.822991+00:00") == LOOK
+    assert effect_of(stale, seen_updated_at="2026-11-20T07:47:10.822991+00:00") == AWAY, "within a second: in doubt"
+    assert effect_of(stale, seen_updated_at=None) == AWAY
 
 
 async def test_no_body_is_ever_logged() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ironic_sync.domain.rules import NO_CLASS
-from ironic_sync.ledger import UNREADABLE
+from ironic_sync.sync_state import UNREADABLE
 from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, reserved, told, turns, world
 from tests.unit.ironic.test_notification import body
 
@@ -185,8 +185,8 @@ async def test_a_made_up_uuid_leaves_nothing_behind() -> None:
         await here.settle()
         await here.say(told("node.update.end", OTHER))
         await here.settle()
-        assert here.loop.ledger is not None
-        assert list(here.loop.ledger.positions) == [NODE]
+        assert here.loop.sync_state is not None
+        assert list(here.loop.sync_state.positions) == [NODE]
         assert len(here.book.updates) == 1
 
 
@@ -196,8 +196,8 @@ async def test_more_nodes_than_the_bound_are_refused_aloud() -> None:
         nodes.put(f"00000000-0000-4000-8000-{i:012x}")
     async with here.running():
         await here.settle()
-        assert here.loop.ledger is not None
-        assert len(here.loop.ledger.positions) == 3
+        assert here.loop.sync_state is not None
+        assert len(here.loop.sync_state.positions) == 3
 
 
 async def test_nodes_without_class_and_unreadable_ones_are_listed_and_hide_nobody() -> None:

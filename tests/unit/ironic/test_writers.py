@@ -115,7 +115,7 @@ async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_ove
 
 
 async def test_now_and_then_all_is_told_again() -> None:
-    nodes, here = world(resync_s=60.0, retell_s=300.0)
+    nodes, here = world(resync_s=60.0, republish_s=300.0)
     async with here.running():
         await here.settle()
         assert len(here.book.updates) == 1
@@ -131,7 +131,7 @@ async def test_now_and_then_all_is_told_again() -> None:
 
 async def test_that_a_node_is_gone_is_told_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
-    nodes, here = world(resync_s=60.0, retell_s=300.0, forget_removed_s=1000.0)
+    nodes, here = world(resync_s=60.0, republish_s=300.0, forget_removed_s=1000.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -152,7 +152,7 @@ async def test_that_a_node_is_gone_is_told_again_too() -> None:
 
 
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
-    nodes, here = world(forget_removed_s=1000.0, retell_s=500.0)
+    nodes, here = world(forget_removed_s=1000.0, republish_s=500.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -161,5 +161,5 @@ async def test_removed_nodes_are_forgotten_after_a_while() -> None:
         assert list(here.positions.positions) == [NODE]
         await here.pass_time(2000)
         assert not here.positions.positions
-        assert here.loop.ledger is not None
-        assert not here.loop.ledger.positions
+        assert here.loop.sync_state is not None
+        assert not here.loop.sync_state.positions

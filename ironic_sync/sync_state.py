@@ -13,7 +13,7 @@ from bus.clock import Clock
 from bus.port import Delivery
 from ironic_sync import metrics
 from ironic_sync.domain import position as step
-from ironic_sync.domain.meaning import Meaning
+from ironic_sync.domain.effect import Effect
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.domain.position import Position, Timing
 
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 UNREADABLE = "node.unreadable"
 
 
-class Ledger:
+class SyncState:
     """Where the book stands with every node. The listener and the reader move it, the writer takes what moved.
 
     unsaved: nodes that moved since they were last taken to be saved. due: nodes to read, by time.
@@ -49,7 +49,7 @@ class Ledger:
         self._max_nodes = max_nodes
         self._seq = 0
         self._due: list[tuple[float, str]] = []
-        self._retell: set[str] = set()
+        self._republish: set[str] = set()
         for uuid, position in self.positions.items():
             if position.version > self.published.get(uuid, 0):
                 self.unsaved[uuid] = None
@@ -60,16 +60,16 @@ class Ledger:
         self._seq += 1
         return self._seq
 
-    def hear(self, meaning: Meaning, cause: str) -> bool:
+    def hear(self, effect: Effect, cause: str) -> bool:
         """A notification asks for a read of a node. True: the book must be told something first."""
-        assert meaning.read is not None
-        before = self._of(meaning.read)
+        assert effect.read is not None
+        before = self._of(effect.read)
         if before is None:
             return False
-        if meaning.announced:
+        if effect.announced:
             return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
         self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
-        after = step.heard(before, away=meaning.take_away, seq=self.next_seq(), now=self._clock.time())
+        after = step.heard(before, away=effect.take_away, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)
 
     def give_back(self) -> None:
@@ -98,7 +98,7 @@ class Ledger:
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
             after = step.was_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
         else:
-            after = self._retold(step.was_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
+            after = self._republished(step.was_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
         self._move(before, after)
 
     def gone(self, uuid: str, *, seq: int) -> None:
@@ -117,7 +117,7 @@ class Ledger:
         if before is not None:
             self._move(before, step.failed(before, now=self._clock.time(), timing=self._timing))
 
-    def retell_all(self, *, gone_since: float) -> None:
+    def republish_all(self, *, gone_since: float) -> None:
         """Tell the book about every node again, each when it is next read.
 
         Those that have gone since are not read any more: of them it is told now, because what was in use when it was
@@ -126,9 +126,9 @@ class Ledger:
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
             if position.report is not None or position.due_at is not None:
-                self._retell.add(uuid)
+                self._republish.add(uuid)
             elif position.version and (position.read_at or 0.0) >= gone_since:
-                self._move(position, step.retold(position, now=now))
+                self._move(position, step.republished(position, now=now))
 
     def known(self) -> list[str]:
         """Nodes that the book has been told to have."""
@@ -173,12 +173,12 @@ class Ledger:
             return None
         return position or Position(uuid=uuid)
 
-    def _retold(self, after: Position, before: Position, now: float) -> Position:
+    def _republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by something heard, it is read again at once: an offer is told again on fresh word, too.
-        if after.uuid not in self._retell or after.read_at != now or after.heard_seq > after.read_seq:
+        if after.uuid not in self._republish or after.read_at != now or after.heard_seq > after.read_seq:
             return after
-        self._retell.discard(after.uuid)
-        return after if after.version > before.version else step.retold(after, now=now)
+        self._republish.discard(after.uuid)
+        return after if after.version > before.version else step.republished(after, now=now)
 
     def _move(self, before: Position, after: Position) -> bool:
         """Adopt a step; True when it must be saved (and told)."""

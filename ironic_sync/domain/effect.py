@@ -13,7 +13,7 @@ from ironic_sync.domain.notification import Notification, Status
 from ironic_sync.domain.rules import DEAD_POWER, FREE_STATES
 
 
-class Meaning(Struct, frozen=True, kw_only=True):
+class Effect(Struct, frozen=True, kw_only=True):
     """What to do about one notification.
 
     read: the node to read again. take_away: hold that node back at once, before reading it. announced: nothing has
@@ -27,32 +27,32 @@ class Meaning(Struct, frozen=True, kw_only=True):
     allocation: str | None = None
 
 
-NOTHING: Final = Meaning()
+NO_EFFECT: Final = Effect()
 
 # Said by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those of
 # other actions carry what was wished for, which may have been refused (trap 1).
 _ALWAYS_TRUE: Final = frozenset({"provision_set", "power_state_corrected"})
 
 
-def meaning(notification: Notification, *, seen_updated_at: str | None = None) -> Meaning:
+def effect_of(notification: Notification, *, seen_updated_at: str | None = None) -> Effect:
     """What a notification means, given the `updated_at` of the node when it was last read."""
     if notification.kind == "allocation":
         return _of_allocation(notification)
     if notification.subject is None:
-        return NOTHING
+        return NO_EFFECT
     if notification.status is Status.START and notification.action not in _ALWAYS_TRUE:
-        return Meaning(read=notification.subject, announced=True)
+        return Effect(read=notification.subject, announced=True)
     away = notification.kind == "node" and _is_fact(notification) and _takes_away(notification)
-    return Meaning(read=notification.subject, take_away=away and not _older(notification.updated_at, seen_updated_at))
+    return Effect(read=notification.subject, take_away=away and not _older(notification.updated_at, seen_updated_at))
 
 
-def _of_allocation(notification: Notification) -> Meaning:
+def _of_allocation(notification: Notification) -> Effect:
     """An allocation's node is unknown while it is `allocating`; Ironic says nothing when that ends (trap 4)."""
     if notification.node_uuid is not None:
-        return Meaning(read=notification.node_uuid)
+        return Effect(read=notification.node_uuid)
     if notification.action != "delete" and notification.status is Status.END:
-        return Meaning(allocation=notification.uuid)
-    return NOTHING
+        return Effect(allocation=notification.uuid)
+    return NO_EFFECT
 
 
 def _is_fact(notification: Notification) -> bool:
