@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import structlog
 from msgspec import structs
 
 from bus.clock import Clock, new_uuid
@@ -16,7 +17,7 @@ from bus.faults import Fault
 from bus.link import TOGETHER, BusLimits, Mode, Place, Publisher, Waiter
 from bus.outcome import Handler
 from bus.pace import Pace
-from bus.port import Transport
+from bus.port import QueueLocked, Transport
 from bus.requester import Requester
 from bus.topology import fill_in
 from bus.wire import Malformed, Packed, pack
@@ -27,6 +28,12 @@ R = TypeVar("R", bound=Message)
 
 # A call that publishes more than this gathers them: what is said alone and together then leaves in batches as well.
 FEW = 2
+
+# A broker needs up to half a minute to notice that the connection is gone which has a private queue.
+LOCKED_WAIT_S = 60.0
+LOCKED_AGAIN_S = 1.0
+
+log = structlog.get_logger("bus")
 
 API = "api"  # the name of the bus that clients speak to; every other bus is a cell's
 
@@ -120,8 +127,21 @@ class Bus:
     async def declare(self, queue: str, **fill: str) -> str:
         """Declare a queue of the catalogue by its row's name; returns its real name.
 
-        `{process}` is this bus's own process unless another is given.
+        `{process}` is this bus's own process unless another is given. While another connection has a private queue
+        of this name (a former one of ours, perhaps), it waits. Raises QueueLocked after LOCKED_WAIT_S.
         """
+        until = self.clock.monotonic() + LOCKED_WAIT_S
+        while True:
+            try:
+                return await self.declare_now(queue, **fill)
+            except QueueLocked as locked:
+                if self.clock.monotonic() >= until:
+                    raise
+                log.warning("bus.queue_locked", bus=self.name, queue=queue, reason=str(locked))
+                await self.clock.sleep(LOCKED_AGAIN_S)
+
+    async def declare_now(self, queue: str, **fill: str) -> str:
+        """Declare a queue as `declare` does. Raises QueueLocked at once."""
         row = BY_QUEUE[queue]
         name, bindings = fill_in(row, {"process": self.process, **fill})
         await self.transport.declare_queue(row, name, bindings)

@@ -25,6 +25,13 @@ class BusUnavailable(BusError):
     code = "bus.unavailable"
 
 
+class QueueLocked(BusUnavailable):
+    """Another connection has this private queue: that of another process, or one of our own that broke and that the
+    broker has not noticed yet, which takes it half a minute."""
+
+    code = "bus.queue_locked"
+
+
 class Unroutable(BusError):
     """A mandatory message reached no queue."""
 
@@ -128,7 +135,10 @@ class Transport(Protocol):
         """Declare the three exchanges of the catalogue."""
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue with its retry and dead-letter queues as the row says, bound; placeholders filled in."""
+        """Declare a queue with its retry and dead-letter queues as the row says, bound; placeholders filled in.
+
+        Raises QueueLocked, at once, while another connection has a private queue of this name.
+        """
 
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies: exclusive, transient, no bindings."""
@@ -156,6 +166,10 @@ class Transport(Protocol):
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Called (in the loop) each time the connection is back and everything is declared and consumed again."""
+
+    def on_locked(self, callback: Callable[[], None]) -> None:
+        """Called (in the loop) each time a lost connection does not come back because another has a private queue of
+        this one's. The transport tries again."""
 
 
 def retry_queue(queue: str, level: int) -> str:

@@ -22,6 +22,7 @@ from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import Handlers
+from compute_sim.name import QUEUE, ServiceName
 from compute_sim.reporter import Reporter
 from compute_sim.unreliable import Unreliable
 
@@ -61,10 +62,11 @@ def build(
     """
     parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
     result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
-    result.resource(parts.bus.open, parts.bus.close)
+    result.resource(parts.connect, parts.bus.close)
     result.resource(parts.open, parts.close)
     result.drain(parts.drain)
     result.task("results", parts.announcer.run)
+    result.task("name", parts.name.watch)
     result.task("heartbeats", parts.reporter.beat)
     result.task("announcements", parts.reporter.announce)
     result.task("inventory", parts.reporter.report)
@@ -73,17 +75,14 @@ def build(
     result.task("fate", parts.doom.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)
-    # Both queues before the first announcement: whoever hears it may send builds at once, and whoever begins to listen
-    # just after it asks for another one.
-    asked_by = f"{env.process}-{service}"  # several services may share a process, and each has to be asked
+    # Before the first announcement, as the one that holds the name is: whoever hears it may send builds at once.
     result.declares(lambda: parts.bus.declare("compute.{service}", service=service))
-    result.declares(lambda: parts.bus.declare("compute.asked.{process}", process=asked_by))
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = parts.bus.consumer(
         "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.consumer(commands)
-    asked = parts.bus.consumer("compute.asked.{process}", parts.handlers.report_hosts, concurrency=1, process=asked_by)
+    asked = parts.bus.consumer(QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service)
     result.consumer(asked)
     result.check("bus", lambda: parts.bus.transport.connected)
     return result
@@ -108,6 +107,9 @@ class Parts:
         self.fleet = fleet or Fleet.planned(config, cell, service)
         self.driver = driver or make_driver(config, self.fleet, env.clock)
         records = self.fleet.records
+        self.name = ServiceName(
+            self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
+        )
         self.announcer = Announcer(self.bus, clock=env.clock, on_told=records.told, service=service)
         self.voice = Unreliable(self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock)
         self.doom = Doom(config, self.fleet, die)
@@ -139,7 +141,14 @@ class Parts:
             heartbeat_s=config.heartbeat_s,
             report_s=config.report_s,
         )
-        self.handlers = Handlers(self.agent, service=service, room=self.announcer.room, asked=self.reporter.asked)
+        self.handlers = Handlers(
+            self.agent, service=service, room=self.announcer.room, asked=self.reporter.asked, heard=self.name.heard
+        )
+
+    async def connect(self) -> None:
+        """Connect and take the service's name, before anything of the machines is looked at. Raises NameTaken."""
+        await self.bus.open()
+        await self.name.hold()
 
     async def open(self) -> None:
         """Remember, find the machines, take up what was unfinished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
@@ -68,6 +69,15 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shares: Annotated[int, Bound(ge=1)] = 1
 
 
+MAX_NAME = 64  # as Word bounds it
+
+
+def default_service(cell: str, host: str) -> str:
+    """A compute service's name when none is given: its cell and the machine's host name, so that no two are alike."""
+    short = host.split(".", maxsplit=1)[0] or "localhost"
+    return re.sub(r"[^A-Za-z0-9_-]", "-", f"{cell}-{short}")[:MAX_NAME]
+
+
 class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One compute service.
 
@@ -78,6 +88,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_builds_per_host: as Nova's max_concurrent_builds (N-28). max_builds: builds under way in the service.
     max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
     build_limit_s: the service gives a build up after this, whatever its conductor thinks.
+    name_wait_s: a service whose name another process holds waits so long, then ends.
     """
 
     driver: Literal["hypervisor", "ironic"] = "hypervisor"
@@ -99,6 +110,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000
     max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
     build_limit_s: Seconds = 3_600.0
+    name_wait_s: Annotated[float, Bound(gt=0, le=3_600)] = 60.0
     destroy_tries: Annotated[int, Bound(ge=1, le=100)] = 8
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from bus.contracts.cell import Destroy, Spawn
+from bus.contracts.cell import Destroy, Heartbeat, Spawn
 from bus.outcome import Done, Outcome, Received, Refuse
 from compute_sim.agent import Agent
 
@@ -12,15 +12,22 @@ DONE = Done()
 
 
 class Handlers:
-    """Queues `compute.{service}` and `compute.asked.{process}`."""
+    """Queues `compute.{service}` and `compute.asked.{service}`."""
 
     def __init__(
-        self, agent: Agent, *, service: str, room: Callable[[], Awaitable[None]], asked: Callable[[], None]
+        self,
+        agent: Agent,
+        *,
+        service: str,
+        room: Callable[[], Awaitable[None]],
+        asked: Callable[[], None],
+        heard: Callable[[Heartbeat], None],
     ) -> None:
         self._agent = agent
         self._service = service
         self._room = room
         self._asked = asked
+        self._heard = heard
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn and Destroy: Done means remembered and started, not ended; the end is said as a ComputeResult."""
@@ -39,7 +46,11 @@ class Handlers:
         self._agent.take(taken)
         return outcomes
 
-    async def report_hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: everybody who asked is answered by one announcement."""
-        self._asked()
+    async def asked_or_beating(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """ReportHosts: one announcement answers all that asked. Heartbeats under this service's name: are they ours?"""
+        for received in batch:
+            if isinstance(received.message, Heartbeat):
+                self._heard(received.message)
+        if any(not isinstance(received.message, Heartbeat) for received in batch):
+            self._asked()
         return [DONE] * len(batch)

@@ -50,6 +50,7 @@ from bus.service.main import STOP_SIGNALS, run_process
 from bus.service.service import Service
 from bus.service.settings import SettingsError, redact
 from bus.service.telemetry import configure_logging
+from compute_sim.config import default_service
 from scheduler_worker.plugins import filters, weighings
 
 MAX_SOCKET_PATH = 107  # the kernel's limit
@@ -183,7 +184,10 @@ def run_role(
     context: typer.Context,
     role: Annotated[Role, typer.Argument(help="Which worker.")],
     cell: Annotated[str | None, typer.Option(help="The cell, for conductor and compute.")] = None,
-    service: Annotated[str | None, typer.Option(help="The compute service's name.")] = None,
+    service: Annotated[
+        str | None,
+        typer.Option(help="The compute service's name, of one process at a time; default: CELL-HOSTNAME."),
+    ] = None,
     http: Annotated[
         str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any), placement its REST API too.")
     ] = None,
@@ -261,7 +265,7 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
     if role is Role.CONDUCTOR:
         return lambda env: cell_conductor.app.build(env, settings.conductor, cell)
     try:
-        name = msgspec.convert(service or f"{cell}-c1", Word)
+        name = msgspec.convert(service or default_service(cell, socket.gethostname()), Word)
     except msgspec.ValidationError as fault:
         raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
     return lambda env: compute_sim.app.build(env, settings.compute, cell, name)

@@ -233,6 +233,14 @@ class SimTransport:
 
         self._inner.on_reconnect(call)
 
+    def on_locked(self, callback: Callable[[], None]) -> None:
+        """Called in the process, when the connection does not come back as another has a private queue of its own."""
+
+        def call() -> None:
+            asyncio.get_running_loop().call_soon(callback, context=self._process.context)
+
+        self._inner.on_locked(call)
+
     async def _lasting(self, work: Callable[[], Awaitable[T]]) -> T:
         """Setting up outlives a lost connection, as with RabbitMQ, within its patience."""
         until = asyncio.get_running_loop().time() + SETUP_PATIENCE_S

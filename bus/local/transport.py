@@ -20,7 +20,14 @@ from bus.port import BusError, BusUnavailable, Delivery, Outgoing, PublishRefuse
 
 _FAULTS: dict[str, type[BusError]] = {
     fault.code: fault
-    for fault in (BusUnavailable, port.Unroutable, PublishRefused, port.QueueMissing, port.BusForbidden)
+    for fault in (
+        BusUnavailable,
+        port.Unroutable,
+        PublishRefused,
+        port.QueueLocked,
+        port.QueueMissing,
+        port.BusForbidden,
+    )
 }
 
 
@@ -142,6 +149,9 @@ class LocalTransport:
         return int(await self.call("purge", queue))
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Never called: this transport does not reconnect."""
+
+    def on_locked(self, callback: Callable[[], None]) -> None:
         """Never called: this transport does not reconnect."""
 
     def forget(self, subscription: int) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 from bus.clock import Clock
 from bus.memory.queue import Queue
 from bus.memory.transport import MemoryTransport
-from bus.port import Outgoing, PublishRefused, QueueMissing, Transport, Unroutable
+from bus.port import Outgoing, PublishRefused, QueueLocked, QueueMissing, Transport, Unroutable
 from bus.topology import QueuePlan, matches
 
 # Routes remembered per exchange; one more and they are all worked out again.
@@ -70,9 +70,12 @@ class MemoryBroker:
         return name in self._exchanges
 
     def declare(self, planned: QueuePlan, owner: MemoryTransport | None) -> None:
-        """Declare a queue and its bindings; harmless when it exists."""
-        if planned.name not in self._queues:
+        """Declare a queue and its bindings; harmless when it exists. Raises QueueLocked: another connection's."""
+        found = self._queues.get(planned.name)
+        if found is None:
             self._queues[planned.name] = Queue(self, planned, owner)
+        elif found.owner is not None and found.owner is not owner:
+            raise QueueLocked(f"another connection has the queue {planned.name!r}")
         for exchange, pattern in planned.bindings:
             self.bind(planned.name, exchange, pattern)
 

@@ -10,11 +10,14 @@ from msgspec import structs
 
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
 from bus.memory.queue import Consumption
-from bus.port import BusUnavailable, Delivery, Outgoing, QueueMissing
+from bus.port import BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
 from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, plan, reply_plan
 
 if TYPE_CHECKING:
     from bus.memory.broker import MemoryBroker
+
+# A connection whose private queue another one has tries again so often.
+LOCKED_AGAIN_S = 0.1
 
 
 class MemorySubscription:
@@ -58,6 +61,7 @@ class MemoryTransport:
         self._declared: list[QueuePlan] = []
         self._getters: dict[str, Consumption] = {}
         self._callbacks: list[Callable[[], None]] = []
+        self._on_locked: list[Callable[[], None]] = []
         self._connected = asyncio.Event()
         self._opened = False
 
@@ -97,9 +101,16 @@ class MemoryTransport:
     def _reconnect(self) -> None:
         if not self._opened or not self.broker.up or self.connected:
             return
+        try:
+            for planned in self._declared:
+                self.broker.declare(planned, self if planned.exclusive else None)
+        except QueueLocked:
+            self.broker.leave(self)
+            asyncio.get_running_loop().call_later(LOCKED_AGAIN_S, self._reconnect, context=self.broker.context)
+            for callback in self._on_locked:
+                callback()
+            return
         self._connected.set()
-        for planned in self._declared:
-            self.broker.declare(planned, self if planned.exclusive else None)
         for subscription in self.subscriptions:
             subscription.attach()
         for callback in self._callbacks:
@@ -181,6 +192,10 @@ class MemoryTransport:
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Called each time the connection is back."""
         self._callbacks.append(callback)
+
+    def on_locked(self, callback: Callable[[], None]) -> None:
+        """Called each time the connection does not come back, as another has a private queue of this one's."""
+        self._on_locked.append(callback)
 
     def _check(self) -> None:
         if not self._connected.is_set():

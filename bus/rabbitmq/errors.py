@@ -24,7 +24,7 @@ from aiormq.exceptions import (
 )
 from pamqp.commands import Connection
 
-from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, QueueMissing, Unroutable
+from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, QueueLocked, QueueMissing, Unroutable
 
 # Connection.Close with this code: the virtual host is not there, or these credentials may not enter it.
 NOT_ALLOWED = 530
@@ -88,7 +88,7 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
     if isinstance(error, ChannelNotFoundEntity):
         return QueueMissing(text)
     if isinstance(error, ChannelLockedResource):
-        return BusUnavailable(text)  # the exclusive queue of a connection that the broker has not buried yet
+        return QueueLocked(text)
     return BusError(text)
 
 

@@ -12,7 +12,7 @@ import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus.contracts.catalogue import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
@@ -107,6 +107,7 @@ class RabbitTransport:
         self._cancelled: list[RabbitSubscription] = []  # their last acknowledgements may be on the way
         self._getters: dict[AbstractChannel, Acks] = {}
         self._callbacks: list[Callable[[], None]] = []
+        self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
 
     @property
@@ -149,7 +150,7 @@ class RabbitTransport:
         self._exchanges = True
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue with its retry and dead-letter queues."""
+        """Declare a queue with its retry and dead-letter queues. Raises QueueLocked."""
         for planned in plan(row, name, bindings):
             await self._declare(planned)
 
@@ -202,6 +203,10 @@ class RabbitTransport:
         """Called each time everything is declared and consumed again."""
         self._callbacks.append(callback)
 
+    def on_locked(self, callback: Callable[[], None]) -> None:
+        """Called each time the connection does not come back, as another has a private queue of this one's."""
+        self._on_locked.append(callback)
+
     def forget(self, subscription: RabbitSubscription) -> None:
         """A subscription was cancelled."""
         self._subscriptions = [one for one in self._subscriptions if one is not subscription]
@@ -228,6 +233,8 @@ class RabbitTransport:
         while True:
             try:
                 return await work(self._current())
+            except QueueLocked:
+                raise  # another process's, perhaps: the caller knows how long to wait for it
             except BusUnavailable:
                 left = until - asyncio.get_running_loop().time()
                 if left <= 0 or self._keeper is None or self._keeper.done():
@@ -255,6 +262,9 @@ class RabbitTransport:
                 if isinstance(error, BusForbidden) and self._opened is not None and not self._opened.done():
                     self._opened.set_exception(error)
                     return
+                if isinstance(error, QueueLocked):
+                    for callback in self._on_locked:
+                        callback()
                 failures += 1
                 log.warning("bus.away", bus=self.name, code=error.code, reason=str(error), attempt=failures)
                 await self._wait(failures)

@@ -12,9 +12,8 @@ from types import FrameType
 import structlog
 import uvloop
 
-from bus.faults import BrokenInvariant
+from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusForbidden
-from bus.service.database import DatabaseForbidden
 from bus.service.environment import Environment, NotConfigured
 from bus.service.health import Health
 from bus.service.service import Service
@@ -57,7 +56,7 @@ def run_process(
     except BrokenInvariant as fault:
         log.critical("process.invariant_broken", code=fault.code, reason=fault.reason, exc_info=True)
         return EXIT_INVARIANT
-    except (DatabaseForbidden, BusForbidden, NotConfigured, SettingsError) as fault:
+    except (Forbidden, BusForbidden, NotConfigured, SettingsError) as fault:
         log.error("process.cannot_start", code=fault.code, reason=str(fault))
         return EXIT_SETTINGS
     except Exception as fault:  # the process's last word

@@ -12,7 +12,7 @@ from yarl import URL
 
 from bus.clock import SystemClock
 from bus.local import LocalServer, LocalTransport
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Transport
 from bus.rabbitmq import RabbitTransport
 
@@ -135,6 +135,18 @@ class Rig:
         """The broker cannot be reached."""
         raise NotImplementedError
 
+    async def part(self, transport: Transport) -> None:
+        """This connection is lost, and does not come back before `rejoin`."""
+        raise NotImplementedError
+
+    async def rejoin(self, transport: Transport) -> None:
+        """It can come back."""
+        raise NotImplementedError
+
+    def outside(self, name: str) -> Transport:
+        """A connection that reaches the broker while others are parted from it; its user closes it."""
+        raise NotImplementedError
+
     async def reopen(self) -> None:
         """It can again."""
         raise NotImplementedError
@@ -161,6 +173,17 @@ class MemoryRig(Rig):
 
     async def reopen(self) -> None:
         self.broker.start()
+
+    async def part(self, transport: Transport) -> None:
+        assert isinstance(transport, MemoryTransport)
+        transport.lose()
+
+    async def rejoin(self, transport: Transport) -> None:
+        assert isinstance(transport, MemoryTransport)
+        transport.reconnect_soon()
+
+    def outside(self, name: str) -> Transport:
+        return self.make(name)
 
 
 class LocalRig(MemoryRig):
@@ -226,6 +249,15 @@ class RabbitRig(Rig):
 
     async def reopen(self) -> None:
         await self._proxy.open()
+
+    async def part(self, transport: Transport) -> None:
+        await self.shut()
+
+    async def rejoin(self, transport: Transport) -> None:
+        await self.reopen()
+
+    def outside(self, name: str) -> Transport:
+        return RabbitTransport(self._direct, name=name, prefix=self._prefix)
 
 
 @contextlib.asynccontextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from bus.contracts.catalogue import COMMANDS, EVENTS, QueueKind
-from bus.port import Outgoing, QueueMissing, Unroutable
+from bus.port import Outgoing, QueueLocked, QueueMissing, Unroutable
 from tests.contract.queues import EVERY_ADAPTER, command, declare, depth_is
 from tests.contract.rig import Collector, Rig, until
 
@@ -97,6 +99,32 @@ async def test_a_private_queue_goes_with_its_connection(rig: Rig) -> None:
         await other.depth(queue)
     with pytest.raises(Unroutable):
         await other.publish(command(b"x"))
+
+
+async def test_a_private_queue_belongs_to_one_connection_at_a_time(rig: Rig) -> None:
+    first, second = await rig.transport("first"), await rig.transport("second")
+    queue = await declare(first, QueueKind.PRIVATE)
+    await declare(first, QueueKind.PRIVATE)  # its own, once more
+    got = Collector()
+    await first.consume(queue, got, prefetch=10)
+    for _ in range(2):
+        with pytest.raises(QueueLocked):
+            await declare(second, QueueKind.PRIVATE)
+    await second.publish(command(b"1"))
+    await got.wait(1)
+    await first.close()
+
+    async def declared() -> bool:
+        with contextlib.suppress(QueueLocked):
+            return await declare(second, QueueKind.PRIVATE) == queue
+        return False
+
+    await until(declared)
+    again = Collector()
+    await second.consume(queue, again, prefetch=10)
+    await second.publish(command(b"2"))
+    await again.wait(1)
+    assert (got.bodies, again.bodies) == ([b"1"], [b"2"])
 
 
 async def test_get_depth_and_purge(rig: Rig) -> None:

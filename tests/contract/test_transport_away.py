@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from bus.contracts.catalogue import QueueKind
-from bus.port import BusUnavailable, Outgoing
+from bus.port import BusUnavailable, Outgoing, QueueLocked
 from tests.contract.queues import EVERY_ADAPTER_THAT_RECONNECTS, command, declare
 from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 
@@ -39,6 +40,39 @@ async def test_a_lost_connection_comes_back_with_everything(rig: Rig) -> None:
     await held.wait(3)
     await got.wait(2)
     await replies.wait(1)
+
+
+async def test_a_connection_that_comes_back_waits_for_its_private_queue_while_another_has_it(rig: Rig) -> None:
+    """As after a fail-over: its former connection may still have it, or a process that was quicker."""
+    transport = await rig.transport()
+    queue = await declare(transport, QueueKind.PRIVATE, name="mine")
+    got, back, locked = Collector(), asyncio.Event(), asyncio.Event()
+    await transport.consume(queue, got, prefetch=10)
+    transport.on_reconnect(back.set)
+    transport.on_locked(locked.set)
+    await rig.part(transport)
+    await until(lambda: not transport.connected)
+    quicker = rig.outside("quicker")
+    await quicker.open()
+    try:
+        await quicker.declare_exchanges()
+
+        async def has_it() -> bool:  # RabbitMQ may need a moment to notice that the other one has gone
+            with contextlib.suppress(QueueLocked):
+                return await declare(quicker, QueueKind.PRIVATE, name="mine") == queue
+            return False
+
+        await until(has_it)
+        await rig.rejoin(transport)
+        async with asyncio.timeout(PATIENCE_S):
+            await locked.wait()
+        assert not transport.connected and not back.is_set()
+    finally:
+        await quicker.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await back.wait()
+    await transport.publish(command(b"1"))
+    await got.wait(1)
 
 
 async def test_while_the_broker_is_away_publishing_says_so(rig: Rig) -> None:

@@ -102,11 +102,11 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
     ),
     QueueRow(
-        name="compute.asked.{process}",
+        name="compute.asked.{service}",  # who has it has the service's name
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         reader="compute_sim",
-        bindings=((EVENTS, "compute.report"),),
+        bindings=((EVENTS, "compute.report"), (EVENTS, "compute.heartbeat.{service}")),
         max_length=1_000,
     ),
     QueueRow(

@@ -68,7 +68,7 @@ class World:
         await self._consume(API, "client.builds.{process}", self._hear)
         for cell in CELLS:
             await self._consume(cell, "conductor.requests", self._command)
-            await self._consume(cell, "compute.asked.{process}", self._asked)
+            await self._consume(cell, "compute.asked.{service}", self._asked, service=f"compute-{cell}")
 
     async def close(self) -> None:
         for name in list(self.services):
@@ -123,8 +123,8 @@ class World:
         self.replicas.pop(name, None)
         return self.services.pop(name)
 
-    async def _consume(self, bus: str, queue: str, handler: Callable[..., Any]) -> None:
-        consumer = self.buses[bus].consumer(queue, handler, max_batch=1000, concurrency=1)
+    async def _consume(self, bus: str, queue: str, handler: Callable[..., Any], **fill: str) -> None:
+        consumer = self.buses[bus].consumer(queue, handler, max_batch=1000, concurrency=1, **fill)
         await consumer.start()
         self._consumers.append(consumer)
         self._tasks.append(asyncio.create_task(consumer.run()))
@@ -150,8 +150,8 @@ class World:
 
     async def _asked(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
-            assert isinstance(received.message, ReportHosts)
-            await self.announce(received.bus)
+            if isinstance(received.message, ReportHosts):  # and not one of this world's own heartbeats
+                await self.announce(received.bus)
         return [Done()] * len(batch)
 
     async def until(self, there: Callable[[], T]) -> T:

@@ -1,0 +1,103 @@
+"""A compute service's name belongs to one process: two of one name would build and destroy on the same hosts.
+
+The name is held by the service's private queue on its cell's bus, which a broker gives to one connection at a time. It
+is taken before the driver is looked at. Where a broker gives it to two (a cluster that was split), the heartbeats tell:
+the service with the lower epoch, the one that was started earlier, stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.cell import Heartbeat
+from bus.faults import Forbidden
+from bus.port import QueueLocked
+from compute_sim.records import Records
+
+log = structlog.get_logger()
+
+QUEUE = "compute.asked.{service}"
+AGAIN_S = 1.0
+
+
+class NameTaken(Forbidden):
+    """Another process runs a compute service of this name."""
+
+    code = "compute.name_taken"
+
+
+class ServiceName:
+    """The name of one compute service, held for as long as its connection lives."""
+
+    def __init__(self, bus: Bus, *, service: str, cell: str, records: Records, clock: Clock, wait_s: float) -> None:
+        self._bus = bus
+        self._service = service
+        self._cell = cell
+        self._records = records
+        self._clock = clock
+        self._wait_s = wait_s
+        self._locked_at: float | None = None  # since when the connection does not come back, as another has the name
+        self._lost = asyncio.Event()
+        self._other: tuple[int, int, float] | None = None  # epoch and sequence heard of another, and since when
+
+    async def hold(self) -> None:
+        """Take the name; waits `wait_s` for a former connection to be noticed as gone. Raises NameTaken."""
+        until = self._clock.monotonic() + self._wait_s
+        said = False
+        while True:
+            try:
+                await self._bus.declare_now(QUEUE, service=self._service)
+                break
+            except QueueLocked as locked:
+                if self._clock.monotonic() >= until:
+                    raise self._taken(f"for {self._wait_s:g} s") from locked
+                if not said:
+                    log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
+                said = True
+                await self._clock.sleep(min(AGAIN_S, self._wait_s))
+        self._bus.transport.on_locked(self._is_locked)
+        self._bus.transport.on_reconnect(self._is_back)
+
+    async def watch(self) -> None:
+        """A side task: ends the service when another took the name while the connection was lost. Raises NameTaken."""
+        await self._lost.wait()
+        raise self._taken("since this one's connection to the bus was lost")
+
+    def heard(self, beat: Heartbeat) -> None:
+        """A heartbeat under this name. Raises NameTaken when it is another's.
+
+        One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that
+        is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
+        """
+        own = self._records.epoch
+        if beat.service != self._service or beat.epoch == own or beat.leaving:
+            return
+        now = self._clock.monotonic()
+        if self._other is None or self._other[0] != beat.epoch:
+            self._other = (beat.epoch, beat.sequence, now)
+            log.warning("compute.name_heard", reason=self._sentence(), epoch=beat.epoch, own_epoch=own)
+            return
+        _, sequence, since = self._other
+        if beat.sequence > sequence and (beat.epoch > own or now - since >= self._wait_s):
+            raise self._taken(f"its heartbeats have epoch {beat.epoch}, ours {own}")
+
+    def _is_locked(self) -> None:
+        now = self._clock.monotonic()
+        if self._locked_at is None:
+            self._locked_at = now
+            log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
+        elif now - self._locked_at >= self._wait_s:
+            self._lost.set()
+
+    def _is_back(self) -> None:
+        self._locked_at = None
+
+    def _taken(self, how: str) -> NameTaken:
+        return NameTaken(f"{self._sentence()} ({how}): stop that one, or give this one a name of its own (--service)")
+
+    def _sentence(self) -> str:
+        return f"another process runs the compute service {self._service!r} of {self._cell}"
