@@ -9,6 +9,7 @@ import structlog
 from bus import metrics
 from bus.dead_letters import read_letter
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, dead_queue
+from bus.wire import shown
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -33,7 +34,7 @@ async def bury(bus: Bus, queue: str, letter: Outgoing) -> None:
         else:
             return
     metrics.DEAD_DROPPED.labels(bus.name, queue).inc()
-    log.error("dead_letter.dropped", queue=queue, id=letter.message_id, type=letter.type, newest=True)
+    log.error("dead_letter.dropped", queue=queue, id=shown(letter.message_id), type=shown(letter.type), newest=True)
 
 
 async def _drop_oldest(bus: Bus, queue: str) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -44,6 +44,9 @@ log = structlog.get_logger("bus.consumer")
 NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
+
+# So many batches of other messages may go before a suspect (what has been delivered too often without an end).
+MOST_PASSED_OVER = 8
 
 
 class Consumer:
@@ -76,6 +79,8 @@ class Consumer:
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._deliveries: deque[Delivery] = deque()
         self._items: deque[Item] = deque()
+        self._suspects: list[Item] = []
+        self._passed_over = 0
         self._in_hand: set[Parcel] = set()
         self._arrived = asyncio.Event()
         self._draining = False
@@ -186,13 +191,23 @@ class Consumer:
 
     def _waiting(self) -> int:
         """At least so many messages have arrived that nobody has in hand."""
-        return len(self._deliveries) + len(self._items)
+        return len(self._deliveries) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[Item]:
-        """At most `max_batch` messages of what has arrived."""
+        """At most `max_batch` messages of what has arrived; a suspect alone, and late.
+
+        A message that ends its process takes with it what was delivered beside it. In the order of the queue the same
+        ones would be lost with it each time, until the broker gives up all of them; one by one in a random order, each
+        process settles half of those that are left, and in the end it dies alone.
+        """
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
             self._open(self._deliveries.popleft())
         count = min(len(self._items), self._max_batch)
+        if self._suspects:
+            self._passed_over += 1
+            if not count or self._passed_over > MOST_PASSED_OVER:
+                self._passed_over = 0
+                return [self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))]
         if count and self._pace is not None:
             self._pace.taken(self._bus.clock.monotonic())
         return [self._items.popleft() for _ in range(count)]
@@ -205,12 +220,13 @@ class Consumer:
             return
         parcel = Parcel(delivery, len(reads))
         self._in_hand.add(parcel)
+        opened = self._suspects if parcel.is_suspect else self._items
         for read in reads:
             if isinstance(read, Malformed):
-                self._items.append(Item(parcel, read))
+                opened.append(Item(parcel, read))
                 continue
             received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered)
-            self._items.append(Item(parcel, received, self._until(read.meta)))
+            opened.append(Item(parcel, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:
         """When an answer is of no use any more, on our clock.
@@ -228,7 +244,7 @@ class Consumer:
         sound: list[Item] = []
         for item in items:
             if isinstance(item.received, Malformed):
-                await self._insistence.insist(number, lambda item=item: self._settling.refuse_malformed(item))  # type: ignore[misc]
+                await self._settle_one(item, number, lambda item=item: self._settling.refuse_malformed(item))  # type: ignore[misc]
                 self._close(item)
                 self._count(item.received.code, 1)
             elif item.until is not None and item.until < now:
@@ -241,11 +257,41 @@ class Consumer:
             if self._pace is not None:
                 done = self._bus.clock.monotonic()
                 self._pace.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
-            await self._insistence.insist(number, lambda: self._settling.act(sound, outcomes))
+            await self._act(sound, outcomes, number)
             for item in sound:
                 self._close(item)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
+
+    async def _act(self, items: Sequence[Item], outcomes: Sequence[Outcome], number: int) -> None:
+        """Do what the outcomes ask for; what cannot be done for one message is that message's end alone."""
+        if len(items) == 1:
+            return await self._settle_one(items[0], number, lambda: self._settling.act(items, outcomes))
+        try:
+            await self._insistence.insist(number, lambda: self._settling.act(items, outcomes))
+        except BusForbidden:
+            raise
+        except Exception as error:
+            log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
+            for item, outcome in zip(items, outcomes, strict=True):
+                await self._act([item], [outcome], number)
+
+    async def _settle_one(self, item: Item, number: int, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await self._insistence.insist(number, call)
+        except BusForbidden:
+            raise
+        except Exception as error:
+            cause = error
+        else:
+            return
+        try:
+            await self._insistence.insist(number, lambda: self._settling.park(item, cause))
+        except BusForbidden:
+            raise
+        except Exception:  # nothing of it can be written: the broker parks it as it came
+            log.exception("consumer.cannot_park", queue=self.queue)
+            item.parcel.rejected = True
 
     def _close(self, item: Item) -> None:
         item.parcel.settle()

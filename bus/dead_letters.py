@@ -8,7 +8,7 @@ from datetime import datetime
 from msgspec import Struct
 
 from bus.port import Delivery, Outgoing, Transport, dead_queue
-from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT
+from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT, shown
 
 # Why a message was given up, on the dead letter.
 CODE = "berth-code"
@@ -83,7 +83,7 @@ async def replay(
             if delivery is None or wanted == set():
                 passed_over += [delivery] if delivery else []
                 break
-            name = delivery.message_id or ""
+            name = shown(delivery.message_id or "")
             if wanted is not None and name not in wanted:
                 passed_over.append(delivery)
                 continue
@@ -141,12 +141,12 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
     broker_says = _text(delivery, "x-first-death-reason")
     return DeadLetter(
         position=position,
-        id=delivery.message_id or "",
+        id=shown(delivery.message_id or ""),
         code=_text(delivery, CODE) or (f"broker.{broker_says}" if broker_says else "unknown"),
         reason=_text(delivery, REASON) or ("given up by the broker" if broker_says else ""),
-        type=delivery.type or "",
+        type=shown(delivery.type or ""),
         exchange=_text(delivery, EXCHANGE) or delivery.exchange,
-        routing_key=_published_key(delivery) or delivery.routing_key,
+        routing_key=shown(_published_key(delivery) or delivery.routing_key),
         cause=_text(delivery, CAUSE),
         died_at=_died_at(delivery.headers),
         sent_at=_sent_at(delivery.headers),

@@ -6,20 +6,36 @@ from bus.outcome import Received
 from bus.port import Delivery
 from bus.wire import Malformed
 
+# From the third delivery on (two were not acknowledged) the messages of a delivery are taken one at a time.
+SUSPECT_FROM = 2
+
 
 class Parcel:
-    """One delivery, which may hold many messages; it is acknowledged when the last of them is settled."""
+    """One delivery, which may hold many messages; it is acknowledged when the last of them is settled.
 
-    __slots__ = ("delivery", "open")
+    rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
+    """
+
+    __slots__ = ("delivery", "open", "rejected")
 
     def __init__(self, delivery: Delivery, count: int) -> None:
         self.delivery = delivery
         self.open = count
+        self.rejected = False
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it has been delivered so often without an end that it may be what ended its consumers."""
+        return self.delivery.delivery_count >= SUSPECT_FROM
 
     def settle(self) -> None:
         """One of its messages is settled."""
         self.open -= 1
-        if not self.open:
+        if self.open:
+            return
+        if self.rejected:
+            self.delivery.nack(requeue=False)
+        else:
             self.delivery.ack()
 
 

@@ -10,19 +10,32 @@ from msgspec import structs
 
 from bus.burial import bury
 from bus.clock import new_uuid
-from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
+from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
 from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
 from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
 from bus.link import Mode, Waiter
 from bus.outcome import Done, Outcome, Received, Retry
 from bus.parcel import Item
 from bus.port import BusError, Outgoing, retry_queue
-from bus.wire import JSON, ORIGINAL_KEY, REPLY_PREFIX, Malformed, Packed, headers_of, pack, published_key
+from bus.wire import (
+    JSON,
+    ORIGINAL_KEY,
+    REPLY_PREFIX,
+    Malformed,
+    Packed,
+    headers_of,
+    may_gather,
+    pack,
+    published_key,
+    shown,
+)
 
 if TYPE_CHECKING:
     from bus.bus import Bus
 
 log = structlog.get_logger("bus.consumer")
+
+CANNOT_SETTLE = "settling.failed"
 
 
 class Settling:
@@ -71,13 +84,13 @@ class Settling:
         answer = Meta(
             id=new_uuid(bus.rng), cause=meta.cause, sent_at=bus.clock.time(), correlation_id=meta.correlation_id
         )
-        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX), False, False)
+        mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
         bus.publisher.post("", meta.reply_to, mode, pack(reply, answer), waiter)
 
     def _retry(self, received: Received, waiter: Waiter) -> None:
         attempt = received.meta.attempt
         meta = structs.replace(received.meta, attempt=attempt + 1)
-        mode = Mode(True, True, True)
+        mode = Mode(may_gather(meta), True, True)
         key = retry_queue(self.queue, attempt)
         self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
 
@@ -115,11 +128,32 @@ class Settling:
                 REASON: reason[:MAX_REASON],
                 QUEUE: self.queue,
                 EXCHANGE: delivery.exchange,
-                ORIGINAL_KEY: published_key(delivery),
+                ORIGINAL_KEY: shown(published_key(delivery)),
                 DIED_AT: int(self._bus.clock.time() * 1000),
             },
             mandatory=True,
         )
+
+    async def park(self, item: Item, error: Exception) -> None:
+        """Dead-letter one message whose outcome could not be carried out, with its body and nothing else of its own."""
+        received, reason = item.received, f"{type(error).__name__}: {error}"
+        log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
+        if self._row.kind is not QueueKind.DURABLE:
+            return
+        letter = Outgoing(
+            exchange=DEAD,
+            routing_key=self.queue,
+            body=received.body if isinstance(received, Malformed) else encode(received.message),
+            message_id=new_uuid(self._bus.rng),
+            headers={
+                CODE: CANNOT_SETTLE,
+                REASON: shown(reason)[:MAX_REASON],
+                QUEUE: self.queue,
+                DIED_AT: int(self._bus.clock.time() * 1000),
+            },
+            mandatory=True,
+        )
+        await bury(self._bus, self.queue, letter)
 
     async def refuse_malformed(self, item: Item) -> None:
         """Answer what could not be read: on the reply queue, as the owner says, or as a dead letter."""

@@ -7,18 +7,23 @@ headers named here. Several: content-type `application/vnd.berth.batch+json`, th
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Union
 
 import msgspec
+import structlog
 from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
 from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES, may_come_under, routing_key
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN
+
+log = structlog.get_logger(__name__)
 
 JSON = "application/json"
 BATCH = "application/vnd.berth.batch+json"
@@ -58,6 +63,7 @@ TOO_LARGE = "message.too_large"
 WRONG_KEY = "message.wrong_key"
 REPLY_TO = "message.reply_to"
 
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
 _decode_meta = msgspec.json.Decoder(Meta).decode
@@ -170,6 +176,7 @@ class Codec:
         self._queue = queue
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
+        self._fields = sorted({name for kind in kinds for name in kind.__struct_fields__})
         self._heads = [(_head(BY_TYPE[kind].key), tag_of(kind)) for kind in kinds if kind in BY_TYPE]
         self._heads.sort(key=lambda pair: -len(pair[0]))
         item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[tuple(kinds)])])  # noqa: UP007
@@ -181,8 +188,15 @@ class Codec:
         A message under a routing key that is not its own is malformed, whatever its body says (`may_come_under`).
         """
         key = published_key(delivery)
+        try:
+            return self._read(delivery, new_id, key)
+        except Exception as error:  # the input is hostile, and whatever it does must not end the consumer
+            log.exception("message.unreadable", queue=self._queue)
+            return [self._malformed(delivery.body, MALFORMED, type(error).__name__, Meta(id=new_id), key)]
+
+    def _read(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         if delivery.content_type == BATCH and len(delivery.body) <= MAX_BODY_BYTES:
-            return self._read_batch(delivery.body, (delivery.message_id or new_id)[:MAX_ID], key)
+            return self._read_batch(delivery.body, _id(delivery, new_id), key)
         meta, problem = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return [self._unanswerable(delivery.body, meta, key)]
@@ -198,7 +212,7 @@ class Codec:
             items = self._batch.decode(body)
             if len(items) <= MAX_BATCH_ITEMS and all(_is_sound(item.meta, item.body, key) for item in items):
                 return [Read(item.body, item.meta) for item in items]
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         except RecursionError:
             return [self._malformed(body, MALFORMED, "nested too deeply", Meta(id=new_id), key)]
@@ -208,7 +222,7 @@ class Codec:
         """The slow way, when one item at least is bad: its neighbours must not suffer."""
         try:
             items = _decode_raw(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return [self._malformed(body, MALFORMED, str(error), Meta(id=new_id), key)]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
@@ -219,7 +233,7 @@ class Codec:
         body = bytes(item.body)
         try:
             meta = _decode_meta(item.meta)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self._malformed(body, INVALID, f"meta: {error}", Meta(id=new_id), key)
         if not _may_travel(meta):
             return self._malformed(body, INVALID, "meta: a name or number is beyond its bound", Meta(id=new_id), key)
@@ -239,7 +253,7 @@ class Codec:
                 return self._malformed(body, WRONG_KEY, reason, meta, key)
             return Read(message, meta)
         except msgspec.ValidationError as error:
-            return self._malformed(body, INVALID, str(error), meta, key)
+            return self._malformed(body, INVALID, _with_suggestion(str(error), self._fields), meta, key)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return self._malformed(body, MALFORMED, str(error), meta, key)
         except RecursionError:
@@ -258,6 +272,13 @@ class Codec:
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
         return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
+
+
+def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
+    """What msgspec says of a field that does not exist, with the nearest one that does."""
+    found = _UNKNOWN_FIELD.search(reason)
+    near = difflib.get_close_matches(found[1][:MAX_ID], fields, n=1) if found is not None else []
+    return f"{reason}; did you mean `{near[0]}`?" if near else reason
 
 
 def kind_of(name: str) -> type[Message] | None:
@@ -291,6 +312,29 @@ def _may_travel(meta: Meta) -> bool:
     )
 
 
+def may_gather(meta: Meta) -> bool:
+    """Whether metadata can stand in the JSON of a batch: a foreign client's ids may be bytes that are no text."""
+    return is_text(meta.correlation_id or "") and is_text(meta.reply_to or "")
+
+
+def is_text(text: str) -> bool:
+    """False: it holds bytes that are not UTF-8 (`surrogateescape`)."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(text: str) -> str:
+    """A foreign client's text as it may be stored, logged and printed: bytes that are not UTF-8 are spelled out."""
+    if is_text(text):
+        return text
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def _is_within(text: str, most_bytes: int) -> bool:
     return len(text) * 4 <= most_bytes or len(text.encode()) <= most_bytes
 
@@ -318,7 +362,7 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
     numbers, problem = _numbers(headers)
     deadline = numbers[DEADLINE]
     meta = Meta(
-        id=(delivery.message_id or new_id)[:MAX_ID],
+        id=_id(delivery, new_id),
         cause=_text(headers, CAUSE) or "",
         sent_at=(numbers[SENT_AT] or 0.0) / 1000,
         reply_to=delivery.reply_to or None,
@@ -328,6 +372,11 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
     )
     return meta, problem
+
+
+def _id(delivery: Delivery, new_id: str) -> str:
+    """The message's id as text."""
+    return shown(delivery.message_id or new_id)[:MAX_ID]
 
 
 def _text(headers: Mapping[str, object], name: str) -> str | None:

@@ -19,7 +19,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     against an instance when it was made this long after the instance's last command, so that a report on its way
     cannot kill a young build.
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
-    destroy_unknown: destroy what a host runs and no record of this cell owns.
     deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
     than any message can be under way. failed_keep_s: the same of a failed one; longer than the schedulers keep its
     request (ended_keep_s), because who deletes it there waits for our word. forget_every_s: between two looks for those
@@ -37,7 +36,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
-    destroy_unknown: bool = True
     deleted_keep_s: Seconds = 86_400.0
     failed_keep_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
     forget_every_s: Seconds = 60.0

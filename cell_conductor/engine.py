@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
@@ -161,9 +162,10 @@ class Engine:
         outgoing: list[Addressed] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
+        patience = replace(self._patience, deployment=self._store.deployment)
         for arrival in arrivals:
             before = now.get(arrival.uuid) or Instance(uuid=arrival.uuid)
-            stepped = step(before, arrival.event, self._patience)
+            stepped = step(before, arrival.event, patience)
             now[arrival.uuid] = stepped.instance
             cause = stepped.instance.cause or arrival.cause
             outgoing += [Addressed(self._bus.name, command, cause) for command in stepped.commands]

@@ -14,11 +14,14 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
 from .domain.instance import Look
-from .domain.report import Newest, differences
+from .domain.report import Newest, Unexplained, differences
 from .engine import Arrival, Engine
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
+
+MAX_KNOWN = 200_000  # unexplained machines remembered: twice as many as a neighbour may have nodes
+LOGGED_PER_REPORT = 20  # new ones logged of one page; the others are counted in one line
 
 
 class RequestHandlers:
@@ -61,6 +64,7 @@ class HostHandlers:
         self._clock = clock
         self._config = config
         self._newest = Newest()
+        self._known = Known()
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts; heartbeats say nothing about instances."""
@@ -84,10 +88,9 @@ class HostHandlers:
             # A report without a time could be of any age: it proves what runs, never what is missing.
             seen_at=seen_at,
             grace_s=self._config.report_grace_s,
-            destroy_unknown=self._config.destroy_unknown,
+            deployment=self._store.deployment,
         )
-        for unknown in found.unknown:
-            log.warning("instance.unknown", instance=unknown.uuid, host=unknown.host_uuid, attempt=unknown.attempt)
+        self._report(report.service, found.unexplained)
         arrivals = [Arrival(uuid, event) for uuid, event in found.events]
         for start in range(0, len(arrivals), self._config.max_batch):
             piece = arrivals[start : start + self._config.max_batch]
@@ -96,6 +99,39 @@ class HostHandlers:
                 metrics.REPAIRED.labels(kind).inc()
                 log.info("instance.differs", instance=arrival.uuid, kind=kind, service=report.service)
             await self._engine.take(piece, source="reports")
+
+    def _report(self, service: str, machines: Sequence[Unexplained]) -> None:
+        """Count what no record explains, and log what was not known before; nothing else happens to it here."""
+        news = [one for one in machines if self._known.add(one)]
+        for one in news[:LOGGED_PER_REPORT]:
+            log.warning(
+                "machine.unexplained",
+                instance=one.uuid,
+                host=one.host_uuid,
+                attempt=one.attempt,
+                kind=one.kind,
+                why=one.why,
+                service=service,
+            )
+        if len(news) > LOGGED_PER_REPORT:
+            log.warning("machine.unexplained_more", service=service, machines=len(news) - LOGGED_PER_REPORT)
+        for one in news:
+            metrics.UNEXPLAINED.labels(one.kind).inc()
+
+
+class Known:
+    """Machines that were reported before, the last so many: each is logged when it first appears."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Unexplained, None] = {}
+
+    def add(self, machine: Unexplained) -> bool:
+        """Remember it; says whether it is new."""
+        is_new = self._keys.pop(machine, self) is self
+        self._keys[machine] = None
+        if len(self._keys) > MAX_KNOWN:
+            del self._keys[next(iter(self._keys))]
+        return is_new
 
 
 def _arrival(received: Received, at: float) -> Arrival | None:

@@ -16,6 +16,9 @@ ENDED = Counter("berth_conductor_ended", "Instances that reached active, failed 
 ALTERNATES = Counter("berth_conductor_alternates", "Attempts commanded on an alternate.")
 SWEPT = Counter("berth_conductor_swept", "Deadlines that passed, by state.", ["state"])
 REPAIRED = Counter("berth_conductor_repaired", "Differences between hosts' reports and the record.", ["kind"])
+UNEXPLAINED = Counter(
+    "berth_conductor_unexplained", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
+)
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import structlog
 import tenacity
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
-from bus.contracts.cell import ComputeResult, Destroy, Spawn
+from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeResult, Destroy, Running, Spawn
 from compute_sim import metrics
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import (
@@ -29,11 +30,21 @@ from compute_sim.domain.attempts import (
     built,
     destroyed,
     failed,
+    is_leaving,
     lost,
     on_destroy,
     on_spawn,
 )
-from compute_sim.driver import Build, BuildAbort, BuildFault, Driver, DriverHost, DriverUnavailable, Machine
+from compute_sim.driver import (
+    Build,
+    BuildAbort,
+    BuildFault,
+    Driver,
+    DriverHost,
+    DriverUnavailable,
+    Machine,
+    NotOurs,
+)
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import EntryRow, Key, Records
 
@@ -102,7 +113,7 @@ class Agent:
 
     def _on_spawn(self, command: Spawn) -> EntryRow | None:
         key = (command.host_uuid, command.spec.instance_uuid)
-        verdict, entry = on_spawn(self._records.get(key), command.attempt)
+        verdict, entry = on_spawn(self._records.get(key), command.attempt, command.deployment)
         self._verdicts[verdict].inc()
         if verdict is SpawnVerdict.UNDERWAY:
             return None
@@ -112,6 +123,11 @@ class Agent:
         if verdict in (SpawnVerdict.FENCED, SpawnVerdict.SUPERSEDED):
             self._answers.refuse(
                 key, command.attempt, f"spawn.{verdict.value}", "this attempt was given up on this host"
+            )
+            return None
+        if verdict is SpawnVerdict.NOT_OURS:
+            self._answers.refuse(
+                key, command.attempt, "spawn.not_ours", "another deployment's machine has this uuid here"
             )
             return None
         if command.host_uuid not in self._hosts:
@@ -129,12 +145,15 @@ class Agent:
     def _on_destroy(self, command: Destroy) -> EntryRow | None:
         key = (command.host_uuid, command.instance_uuid)
         known = self._records.get(key)
-        verdict, entry = on_destroy(known, command.attempt)
+        verdict, entry = on_destroy(known, command.attempt, command.deployment)
         self._verdicts[verdict].inc()
         chain = self._jobs.chain(key)
+        if verdict is DestroyVerdict.NOT_OURS:
+            self._refuse_destroy(key, command.attempt, "the machine here was built for another deployment")
+            return None
         if verdict is DestroyVerdict.DESTROY or (verdict is DestroyVerdict.JOIN and chain is None):
             # Joining what was given up as impossible starts it again.
-            self._start_destroy(key, command.attempt)
+            self._start_destroy(key, command.attempt, entry.deployment)
         elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
         else:
@@ -154,10 +173,15 @@ class Agent:
     def _build_over(self, _: asyncio.Task[None]) -> None:
         self._accepted -= 1
 
-    def _start_destroy(self, key: Key, attempt: int) -> None:
+    def _start_destroy(self, key: Key, attempt: int, deployment: str | None) -> None:
         chain = self._jobs.without_build(key)
         chain.answers.add(attempt)
-        self._jobs.start(key, chain, self._clear_away(key, chain, attempt))
+        self._jobs.start(key, chain, self._clear_away(key, chain, attempt, deployment))
+
+    def _refuse_destroy(self, key: Key, attempt: int, reason: str) -> None:
+        log.warning("destroy.not_ours", instance=key[1], cause=key[1], host=key[0], attempt=attempt, reason=reason)
+        sentence = f"{reason}; nothing was changed: an operator who wants it gone removes it on the host itself"
+        self._answers.refuse(key, attempt, NotOurs.code, sentence)
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
         started, begun_at = self._clock.monotonic(), self._clock.time()
@@ -180,15 +204,17 @@ class Agent:
         number = command.attempt
         try:
             if clear:
-                await self._clear(key, clear)
+                await self._clear(key, clear, command.deployment)
                 chain.clearing = False
                 self._answers.cleared(key, chain)
             async with asyncio.timeout(self._limits.build_s):
-                await self._driver.spawn(Build(key[0], command.spec, number, command.allocations))
+                await self._driver.spawn(Build(key[0], command.spec, number, command.allocations, command.deployment))
         except BuildFault as fault:
             code, reason, final = fault.code, fault.reason, isinstance(fault, BuildAbort)
         except DriverUnavailable as fault:
             code, reason, final = "driver.unavailable", str(fault), False
+        except NotOurs as fault:
+            code, reason, final = "host.taken", str(fault), False
         except TimeoutError:
             code, reason, final = "build.timeout", f"not built within {self._limits.build_s:g} s", False
         except Exception as fault:  # a driver is somebody else's code: its bug costs this build, not the service
@@ -198,10 +224,16 @@ class Agent:
             return built(self._records.get(key), number)
         return failed(self._records.get(key), number, code, reason[:MAX_REASON], final=final)
 
-    async def _clear_away(self, key: Key, chain: Chain, attempt: int) -> None:
+    async def _clear_away(self, key: Key, chain: Chain, attempt: int, deployment: str | None) -> None:
         async with chain.lock:
             try:
-                await self._clear(key, attempt)
+                await self._clear(key, attempt, deployment)
+            except NotOurs as fault:
+                # Not taken up again by itself: only an operator changes that, and then the next Destroy finds out.
+                for owed in sorted(chain.answers):
+                    self._refuse_destroy(key, owed, str(fault))
+                chain.answers.clear()
+                return
             except DriverUnavailable as fault:
                 # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
                 # next start of the service tries again.
@@ -230,11 +262,9 @@ class Agent:
             del self._undone[key]
             entry = self._records.get(key)
             if entry is not None and entry.phase is Phase.DESTROYING and self._jobs.chain(key) is None:
-                self._start_destroy(key, entry.fence)
+                self._start_destroy(key, entry.fence, entry.deployment)
 
-    async def _clear(self, key: Key, attempt: int) -> None:
-        if key[0] not in self._hosts:
-            return  # never ours, so nothing of ours runs there; the fence keeps it so
+    async def _clear(self, key: Key, attempt: int, deployment: str | None) -> None:
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             stop=tenacity.stop_after_attempt(self._limits.destroy_tries),
@@ -242,7 +272,7 @@ class Agent:
             retry=tenacity.retry_if_exception_type(DriverUnavailable),
             reraise=True,
         )
-        await retrying(self._driver.destroy, key[0], key[1], attempt)
+        await retrying(self._driver.destroy, key[0], key[1], attempt, deployment)
 
     def _count_failures(self, host: str, *, works: bool) -> None:
         count = 0 if works else self._records.failed_builds(host) + 1
@@ -252,26 +282,32 @@ class Agent:
     # --- start, survey, stop
 
     async def resume(self) -> None:
-        """Learn what the hosts run, and take up what the last run of this service left unfinished or unsaid."""
-        await self.learn_hosts()
-        found = {(m.host_uuid, m.instance_uuid): m for ms in (await self._driver.list()).values() for m in ms}
-        for key, entry in self._records.entries():
-            self._resume(key, entry, found.pop(key, None))
-        for key, machine in found.items():
-            log.warning("machine.adopted", instance=key[1], cause=key[1], host=key[0])
-            self._records.put(key, Entry(machine.attempt or 0, Phase.RUNNING, told=True))
+        """Learn what the hosts run, and take up what the last run of this service left unfinished or unsaid.
 
-    def _resume(self, key: Key, entry: Entry, machine: Machine | None) -> None:
-        if entry.phase is Phase.BUILDING and machine and machine.attempt in (entry.attempt, None):
-            entry = Entry(entry.attempt, Phase.RUNNING, fence=entry.fence)
+        A machine that is not on record is reported as its mark has it, and not made a record of: the conductor decides.
+        """
+        await self.learn_hosts()
+        listed = await self._driver.list()
+        found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
+        for key, entry in self._records.entries():
+            self._resume(key, entry, found.pop(key, None), seen=key[0] in listed)
+        for key, machine in found.items():
+            log.warning(
+                "machine.unrecorded", instance=key[1], cause=key[1], host=key[0], deployment=machine.deployment or ""
+            )
+
+    def _resume(self, key: Key, entry: Entry, machine: Machine | None, *, seen: bool) -> None:
+        if entry.phase is Phase.BUILDING and machine and machine.built and _made_by(entry, machine):
+            entry = replace(entry, phase=Phase.RUNNING)
             self._records.put(key, entry)
         command = self._records.spawn_of(key)
         # A machine at or below its fence: its destruction was on record, but did not come true.
         undead = machine is not None and machine.attempt is not None and machine.attempt <= entry.fence
+        undead = undead and machine is not None and machine.deployment == entry.deployment
         if entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING):
             fence = max(entry.fence, entry.attempt)
-            self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence))
-            self._start_destroy(key, fence)
+            self._records.put(key, Entry(entry.attempt, Phase.DESTROYING, fence=fence, deployment=entry.deployment))
+            self._start_destroy(key, fence, entry.deployment)
             return
         if entry.phase is Phase.BUILDING and command is not None and key[0] in self._hosts:
             chain = self._start_build(key, command, clear=entry.fence)
@@ -282,7 +318,7 @@ class Agent:
             assert gone is not None
             self._records.put(key, gone)
             self._answers.ended(key, gone)
-        elif entry.phase is Phase.RUNNING and machine is None:
+        elif entry.phase is Phase.RUNNING and machine is None and seen:
             self._records.put(key, lost(entry))
         elif not entry.told:
             self._answers.ended(key, entry)
@@ -293,20 +329,20 @@ class Agent:
         self._hosts = frozenset(host.uuid for host in hosts)
         return hosts
 
-    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
-        """What really runs, as [(instance, attempt)] by host; machines on record that do not run are noted as lost."""
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
+        """What each host that was seen carries; machines on record that their hosts do not carry are noted as lost."""
         before = self._records.running()
         listed = await self._driver.list(hosts)
-        result: dict[str, list[tuple[str, int]]] = {}
+        result: dict[str, list[Running]] = {host: [] for host in listed}
         for host, machines in listed.items():
             for machine in machines:
                 key = (host, machine.instance_uuid)
                 known = before.pop(key, None) or self._records.get(key)
-                attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else 0)
-                result.setdefault(host, []).append((machine.instance_uuid, attempt))
+                result[host].append(_running(machine, known))
         if hosts is None:
             for key, entry in before.items():
-                if self._records.get(key) is entry:  # unchanged since before the driver looked: really lost
+                # Its host was seen without it, and the record has not changed since before that: really lost.
+                if key[0] in listed and self._records.get(key) is entry:
                     log.warning("machine.lost", instance=key[1], cause=key[1], host=key[0])
                     self._records.put(key, lost(entry))
         return result
@@ -318,3 +354,20 @@ class Agent:
     async def stop(self, grace_s: float) -> None:
         """Let builds end within the grace time, then leave the rest on record for the next start."""
         await self._jobs.stop(grace_s)
+
+
+def _made_by(entry: Entry, machine: Machine) -> bool:
+    """Whether the machine's mark says that this very attempt made it."""
+    return (machine.attempt, machine.deployment) == (entry.attempt, entry.deployment)
+
+
+def _running(machine: Machine, known: Entry | None) -> Running:
+    """A machine as it is reported: by its mark; the attempt of one without a mark is its record's."""
+    attempt = machine.attempt if machine.attempt is not None else (known.attempt if known else UNKNOWN_ATTEMPT)
+    return Running(
+        instance_uuid=machine.instance_uuid,
+        attempt=attempt,
+        deployment=machine.deployment,
+        built=machine.built,
+        leaving=is_leaving(known, attempt),
+    )

@@ -105,7 +105,7 @@ class Parts:
         self.bus = env.bus(cell)
         self.clock = env.clock
         self.fleet = fleet or Fleet.planned(config, cell, service)
-        self.driver = driver or make_driver(config, self.fleet, env.clock)
+        self.driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
         records = self.fleet.records
         self.name = ServiceName(
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
@@ -215,8 +215,9 @@ class Doom:
         raise ServiceDied("a planned fault of this service")
 
 
-def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock) -> Driver:
+def make_driver(config: ComputeConfig, fleet: Fleet, clock: Clock, *, cell: str, service: str) -> Driver:
     """The driver that the configuration names."""
     if config.driver == "ironic":
-        return BareMetal(config.ironic, clock=clock)
+        is_live = fleet.records.is_live
+        return BareMetal(config.ironic, cell=cell, service=service, clock=clock, is_live=is_live)
     return Hypervisors(fleet, config.faults, seed=config.seed, clock=clock, nested=config.nested)

@@ -52,8 +52,10 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 
 
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the bare-metal nodes are. share of shares: which of them are this service's, by a hash of the uuid.
+    """Where the bare-metal nodes are. share of shares: which free ones are this service's, by a hash of uuids.
 
+    A node with an instance of ours stays with the service that its mark names. takes_over: names of services of this
+    cell that run no more, whose marked nodes are this service's now.
     watch_s: between two looks for nodes that came, or went into maintenance; longer when a look takes long.
     """
 
@@ -67,6 +69,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     share: Annotated[int, Bound(ge=0)] = 0
     shares: Annotated[int, Bound(ge=1)] = 1
+    takes_over: Annotated[tuple[Word, ...], Bound(max_length=1000)] = ()
 
 
 MAX_NAME = 64  # as Word bounds it

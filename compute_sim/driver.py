@@ -33,6 +33,12 @@ class BuildAbort(BuildFault):
     """No host can (a broken image, a forbidden request). The conductor gives the build up."""
 
 
+class NotOurs(Exception):
+    """The host carries this instance, and nothing proves that this deployment built it: it is left as it is."""
+
+    code = "destroy.not_ours"
+
+
 class DriverUnavailable(Exception):
     """What manages the machines cannot be reached just now; the same call may work later."""
 
@@ -48,20 +54,26 @@ class DriverHost(Struct, frozen=True, kw_only=True):
 
 
 class Build(Struct, frozen=True):
-    """One attempt to build one instance on one host."""
+    """One attempt to build one instance on one host. deployment: the identity that the machine is marked with."""
 
     host_uuid: str
     spec: InstanceSpec
     attempt: int
     allocations: dict[str, Resources]
+    deployment: str | None = None
 
 
 class Machine(Struct, frozen=True):
-    """One instance that a host runs. attempt: None when the machine itself does not know which attempt made it."""
+    """One instance that a host carries.
+
+    attempt, deployment: as its mark says (None: it has no mark of ours). built: it is certainly complete.
+    """
 
     host_uuid: str
     instance_uuid: str
     attempt: int | None
+    deployment: str | None = None
+    built: bool = True
 
 
 Tree = tuple[ProviderReport, ...]  # one root provider first, a parent before its children
@@ -83,19 +95,24 @@ class Driver(Protocol):
         """The provider trees of these hosts (None: of all). Empty when somebody else reports them."""
 
     async def spawn(self, build: Build) -> None:
-        """Build the machine; return when it runs. Raises BuildAbort, Reschedule, or DriverUnavailable.
+        """Build and mark the machine; return when it runs. Raises BuildAbort, Reschedule, or DriverUnavailable.
 
+        The mark (deployment, instance, attempt) is put on the machine before or with the first change to its host.
         Cancelled when the build is destroyed meanwhile: `destroy` follows and clears up what is there.
         """
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
-        """Return when nothing of attempts up to this one is left on the host, half-built leftovers included.
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """Return when nothing of this deployment's attempts up to this one is left on the host, leftovers included.
 
-        Destroying what is not there is fine. Raises DriverUnavailable when it cannot be sure.
+        Destroying what is not there is fine. Raises NotOurs, having changed nothing, when the machine's mark does not
+        name this deployment; DriverUnavailable when it cannot be sure.
         """
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """What these hosts (None: all) really run now, by host uuid; hosts that run nothing may be left out."""
+        """Every machine that these hosts (None: all) carry now, whatever its state and whoever made it, by host uuid.
+
+        A host that was seen carrying nothing has an empty list. One that is left out was not seen: that proves nothing.
+        """
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Have `callback(host uuids)` called when hosts were enabled, disabled, resized, or came and went."""

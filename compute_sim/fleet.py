@@ -21,12 +21,13 @@ REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
 
 
 class Guest(Struct, frozen=True, array_like=True):
-    """One machine on a host. complete: False for what a failed build left behind."""
+    """One machine on a host. complete: False for what a failed build left behind. deployment: its mark."""
 
     instance_uuid: str
     attempt: int
     allocations: dict[str, Resources]
     complete: bool = True
+    deployment: str | None = None
 
 
 class GuestRow(Struct, frozen=True, array_like=True, tag="g"):

@@ -130,6 +130,11 @@ class Records:
                 rows.append(self.note(key, replace(entry, told=True)))
         self.write(rows)
 
+    def is_live(self, host: str, instance: str) -> bool:
+        """Whether a machine of this instance may be on this host, as far as is known."""
+        entry = self._entries.get((host, instance))
+        return entry is not None and entry.phase not in ENDED
+
     def running(self) -> dict[Key, Entry]:
         """What runs, as far as is known."""
         return {key: self._entries[key] for key in self._running}

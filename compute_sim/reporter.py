@@ -59,8 +59,8 @@ class Work(Protocol):
     async def learn_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are."""
 
-    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
-        """What runs where."""
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
+        """What each host that was seen carries."""
 
 
 class Wanted:
@@ -254,16 +254,17 @@ class Reporter:
         if due:
             self._inventory.want(due)
 
-    def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[tuple[str, int]]]) -> list[list[HostReport]]:
+    def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
         """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""
         pages: list[list[HostReport]] = [[]]
         instances = 0
         for host in hosts:
-            runs = running.get(host.uuid, ())
-            if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + len(runs) > RUNNING_PER_PAGE):
+            runs = running.get(host.uuid)  # None: it was not seen this time, which must not prove anything lost
+            count = len(runs or ())
+            if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + count > RUNNING_PER_PAGE):
                 pages.append([])
                 instances = 0
-            instances += len(runs)
+            instances += count
             pages[-1].append(
                 HostReport(
                     uuid=host.uuid,
@@ -272,7 +273,7 @@ class Reporter:
                     disabled_reason=host.disabled_reason,
                     attributes=host.attributes,
                     failed_builds=self._records.failed_builds(host.uuid),
-                    running=tuple(Running(instance_uuid=instance, attempt=attempt) for instance, attempt in runs),
+                    running=None if runs is None else tuple(runs),
                 )
             )
         return pages

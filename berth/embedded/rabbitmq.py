@@ -143,13 +143,13 @@ class RabbitMQ:
     def add_vhosts(self, names: Iterable[str]) -> dict[str, str]:
         """Make vhosts, as `add_vhost` does, all at once: {name: URL}."""
         urls = {name: self.url(name) for name in names}
-        self._define(vhosts=[{"name": name} for name in urls], permissions=[_permission(ADMIN, name) for name in urls])
+        self.define(vhosts=[{"name": name} for name in urls], permissions=[_permission(ADMIN, name) for name in urls])
         return urls
 
     def add_user(self, name: str, password: str, vhosts: Iterable[str] = ()) -> None:
         """Make a user who may do everything in these vhosts, and nothing elsewhere."""
         user = {"name": name, "password": password, "tags": ""}
-        self._define(users=[user], permissions=[_permission(name, vhost) for vhost in vhosts])
+        self.define(users=[user], permissions=[_permission(name, vhost) for vhost in vhosts])
 
     def set_permissions(
         self, user: str, vhost: str, configure: str = ".*", write: str = ".*", read: str = ".*"
@@ -157,8 +157,10 @@ class RabbitMQ:
         """What a user may do in a vhost: regular expressions over names, as RabbitMQ has them."""
         self.control("set_permissions", "-p", vhost, user, configure, write, read)
 
-    def _define(self, **definitions: list[dict[str, str]]) -> None:
-        """One rabbitmqctl for all of it: each starts an Erlang of its own, which takes a second, or ten on a busy
+    def define(self, **definitions: list[dict[str, str]]) -> None:
+        """Users, virtual hosts and permissions, as `rabbitmqctl import_definitions` takes them, all at once.
+
+        One rabbitmqctl for all of it: each starts an Erlang of its own, which takes a second, or ten on a busy
         machine."""
         with tempfile.NamedTemporaryFile("w", dir=self._work.path, suffix=".json") as file:
             json.dump(definitions, file)

@@ -42,7 +42,11 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "manage": frozenset({"enroll", "available", "clean failed", "inspect failed", "adopt failed"}),
     "provide": frozenset({"manageable"}),
     "active": frozenset({"available", "deploy failed"}),
-    "deleted": frozenset({"active", "deploy failed", "error"}),
+    "rebuild": frozenset({"active", "deploy failed", "error"}),
+    "rescue": frozenset({"active", "rescue", "rescue failed"}),
+    "unrescue": frozenset({"rescue", "unrescue failed"}),
+    "service": frozenset({"active", "service failed"}),
+    "deleted": frozenset({"active", "deploy failed", "error", "rescue", "rescue failed", "unrescue failed"}),
 }
 
 
@@ -166,7 +170,16 @@ class Farm:
             )
         if len(self._tasks) >= MAX_TASKS:
             raise RequestError(503, "No free conductor workers available")
-        steps = {"manage": self._manage, "provide": self._provide, "active": self._deploy, "deleted": self._undeploy}
+        steps = {
+            "manage": self._manage,
+            "provide": self._provide,
+            "active": self._deploy,
+            "rebuild": self._deploy,  # as a first deployment; what is on the node as instance_info stays
+            "rescue": self._rescue,
+            "unrescue": self._unrescue,
+            "service": self._service,
+            "deleted": self._undeploy,
+        }
         node["reservation"] = "stand-in"
         task = asyncio.get_running_loop().create_task(self._hold(node, steps[verb](node, request_id)))
         self._tasks[node["uuid"]] = task
@@ -212,6 +225,20 @@ class Farm:
             return
         node["power_state"] = "power on"
         await self._move(node, "active", "end", "done", request_id)
+
+    async def _rescue(self, node: dict[str, Any], request_id: str) -> None:
+        await self._pass_through(node, "rescuing", "rescue", "rescue", request_id)
+
+    async def _unrescue(self, node: dict[str, Any], request_id: str) -> None:
+        await self._pass_through(node, "unrescuing", "active", "unrescue", request_id)
+
+    async def _service(self, node: dict[str, Any], request_id: str) -> None:
+        await self._pass_through(node, "servicing", "active", "service", request_id)
+
+    async def _pass_through(self, node: dict[str, Any], state: str, target: str, event: str, request_id: str) -> None:
+        await self._move(node, state, "start", event, request_id, target=target)
+        await self._clock.sleep(self.behaviour.deploy_s)
+        await self._move(node, target, "end", "done", request_id)
 
     async def _undeploy(self, node: dict[str, Any], request_id: str) -> None:
         await self._move(node, "deleting", "start", "delete", request_id, target="available")

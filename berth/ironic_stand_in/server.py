@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import socket
+from collections import deque
 from collections.abc import Generator, Mapping
 from typing import Any
 from urllib.parse import urlencode
@@ -24,6 +25,7 @@ from bus.clock import Clock, new_uuid
 
 MAX_BODY = 1024 * 1024
 MAX_LIMIT = 1000
+MAX_ASKED = 10_000  # changing requests kept for tests to look at
 STOP_GRACE_S = 2
 VERSIONS = {
     "X-OpenStack-Ironic-API-Minimum-Version": "1.1",
@@ -55,6 +57,7 @@ class IronicStandIn:
     ) -> None:
         self.farm = Farm(announcer, clock=clock, rng=rng, behaviour=behaviour)
         self.url = ""
+        self.asked: deque[tuple[str, str]] = deque(maxlen=MAX_ASKED)  # (method, node) of requests that change a node
         self._announcer = announcer
         self._clock = clock
         self._rng = rng
@@ -135,13 +138,24 @@ class IronicStandIn:
         return self._shown(await self.farm.create(await _json(request, dict), self._request_id()), 201)
 
     async def _patch(self, request: Request) -> Response:
-        changes: dict[str, Any] = {}
-        for operation in await _json(request, list):
-            path = operation["path"].strip("/")
-            if path not in shapes.NODE and path not in shapes.REST_ONLY:
-                raise RequestError(400, f"Adding a new attribute (/{path}) to the root of the resource is not allowed.")
-            changes[path] = None if operation["op"] == "remove" else operation["value"]
+        operations = await _json(request, list)
         node = self._node(request)
+        changes: dict[str, Any] = {}
+        for operation in operations:
+            field, _, entry = operation["path"].strip("/").partition("/")
+            if field not in shapes.NODE and field not in shapes.REST_ONLY:
+                raise RequestError(
+                    400, f"Adding a new attribute (/{field}) to the root of the resource is not allowed."
+                )
+            removes = operation["op"] == "remove"
+            if not entry:
+                changes[field] = None if removes else operation["value"]
+                continue
+            inside = dict(changes.get(field, node[field]))
+            if removes and entry not in inside:
+                raise RequestError(400, f"Couldn't apply patch: can't remove a non-existent object '{entry}'")
+            inside.pop(entry, None)
+            changes[field] = inside if removes else {**inside, entry: operation["value"]}
         await self.farm.patch(node, changes, self._request_id())
         return self._shown(node)
 
@@ -186,7 +200,10 @@ class IronicStandIn:
         raise RequestError(404, f"Allocation {ident} could not be found.")
 
     def _node(self, request: Request) -> dict[str, Any]:
-        return self.farm.get(request.path_params["ident"])
+        node = self.farm.get(request.path_params["ident"])
+        if request.method != "GET":
+            self.asked.append((request.method, node["uuid"]))
+        return node
 
     def _shown(self, node: Mapping[str, Any], status: int = 200) -> Response:
         return _answer(shapes.represent(node, self.url), status)

@@ -56,7 +56,8 @@ may have no listener) and `{DEAD}` for what was given up. Bodies are JSON object
 | header `traceparent` | W3C trace context, carried along |
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
-(`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too.
+(`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
+([Permissions](../howto/permissions.md)). What `operator` alone publishes is not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to

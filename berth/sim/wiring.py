@@ -157,11 +157,18 @@ class Wiring:
     def _compute(self, env: Environment, service: str, seat: Seat, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
         driver = None
+        cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
             way = IronicTransport(world.ironic, seat.process, world.weather)
-            driver = BareMetal(config.ironic, clock=env.clock, transport=way)
-        cell = world.cell_of(service).name
+            driver = BareMetal(
+                config.ironic,
+                cell=cell,
+                service=service,
+                clock=env.clock,
+                is_live=fleet.records.is_live,
+                transport=way,
+            )
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
     def _ironic(self, env: Environment, seat: Seat) -> Service:

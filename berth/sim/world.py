@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from uuid import NAMESPACE_DNS, uuid5
 
 import msgspec
 import structlog
@@ -124,7 +125,10 @@ class World:
         self.brokers = {name: self._broker(name) for name in (API, *(cell.name for cell in plan.cells))}
         self.book = MemoryBookTable(self.clock)
         self.builds = MemoryBuildTable(self.clock)
-        self.cells = {cell.name: MemoryInstanceTable(self.clock) for cell in plan.cells}
+        self.cells = {
+            cell.name: MemoryInstanceTable(self.clock, deployment=str(uuid5(NAMESPACE_DNS, f"{plan.seed}.{cell.name}")))
+            for cell in plan.cells
+        }
         self.schemas: dict[str, MemoryDatabase] = {"placement": self.book, "scheduler": self.builds}
         self.schemas.update({f"cell_{name}": table for name, table in self.cells.items()})
         self.positions = MemoryPositionTable(self.clock)

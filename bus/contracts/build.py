@@ -1,4 +1,8 @@
-"""What clients and the scheduler say to each other: build, delete, query, and the event stream."""
+"""What clients and the scheduler say to each other: build, delete, query, and the event stream.
+
+A client's message with a field that does not exist is refused by name: a mistyped `hostt` would build anywhere. Between
+workers unknown fields are ignored, so that a newer one may talk to an older one during an upgrade.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class BuildState(StrEnum):
 TERMINAL_STATES = frozenset({BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 
 
-class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
+class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.request.v1"):
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
@@ -59,7 +63,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, tag="build.request.v1"):
     image_properties: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
 
 
-class DeleteRequest(Message, frozen=True, kw_only=True, tag="build.delete.v1"):
+class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.delete.v1"):
     """Delete the machine, or stop its build wherever it stands. Idempotent by `instance_uuid`."""
 
     instance_uuid: Uuid
@@ -117,7 +121,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     stamps: Stamps | None = None
 
 
-class BuildQuery(Message, frozen=True, kw_only=True, tag="build.query.v1"):
+class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
     """Ask the scheduler for one build (with its story), or for a page of them, newest first."""
 
     instance_uuid: Uuid | None = None
@@ -165,7 +169,7 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
     builds: tuple[BuildRecord, ...] = ()
 
 
-class HostsQuery(Message, frozen=True, kw_only=True, tag="hosts.query.v1"):
+class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):
     """Ask a scheduler what it knows of the hosts: its replica and what it heard from compute services.
 
     cell: only this cell's. up: only those whose compute service is up, or only those whose is not.

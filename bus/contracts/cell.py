@@ -64,22 +64,30 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
 
 
 class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
-    """Build on this host. `attempt` fences: a host never starts an attempt at or below one it was told to destroy."""
+    """Build on this host. `attempt` fences: a host never starts an attempt at or below one it was told to destroy.
+
+    deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
+    """
 
     spec: InstanceSpec
     attempt: int
     host_uuid: Uuid
     allocations: Allocations
     service: Word
+    deployment: Uuid | None = None
 
 
 class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
-    """Make sure that no attempt up to and including this one runs or will ever run on this host."""
+    """Make sure that no attempt up to and including this one runs or will ever run on this host.
+
+    deployment: as in Spawn. A machine whose mark names another one, or none, is left alone and the command refused.
+    """
 
     instance_uuid: Uuid
     attempt: int
     host_uuid: Uuid
     service: Word
+    deployment: Uuid | None = None
 
 
 class ComputeOutcome(StrEnum):
@@ -118,21 +126,29 @@ class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
     why: str = ""
 
 
-# The attempt of a machine whose host does not know it (bare metal, after its service has lost its memory).
+# The attempt of a machine that carries no mark of ours, and that its service has no record of.
 UNKNOWN_ATTEMPT = 0
 
 
-class Running(Struct, frozen=True, kw_only=True):
-    """One instance that a host runs, and the attempt that built it (0: the host does not know)."""
+class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One instance that a host carries, and the attempt that built it (0: the host does not know).
+
+    deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
+    leaving: the service has taken the order to destroy this attempt, and is carrying it out.
+    """
 
     instance_uuid: Uuid
     attempt: int
+    deployment: Uuid | None = None
+    built: bool = True
+    leaving: bool = False
 
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words).
 
-    failed_builds: consecutive failures since the last success. running: what it runs now (None: not said).
+    failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
+    (None: not said, which proves nothing).
     """
 
     uuid: Uuid

@@ -20,8 +20,11 @@ class GroupPolicy(StrEnum):
     SOFT_ANTI_AFFINITY = "soft-anti-affinity"
 
 
-class ServerGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServerGroup(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The group that an instance belongs to; it is of the instance's project, and exists by being named.
+
+    A field that does not exist is refused by name, between workers too: an older worker that ignored a newer field of a
+    rule would break the rule.
 
     max_per_host: with anti-affinity, so many members may share a host (Nova's max_server_per_host).
     """

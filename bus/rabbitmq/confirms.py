@@ -32,8 +32,10 @@ class PublishChannel:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm, or raise as the port says."""
         exchange = self._names.exchange(message.exchange)
-        if not message.message_id:  # a returned message names itself by its id
-            message = structs.replace(message, message_id=f"{self.channel.number}.{self.channel.delivery_tag + 1}")
+        # A returned message names itself by its id.
+        name = frames.cut(message.message_id) or f"{self.channel.number}.{self.channel.delivery_tag + 1}"
+        if name != message.message_id:
+            message = structs.replace(message, message_id=name)
         confirmed = self._send(message, exchange)
         timer = asyncio.get_running_loop().call_later(CONFIRM_TIMEOUT_S, _late, confirmed)
         try:

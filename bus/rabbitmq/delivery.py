@@ -41,11 +41,11 @@ class Acks:
         """A delivery was handed out."""
         self._open[tag] = None
 
-    def ack(self, tag: int) -> None:
-        """One is done."""
+    def ack(self, tag: int, *, now: bool = False) -> None:
+        """One is done. now: it is not to wait for others."""
         if tag in self._open:
             self._acked.add(tag)
-            if len(self._acked) >= self._at_most:
+            if now or len(self._acked) >= self._at_most:
                 self._flush_soon()
             elif self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._send)
@@ -142,8 +142,8 @@ class RabbitDelivery:
         self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
 
     def ack(self) -> None:
-        """Done with it."""
-        self._acks.ack(self._tag)
+        """Done with it. What has come back already is told at once: the next one may end this process."""
+        self._acks.ack(self._tag, now=self.delivery_count > 0)
 
     def nack(self, *, requeue: bool) -> None:
         """Give it back, or let the broker dead-letter it."""

@@ -24,10 +24,12 @@ FRAME_OVERHEAD = 8
 def publish(
     message: Outgoing, exchange: str, key: str, reply_to: str | None, *, channel: int, frame_max: int, also: str = ""
 ) -> bytes:
-    """The frames of one publish. ValueError: a name or property is longer than AMQP allows."""
-    method = (
-        _METHOD.pack(_BASIC, _PUBLISH, 0) + _short(exchange) + _short(key) + (b"\1" if message.mandatory else b"\0")
-    )
+    """The frames of one publish. ValueError: a name is longer than AMQP allows.
+
+    A property that is longer is cut: some repeat what a client of ours or another has given, and one message's property
+    must not stop its consumer.
+    """
+    method = _METHOD.pack(_BASIC, _PUBLISH, 0) + _name(exchange) + _name(key) + (b"\1" if message.mandatory else b"\0")
     header = _header(message, reply_to, also)
     parts = [_frame(_METHOD_FRAME, channel, method), _frame(_HEADER_FRAME, channel, header)]
     room = frame_max - FRAME_OVERHEAD
@@ -61,10 +63,27 @@ def _frame(kind: int, channel: int, payload: bytes) -> bytes:
     return _FRAME.pack(kind, channel, len(payload)) + payload + _END
 
 
-def _short(text: str) -> bytes:
-    raw = text.encode()
+def cut(text: str) -> str:
+    """A property as it arrives, and comes back."""
+    if len(text) * 4 <= _MAX_SHORT:
+        return text
+    return _raw(text)[:_MAX_SHORT].decode("utf-8", errors="surrogateescape")
+
+
+def _raw(text: str) -> bytes:
+    """The bytes of a text; those that were not UTF-8 when it arrived are what they were."""
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+def _name(text: str) -> bytes:
+    raw = _raw(text)
     if len(raw) > _MAX_SHORT:
         raise ValueError(f"{text[:40]!r}... is longer than the {_MAX_SHORT} bytes that AMQP allows")
+    return bytes((len(raw),)) + raw
+
+
+def _short(text: str) -> bytes:
+    raw = _raw(text)[:_MAX_SHORT]
     return bytes((len(raw),)) + raw
 
 
@@ -78,7 +97,7 @@ def _table(headers: Mapping[str, str | int | float], also: str) -> bytes:
 
 def _value(value: str | int | float) -> bytes:
     if isinstance(value, str):
-        text = value.encode()
+        text = _raw(value)
         return b"S" + struct.pack(">I", len(text)) + text
     if isinstance(value, bool):
         return b"t" + (b"\1" if value else b"\0")

@@ -26,6 +26,10 @@ LONGEST_WAIT_S = 5.0
 # Declaring and starting to consume outlive the loss of a connection for so long.
 SETUP_PATIENCE_S = 60.0
 
+# How the broker names whoever asked by direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a name
+# that it did not make itself, and any client may give one: what is on that connection must be nothing else.
+DIRECT_REPLY = "amq.rabbitmq.reply-to."
+
 T = TypeVar("T")
 
 
@@ -48,8 +52,13 @@ class RabbitSubscription:
         names = session.names
 
         def on_message(message: DeliveredMessage) -> None:
-            delivery = RabbitDelivery(message, acks, names)
             acks.delivered(message.delivery_tag or 0)
+            try:
+                delivery = RabbitDelivery(message, acks, names)
+            except Exception:  # raised in the library it would only be logged, and the message held for ever
+                log.exception("bus.unreadable_delivery", queue=self.queue)
+                acks.nack(message.delivery_tag or 0, requeue=False)
+                return
             if self._cancelled:
                 delivery.nack(requeue=True)
             else:
@@ -109,6 +118,8 @@ class RabbitTransport:
         self._callbacks: list[Callable[[], None]] = []
         self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
+        self._aside: Session | None = None
+        self._opening_aside = asyncio.Lock()
 
     @property
     def connected(self) -> bool:
@@ -140,6 +151,9 @@ class RabbitTransport:
             for acks in self._getters.values():
                 await acks.flushed()
             await session.close()
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            await aside.close()
         self._subscriptions.clear()
         self._cancelled.clear()
         self._getters.clear()
@@ -166,7 +180,10 @@ class RabbitTransport:
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the broker's confirm."""
-        await self._current().publish(message)
+        session = self._current()
+        if not message.exchange and self._names.key("", message.routing_key).startswith(DIRECT_REPLY):
+            session = await self._beside(session)
+        await session.publish(message)
 
     async def consume(
         self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
@@ -222,6 +239,17 @@ class RabbitTransport:
         if self._session is None or self._session.lost.is_set():
             raise BusUnavailable(f"{self.name}: not connected")
         return self._session
+
+    async def _beside(self, current: Session) -> Session:
+        """A connection for direct replies alone, opened when there is the first one."""
+        async with self._opening_aside:
+            if self._aside is None or self._aside.lost.is_set():
+                if self._aside is not None:
+                    await self._aside.close()
+                self._aside = await Session.connect(self._url, self._names, f"{self._connection_name} direct replies")
+            if current.lost.is_set():  # closed meanwhile, and this one must not stay behind
+                await self._aside.close()
+            return self._aside
 
     async def _lasting(self, work: Callable[[Session], Awaitable[T]]) -> T:
         """Do it on this session; when that is lost meanwhile, on the next. Raises BusUnavailable in the end.

@@ -101,13 +101,17 @@ class Released(Event, frozen=True, kw_only=True):
 
 
 class HostRuns(Event, frozen=True, kw_only=True):
-    """A host's report lists this instance. seen_at: when the host made the report. look: which look it tells of."""
+    """A host's report lists this instance, with the mark of this deployment. seen_at: when the host made the report.
+
+    look: which look it tells of. built: the machine is certainly complete.
+    """
 
     attempt: int
     host_uuid: str
     service: str
     seen_at: float
     look: Look | None = None
+    built: bool = True
 
 
 class HostMissing(Event, frozen=True, kw_only=True):

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts
+from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
 from .instance import Look, State
+from .proof import OnRecord, is_over
 
 
-class Recorded(Protocol):
+class Recorded(OnRecord, Protocol):
     """As much of an instance as the comparison reads."""
 
     @property
     def uuid(self) -> str:
         """Its uuid."""
-
-    @property
-    def state(self) -> State:
-        """Where it stands."""
-
-    @property
-    def host_uuid(self) -> str | None:
-        """The current attempt's host."""
-
-    @property
-    def attempt(self) -> int:
-        """The current attempt."""
 
     @property
     def service(self) -> str:
@@ -41,19 +31,36 @@ class Recorded(Protocol):
         """When its state was entered."""
 
 
-class Unknown(Struct, frozen=True):
-    """Something runs that no record knows."""
+class Kind(StrEnum):
+    """What a machine is that no record explains."""
+
+    FOREIGN = "foreign"  # it has no mark of this deployment: another's, and never touched
+    QUARANTINED = (
+        "quarantined"  # it has our mark, and the record does not prove it over: kept until an operator decides
+    )
+
+
+class Unexplained(Struct, frozen=True):
+    """A machine that a host carries and no record explains: reported, and left as it is. why: one of WHY."""
 
     uuid: str
     attempt: int
     host_uuid: str
+    kind: Kind
+    why: str
+
+
+NO_MARK = "no mark of this deployment"
+NO_RECORD = "no record"
+NEWER = "newer than its record"
+ELSEWHERE = "its record has this attempt on another host"
 
 
 class Differences(Struct, frozen=True):
-    """What does not agree: events for instances, and what no record knows (among the events too, if destroyed)."""
+    """What does not agree: events for instances, and machines that are only reported."""
 
     events: tuple[tuple[str, Event], ...] = ()
-    unknown: tuple[Unknown, ...] = ()
+    unexplained: tuple[Unexplained, ...] = ()
 
 
 # While an instance stands so, its host running its current attempt is as it should be.
@@ -64,10 +71,10 @@ def differences(
     report: ComputeHosts,
     recorded: Iterable[Recorded],
     *,
+    deployment: str,
     now: float,
     seen_at: float,
     grace_s: float,
-    destroy_unknown: bool,
 ) -> Differences:
     """What a report and the record disagree about. The state machine decides what to do; most reports agree.
 
@@ -76,17 +83,17 @@ def differences(
     by_uuid = {record.uuid: record for record in recorded}
     said = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
-    unknown: list[Unknown] = []
+    unexplained: list[Unexplained] = []
     for host_uuid, running in said.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
-            if record is None:
-                unknown.append(Unknown(one.instance_uuid, one.attempt, host_uuid))
-                if not destroy_unknown:
-                    continue
-            elif _agrees(record, host_uuid, one.attempt, report.service):
-                continue
-            events.append((one.instance_uuid, _runs(report, one.attempt, host_uuid, now, seen_at)))
+            if one.deployment != deployment:
+                if not _is_known_at(record, host_uuid):
+                    unexplained.append(Unexplained(one.instance_uuid, one.attempt, host_uuid, Kind.FOREIGN, NO_MARK))
+            elif not one.leaving and (why := _unexplained(record, one, host_uuid)):
+                unexplained.append(Unexplained(one.instance_uuid, one.attempt, host_uuid, Kind.QUARANTINED, why))
+            elif record is not None and not one.leaving and not _agrees(record, host_uuid, one, report.service):
+                events.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
     for record in by_uuid.values():
         if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
@@ -98,17 +105,44 @@ def differences(
                 at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, look=_look(report)
             )
             events.append((record.uuid, gone))
-    return Differences(tuple(events), tuple(unknown))
+    return Differences(tuple(events), tuple(unexplained))
 
 
-def _agrees(record: Recorded, host_uuid: str, attempt: int, service: str) -> bool:
-    at_home = record.state in AT_HOME and record.host_uuid == host_uuid and record.service == service
-    return at_home and attempt in (record.attempt, UNKNOWN_ATTEMPT)
+def _is_known_at(record: Recorded | None, host_uuid: str) -> bool:
+    """Whether a machine without our mark is the one on record here: an operator may have taken its mark away.
+
+    It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
+    """
+    return record is not None and record.state in AT_HOME and record.host_uuid == host_uuid
 
 
-def _runs(report: ComputeHosts, attempt: int, host_uuid: str, now: float, seen_at: float) -> HostRuns:
-    look = _look(report)
-    return HostRuns(at=now, attempt=attempt, host_uuid=host_uuid, service=report.service, seen_at=seen_at, look=look)
+def _unexplained(record: Recorded | None, one: Running, host_uuid: str) -> str:
+    """Why the record does not explain a machine that carries our mark; "": it does."""
+    if record is None or record.state is State.ABSENT:
+        return NO_RECORD
+    if (one.attempt, host_uuid) == (record.attempt, record.host_uuid) or is_over(record, one.attempt, host_uuid):
+        return ""
+    return ELSEWHERE if one.attempt == record.attempt else NEWER
+
+
+def _agrees(record: Recorded, host_uuid: str, one: Running, service: str) -> bool:
+    if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
+        return False
+    if record.state is State.BUILDING:
+        return not one.built  # its result is still to come
+    return record.state in AT_HOME and record.service == service
+
+
+def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_at: float) -> HostRuns:
+    return HostRuns(
+        at=now,
+        attempt=one.attempt,
+        host_uuid=host_uuid,
+        service=report.service,
+        seen_at=seen_at,
+        look=_look(report),
+        built=one.built,
+    )
 
 
 def _look(report: ComputeHosts) -> Look | None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import MAX_REASON, Message
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
-from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, Selection, Spawn
+from bus.contracts.cell import Destroy, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
@@ -30,12 +30,17 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, State
+from .proof import is_over
 
 
 class Patience(Struct, frozen=True, kw_only=True):
-    """How long the machine waits, and where it is (`cell` is named in every announcement)."""
+    """How long the machine waits, and where it is (`cell` is named in every announcement).
+
+    deployment: the identity of the cell's database, which every machine is marked with.
+    """
 
     cell: str
+    deployment: str | None = None
     ask_again_s: float = 15.0
     destroy_again_s: float = 30.0
     destroy_longest_s: float = 600.0
@@ -78,9 +83,11 @@ def refuse_build(instance: Instance, event: BuildAsked, patience: Patience) -> S
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
-    """The current attempt runs: active. Any other attempt is destroyed, never doubled."""
+    """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
     if not _is_ours(instance, event):
         return disown(instance, event, patience)
+    if isinstance(event, HostRuns) and not event.built:
+        return Step(instance)
     instance = _at_service(instance, event.service)
     here = instance.here
     up = replace(
@@ -99,15 +106,21 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
 
 
 def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
-    """Something runs that nobody owns: destroy it where it is."""
+    """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
+    if not is_over(instance, event.attempt, event.host_uuid):
+        return Step(instance)
     order = Destroy(
-        instance_uuid=instance.uuid, attempt=event.attempt, host_uuid=event.host_uuid, service=event.service
+        instance_uuid=instance.uuid,
+        attempt=event.attempt,
+        host_uuid=event.host_uuid,
+        service=event.service,
+        deployment=patience.deployment,
     )
     return Step(instance, (order,))
 
 
 def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
-    """The current attempt runs, as known, perhaps under another service now. Any other is destroyed."""
+    """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
     if _is_ours(instance, event):
         moved = _at_service(instance, event.service)
         return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_look=event.look))
@@ -119,7 +132,7 @@ def chase(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> 
     if not _is_ours(instance, event):
         return disown(instance, event, patience)
     moved = _at_service(instance, event.service)
-    return Step(moved, (_destroy_here(moved),)) if moved is not instance else Step(instance)
+    return Step(moved, (_destroy_here(moved, patience),)) if moved is not instance else Step(instance)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Step:
@@ -202,7 +215,7 @@ def destroy(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
         since=event.at,
         cause=event.cause or instance.cause,
     )
-    return _announce(leaving, BuildState.DELETING, event.at, patience, first=(_destroy_here(leaving),))
+    return _announce(leaving, BuildState.DELETING, event.at, patience, first=(_destroy_here(leaving, patience),))
 
 
 def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
@@ -211,7 +224,7 @@ def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> St
     Less and less often: the orders wait in the service's queue while it is away, so their number has to stay small.
     """
     wait_s = min(max(patience.destroy_again_s, event.at - instance.since), patience.destroy_longest_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance),))
+    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, patience),))
 
 
 def let_go(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
@@ -281,6 +294,7 @@ def _spawn(instance: Instance, at: float, patience: Patience) -> Step:
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
+        deployment=patience.deployment,
     )
     return _announce(building, BuildState.BUILDING, at, patience, first=(order,))
 
@@ -289,12 +303,12 @@ def _next(instance: Instance, at: float, patience: Patience) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
     if not instance.alternates:
         return _give_up(instance, at, patience, code="max_retries_exceeded", reason=_story(instance))
-    return Step(_ask(instance, State.RECLAIMING, at, patience), (_destroy_here(instance),))
+    return Step(_ask(instance, State.RECLAIMING, at, patience), (_destroy_here(instance, patience),))
 
 
 def _give_up(instance: Instance, at: float, patience: Patience, *, code: str, reason: str) -> Step:
     over = replace(instance, code=code, reason=_cut(reason))
-    return Step(_ask(over, State.GIVING_UP, at, patience), (_destroy_here(instance),))
+    return Step(_ask(over, State.GIVING_UP, at, patience), (_destroy_here(instance, patience),))
 
 
 def _ask(instance: Instance, state: State, at: float, patience: Patience) -> Instance:
@@ -389,10 +403,14 @@ def _announce(
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
-def _destroy_here(instance: Instance) -> Destroy:
+def _destroy_here(instance: Instance, patience: Patience) -> Destroy:
     here: Selection = instance.here
     return Destroy(
-        instance_uuid=instance.uuid, attempt=instance.attempt, host_uuid=here.host_uuid, service=here.service
+        instance_uuid=instance.uuid,
+        attempt=instance.attempt,
+        host_uuid=here.host_uuid,
+        service=here.service,
+        deployment=patience.deployment,
     )
 
 
@@ -410,9 +428,8 @@ def _is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
 
 
 def _is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
-    """Whether it is the current attempt that runs. A host that cannot tell which one it was is believed."""
-    nameless = isinstance(event, HostRuns) and event.attempt == UNKNOWN_ATTEMPT
-    return _is_current(instance, instance.attempt if nameless else event.attempt, event.host_uuid)
+    """Whether it is the current attempt that runs."""
+    return _is_current(instance, event.attempt, event.host_uuid)
 
 
 def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> bool:

@@ -59,14 +59,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildAsked: Rule(rules.begin, (State.BUILDING,)),
         DeleteAsked: Rule(rules.bury, (State.TOMBSTONE,)),
-        Spawned: DISOWN,
+        Spawned: KEEP,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: KEEP,
         TimedOut: None,
         Claimed: None,
         ClaimRefused: None,
         Destroyed: KEEP,
         Released: None,
-        HostRuns: DISOWN,
+        HostRuns: KEEP,
         HostMissing: KEEP,
     },
     State.TOMBSTONE: {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from uuid import uuid4
 
 from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict, PreconditionFailed
@@ -24,8 +25,9 @@ class MemoryInstanceTable(MemoryDatabase):
 
     ROWS = (*MemoryDatabase.ROWS, "instances")
 
-    def __init__(self, *arguments: object, **named: object) -> None:
+    def __init__(self, *arguments: object, deployment: str | None = None, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.deployment = str(uuid4()) if deployment is None else deployment
         self.instances: dict[str, Instance] = {}
 
 
@@ -149,6 +151,11 @@ class MemoryInstances:
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
         self.ready = False
+
+    @property
+    def deployment(self) -> str:
+        """The identity of the table."""
+        return self._table.deployment
 
     async def open(self) -> None:
         """Nothing to migrate."""

@@ -134,6 +134,7 @@ class PostgresInstances:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
+        self._deployment = ""
         self.outbox = outbox.PostgresRows(database)
 
     @property
@@ -141,9 +142,17 @@ class PostgresInstances:
         """Whether it is open."""
         return self._database.ready
 
+    @property
+    def deployment(self) -> str:
+        """The identity of the schema."""
+        assert self._deployment, "not opened"
+        return self._deployment
+
     async def open(self) -> None:
-        """Migrate. Waits for a database that is away."""
+        """Migrate, and learn the schema's identity. Waits for a database that is away."""
         await self._database.open(MIGRATIONS)
+        async with self._database.raw() as connection:
+            self._deployment = str(await connection.fetchval("SELECT deployment FROM identity"))
 
     async def close(self) -> None:
         """Close the pool."""

@@ -31,7 +31,8 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     """The newest attempt of one instance on one host.
 
     fence: attempts up to this one never start here. told: the result of this phase reached the broker.
-    code and reason: why it failed. final: no other host would do better.
+    code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None: not
+    said, by a release that knew none).
     """
 
     attempt: int
@@ -41,6 +42,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     code: str = ""
     reason: str = ""
     final: bool = False
+    deployment: str | None = None
 
 
 class SpawnVerdict(StrEnum):
@@ -52,6 +54,7 @@ class SpawnVerdict(StrEnum):
     REPEAT = "repeat"  # this attempt has ended: say so again
     FENCED = "fenced"  # this attempt was destroyed here: never
     SUPERSEDED = "superseded"  # a newer attempt is here: never
+    NOT_OURS = "not_ours"  # another deployment's machine is here: never
 
 
 class DestroyVerdict(StrEnum):
@@ -61,6 +64,7 @@ class DestroyVerdict(StrEnum):
     JOIN = "join"  # it is being cleared away: answer with the others
     NOTHING = "nothing"  # nothing is left of it: answer now
     STALE = "stale"  # a newer attempt is here and stays: only the fence rises
+    NOT_OURS = "not_ours"  # another deployment's machine is here and stays
 
 
 _OUTCOMES = {
@@ -71,10 +75,12 @@ _OUTCOMES = {
 ENDED = frozenset({Phase.FAILED, Phase.GONE})
 
 
-def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
+def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[SpawnVerdict, Entry]:
     """Decide a Spawn. The entry returned is what the host knows from now on."""
     if entry is None:
-        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING)
+        return SpawnVerdict.START, Entry(attempt, Phase.BUILDING, deployment=deployment)
+    if _is_anothers(entry, deployment):
+        return SpawnVerdict.NOT_OURS, entry
     if attempt <= entry.fence:
         return SpawnVerdict.FENCED, entry
     if attempt < entry.attempt:
@@ -82,7 +88,7 @@ def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
     if attempt > entry.attempt:
         # The conductor has given up the older attempt, or it would not have asked for a newer one. Its own Destroy
         # may still be on the way; the fence makes sure that no late copy of the older Spawn undoes this.
-        fresh = Entry(attempt, Phase.BUILDING, fence=max(entry.fence, entry.attempt))
+        fresh = Entry(attempt, Phase.BUILDING, fence=max(entry.fence, entry.attempt), deployment=deployment)
         return (SpawnVerdict.START if entry.phase is Phase.GONE else SpawnVerdict.REPLACE), fresh
     if entry.phase is Phase.BUILDING:
         return SpawnVerdict.UNDERWAY, entry
@@ -90,10 +96,15 @@ def on_spawn(entry: Entry | None, attempt: int) -> tuple[SpawnVerdict, Entry]:
     return SpawnVerdict.REPEAT, entry
 
 
-def on_destroy(entry: Entry | None, attempt: int) -> tuple[DestroyVerdict, Entry]:
-    """Decide a Destroy. An instance never heard of is cleared away too: the record may be younger than the machine."""
+def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[DestroyVerdict, Entry]:
+    """Decide a Destroy. An instance never heard of is cleared away too: the record may be younger than the machine.
+
+    Whether the machine itself is this deployment's is checked by the driver, on the machine's own mark.
+    """
     if entry is None:
-        return DestroyVerdict.DESTROY, Entry(attempt, Phase.DESTROYING, fence=attempt)
+        return DestroyVerdict.DESTROY, Entry(attempt, Phase.DESTROYING, fence=attempt, deployment=deployment)
+    if _is_anothers(entry, deployment):
+        return DestroyVerdict.NOT_OURS, entry
     fenced = entry
     if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be said
         fenced = replace(entry, fence=attempt, told=entry.told and entry.phase is not Phase.GONE)
@@ -103,28 +114,44 @@ def on_destroy(entry: Entry | None, attempt: int) -> tuple[DestroyVerdict, Entry
         return DestroyVerdict.NOTHING, fenced
     if attempt < entry.attempt:
         return DestroyVerdict.STALE, fenced
-    return DestroyVerdict.DESTROY, Entry(entry.attempt, Phase.DESTROYING, fence=attempt)
+    owner = deployment or entry.deployment
+    return DestroyVerdict.DESTROY, Entry(entry.attempt, Phase.DESTROYING, fence=attempt, deployment=owner)
+
+
+def _is_anothers(entry: Entry, deployment: str | None) -> bool:
+    """Whether a machine that may be here was built for another deployment than the command's."""
+    may_be_here = entry.phase not in ENDED
+    return may_be_here and entry.deployment is not None and entry.deployment != deployment
+
+
+def is_leaving(entry: Entry | None, attempt: int) -> bool:
+    """Whether this attempt's machine is being cleared away by an order on record."""
+    if entry is None or attempt > entry.fence:
+        return False
+    return entry.phase in (Phase.DESTROYING, Phase.BUILDING)  # building: the older attempt is cleared away first
 
 
 def built(entry: Entry | None, attempt: int) -> Entry | None:
     """The attempt runs. None when this host has been told otherwise meanwhile."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
-    return Entry(attempt, Phase.RUNNING, fence=entry.fence)
+    return Entry(attempt, Phase.RUNNING, fence=entry.fence, deployment=entry.deployment)
 
 
 def failed(entry: Entry | None, attempt: int, code: str, reason: str, *, final: bool = False) -> Entry | None:
     """The attempt did not become a machine. None when this host has been told otherwise meanwhile."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
-    return Entry(attempt, Phase.FAILED, fence=entry.fence, code=code, reason=reason, final=final)
+    return Entry(
+        attempt, Phase.FAILED, fence=entry.fence, code=code, reason=reason, final=final, deployment=entry.deployment
+    )
 
 
 def destroyed(entry: Entry | None) -> Entry | None:
     """Nothing is left. None when a newer attempt has come meanwhile."""
     if entry is None or entry.phase is not Phase.DESTROYING:
         return None
-    return Entry(entry.attempt, Phase.GONE, fence=max(entry.fence, entry.attempt))
+    return Entry(entry.attempt, Phase.GONE, fence=max(entry.fence, entry.attempt), deployment=entry.deployment)
 
 
 def lost(entry: Entry) -> Entry:
@@ -136,6 +163,7 @@ def lost(entry: Entry) -> Entry:
         told=True,
         code="instance.lost",
         reason="the host does not run it",
+        deployment=entry.deployment,
     )
 
 

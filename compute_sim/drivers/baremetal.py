@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import msgspec
+from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.contracts.base import Uuid, Word
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, Reschedule, Tree
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule, Tree
 
 T = TypeVar("T")
 
@@ -30,13 +33,64 @@ MAX_BODY = 32 * 2**20
 KEEPALIVE_S = 2.0
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
-FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,resource_class"
+FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
+# Where our mark is on a node. Ironic keeps `instance_info` through rescue, service and rebuild and empties it together
+# with `instance_uuid` when it undeploys a node, so a mark never outlives its instance.
+MARK = "/instance_info/berth"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
 DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
 PASSING = frozenset({401, 403, 408, 429})  # credentials and load are not the build's fault
 # From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
-DELETABLE = frozenset({"active", "deploy failed", "wait call-back", "error", "deploy hold", "rescue", "deploying"})
+DELETABLE = frozenset(
+    {
+        "active",
+        "deploy failed",
+        "deploy hold",
+        "deploying",
+        "error",
+        "rescue",
+        "rescue failed",
+        "rescue wait",
+        "service failed",
+        "service hold",
+        "service wait",
+        "unrescue failed",
+        "wait call-back",
+    }
+)
+# In these states a node has certainly been deployed. In any other one it may still be, or be deployed anew.
+BUILT = frozenset(
+    {
+        "active",
+        "rescue",
+        "rescue failed",
+        "rescue wait",
+        "rescuing",
+        "service failed",
+        "service hold",
+        "service wait",
+        "servicing",
+        "unrescue failed",
+        "unrescuing",
+    }
+)
+
+
+class Mark(Struct, frozen=True):
+    """What proves that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
+
+    deployment: Uuid
+    cell: Word
+    service: Word
+    instance: Uuid
+    attempt: Annotated[int, Bound(ge=1)]
+
+
+class InstanceInfo(Struct, frozen=True):
+    """Our entry of a node's `instance_info`; the others are not ours to read."""
+
+    berth: Mark | None = None
 
 
 class Node(Struct, frozen=True):
@@ -47,6 +101,27 @@ class Node(Struct, frozen=True):
     provision_state: str | None = None
     maintenance: bool = False
     instance_uuid: str | None = None
+    instance_info: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def instance(self) -> str | None:
+        """The uuid of the instance that it carries, spelled as everywhere here (Ironic takes other spellings)."""
+        if self.instance_uuid is None:
+            return None
+        with contextlib.suppress(ValueError):
+            return str(uuid.UUID(self.instance_uuid))
+        return self.instance_uuid
+
+    @property
+    def mark(self) -> Mark | None:
+        """Our mark for the instance that it carries. Anything that is not one is another's business, and no fault."""
+        if self.instance_uuid is None:
+            return None
+        try:
+            mark = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
+        except msgspec.DecodeError:
+            return None
+        return mark if mark is not None and mark.instance == self.instance else None
 
 
 class Page(Struct, frozen=True):
@@ -56,12 +131,24 @@ class Page(Struct, frozen=True):
 
 
 class BareMetal:
-    """The driver of one service's share of Ironic's nodes."""
+    """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
 
     def __init__(
-        self, config: IronicConfig, *, clock: Clock, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        config: IronicConfig,
+        *,
+        cell: str,
+        service: str,
+        clock: Clock,
+        is_live: Callable[[str, str], bool] = lambda _host, _instance: False,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`is_live(host, instance)`: whether the service's own records hold such a machine."""
         self._config = config
+        self._cell = cell
+        self._service = service
+        self._services = frozenset((service, *config.takes_over))
+        self._is_live = is_live
         self._clock = clock
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
@@ -111,15 +198,17 @@ class BareMetal:
 
     async def spawn(self, build: Build) -> None:
         """Take the node, deploy it, wait until it is active."""
+        if build.deployment is None:
+            raise Reschedule("spawn.unmarked", "the command names no deployment, so the node could not be given back")
         node = await self._guarded(build)
-        if node.instance_uuid is None:
+        if node.instance is None:
             await self._take(build)
         async with asyncio.timeout(self._config.deploy_timeout_s):
             while True:
                 node = await self._expect(build.host_uuid)
-                if node.instance_uuid != build.spec.instance_uuid:
-                    raise Reschedule("node.taken", "the node was given to somebody else while it was deployed")
-                if node.provision_state == "active":
+                if not _is_of(node, build):
+                    raise Reschedule("node.taken", "the node was given to another while it was deployed")
+                if node.provision_state in BUILT:
                     return
                 if node.provision_state == "available":
                     await self._deploy(build)
@@ -127,27 +216,32 @@ class BareMetal:
                     raise Reschedule("node.deploy_failed", f"the node is in {node.provision_state}")
                 await self._clock.sleep(self._config.poll_s)
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
-        """Undeploy the node when it is this instance's; return when it is not any more (cleaning goes on)."""
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """Undeploy the node when its mark says that it is ours; return when it is not any more (cleaning goes on)."""
         deadline = self._clock.monotonic() + self._config.clean_timeout_s
-        while (node := await self._node(host_uuid)) is not None and node.instance_uuid == instance_uuid:
+        while (node := await self._node(host_uuid)) is not None and node.instance == instance_uuid:
+            mark = node.mark
+            if mark is None or mark.deployment != deployment:
+                named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
+                raise NotOurs(f"node {host_uuid} carries instance {instance_uuid} with {named}")
+            if mark.attempt > attempt:
+                return
             if self._clock.monotonic() > deadline:
                 raise DriverUnavailable(f"the node is still in {node.provision_state}")
             # What Ironic says to these does not matter (the node may be locked just now): the next look tells.
             if node.provision_state == "available":  # taken, and not deployed
-                await self._change("PATCH", f"/v1/nodes/{host_uuid}", [{"op": "remove", "path": "/instance_uuid"}])
+                # Removing the mark first fails, and with it the whole PATCH, when the node is not ours any more.
+                patch = [{"op": "remove", "path": MARK}, {"op": "remove", "path": "/instance_uuid"}]
+                await self._change("PATCH", f"/v1/nodes/{host_uuid}", patch)
             elif node.provision_state in DELETABLE:
                 await self._change("PUT", f"/v1/nodes/{host_uuid}/states/provision", {"target": "deleted"})
             await self._clock.sleep(self._config.poll_s)
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """Active nodes with an instance. Ironic does not know which attempt it was."""
+        """What every node carries, whatever its provision state; the mark tells whose it is, and of which attempt."""
         wanted = None if hosts is None else frozenset(hosts)
-        return {
-            node.uuid: (Machine(node.uuid, node.instance_uuid, None),)
-            for node in await self._nodes()
-            if node.instance_uuid and node.provision_state == "active" and (wanted is None or node.uuid in wanted)
-        }
+        nodes = await self._nodes()
+        return {node.uuid: _machines(node) for node in nodes if wanted is None or node.uuid in wanted}
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Nodes that came, or whose maintenance changed, as `watch` finds them."""
@@ -175,18 +269,24 @@ class BareMetal:
     async def _guarded(self, build: Build) -> Node:
         """The node, if it can take this build now (I-9); a build that was interrupted finds its own traces."""
         node = await self._expect(build.host_uuid)
-        if node.instance_uuid not in (None, build.spec.instance_uuid):
-            raise Reschedule("node.taken", "the node has another instance")
+        ours = node.instance is not None
+        if ours and not _is_of(node, build):
+            raise Reschedule("node.taken", "the node carries an instance that this build did not put there")
         if node.maintenance:
             raise Reschedule("node.maintenance", "the node is in maintenance")
-        ours = node.instance_uuid is not None
-        if node.provision_state == "available" or (ours and node.provision_state in ("active", *DEPLOYING)):
+        if node.provision_state == "available" or (ours and node.provision_state in BUILT | DEPLOYING):
             return node
         raise Reschedule("node.not_available", f"the node is in {node.provision_state}")
 
     async def _take(self, build: Build) -> None:
-        """Write our instance on the node: Ironic answers 409 when it has another, or is locked."""
-        patch = [{"op": "add", "path": "/instance_uuid", "value": build.spec.instance_uuid}]
+        """Write our instance and our mark on the node: Ironic answers 409 when it has another, or is locked."""
+        assert build.deployment is not None
+        instance = build.spec.instance_uuid
+        mark = Mark(build.deployment, self._cell, self._service, instance, build.attempt)
+        patch = [
+            {"op": "add", "path": "/instance_uuid", "value": instance},
+            {"op": "add", "path": MARK, "value": msgspec.to_builtins(mark)},
+        ]
         answer = await self._change("PATCH", f"/v1/nodes/{build.host_uuid}", patch)
         if answer.status_code == httpx.codes.CONFLICT:
             raise Reschedule("node.taken", "Ironic did not give the node to this instance")
@@ -202,27 +302,33 @@ class BareMetal:
     # --- Ironic's REST API
 
     async def _nodes(self) -> builtins.list[Node]:
-        """This service's share of all nodes, by uuid."""
+        """This service's nodes, by uuid."""
         nodes: builtins.list[Node] = []
         marker: dict[str, str] = {}
         for _ in range(MAX_NODES // PAGE):
             answer = await self._call("GET", "/v1/nodes", params={"fields": FIELDS, "limit": str(PAGE), **marker})
             page = _parse(answer, Page).nodes
-            nodes.extend(node for node in page if self._ours(node.uuid))
+            nodes.extend(node for node in page if self._is_host(node))
             if "next" not in answer.json() or not page:
                 break
             marker = {"marker": page[-1].uuid}
         return sorted(nodes, key=lambda node: node.uuid)
 
-    def _ours(self, uuid: str) -> bool:
-        return zlib.crc32(uuid.encode()) % self._config.shares == self._config.share
+    def _is_host(self, node: Node) -> bool:
+        """Whether this service announces the node. Shares decide about nodes without a mark only."""
+        mark = node.mark
+        if mark is not None:
+            return mark.cell == self._cell and mark.service in self._services
+        if node.instance is not None and self._is_live(node.uuid, node.instance):
+            return True
+        return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share
 
-    async def _node(self, uuid: str) -> Node | None:
-        answer = await self._call("GET", f"/v1/nodes/{uuid}")
+    async def _node(self, ident: str) -> Node | None:
+        answer = await self._call("GET", f"/v1/nodes/{ident}")
         return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, Node)
 
-    async def _expect(self, uuid: str) -> Node:
-        node = await self._node(uuid)
+    async def _expect(self, ident: str) -> Node:
+        node = await self._node(ident)
         if node is None:
             raise Reschedule("host.unknown", "Ironic has no such node")
         return node
@@ -262,3 +368,31 @@ def _parse(answer: httpx.Response, kind: type[T]) -> T:
         return msgspec.json.decode(answer.content, type=kind)
     except msgspec.DecodeError as error:
         raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error
+
+
+def _is_of(node: Node, build: Build) -> bool:
+    """Whether the node carries this very build, by its mark."""
+    mark = node.mark
+    return (
+        mark is not None
+        and node.instance == build.spec.instance_uuid
+        and (mark.deployment, mark.attempt) == (build.deployment, build.attempt)
+    )
+
+
+def _machines(node: Node) -> tuple[Machine, ...]:
+    """What the node carries; a text that is no uuid is nobody's that a report could name."""
+    if node.instance is None or not _is_uuid(node.instance):
+        return ()
+    mark = node.mark
+    built = node.provision_state in BUILT
+    if mark is None:
+        return (Machine(node.uuid, node.instance, None, None, built),)
+    return (Machine(node.uuid, node.instance, mark.attempt, mark.deployment, built),)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False

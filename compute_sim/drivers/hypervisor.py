@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from bus.clock import Clock
 from compute_sim.domain.faults import Ending, Faults, fate
 from compute_sim.domain.hosts import ATTRIBUTES, tree
-from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, Reschedule, Tree
+from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, NotOurs, Reschedule, Tree
 from compute_sim.fleet import Fleet, Guest, Host
 
 
@@ -54,12 +54,15 @@ class Hypervisors:
         if host is None:
             raise Reschedule("host.unknown", "this service has no such host")
         _check(host, build)
+        self._check_free(build)
         plan = fate(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
         if plan.delay_s:
             await self._clock.sleep(plan.delay_s)
         if plan.ending is Ending.HANGS:
             await asyncio.get_running_loop().create_future()  # until its destruction cancels it
-        guest = Guest(build.spec.instance_uuid, build.attempt, build.allocations, plan.ending is Ending.WORKS)
+        self._check_free(build)
+        complete = plan.ending is Ending.WORKS
+        guest = Guest(build.spec.instance_uuid, build.attempt, build.allocations, complete, build.deployment)
         if guest.complete or plan.leftover:
             self._fleet.put(build.host_uuid, guest)
         if plan.ending is Ending.FAILS:
@@ -67,27 +70,36 @@ class Hypervisors:
         if plan.ending is Ending.ABORTS:
             raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
-        """Take the machine away, unless a newer attempt made it."""
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """Take the machine away, unless a newer attempt or another deployment made it."""
         if self._faults.destroy_delay_s:
             await self._clock.sleep(self._faults.destroy_delay_s)
         guest = self._fleet.guest(host_uuid, instance_uuid)
+        if guest is not None and guest.deployment != deployment:
+            raise NotOurs(f"its mark names {guest.deployment or 'no deployment'}, and the command {deployment}")
         if guest is not None and guest.attempt <= attempt:
             self._fleet.remove(host_uuid, instance_uuid)
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """What runs; a half-built leftover does not run."""
-        running: dict[str, list[Machine]] = {}
-        for host in self._these(hosts):
-            uuid = host.plan.uuid
-            for guest in (host.guests or {}).values():
-                if guest.complete:
-                    running.setdefault(uuid, []).append(Machine(uuid, guest.instance_uuid, guest.attempt))
-        return running
+        return {
+            host.plan.uuid: [
+                Machine(host.plan.uuid, guest.instance_uuid, guest.attempt, guest.deployment)
+                for guest in (host.guests or {}).values()
+                if guest.complete
+            ]
+            for host in self._these(hosts)
+        }
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Hosts of the fleet were enabled, disabled or resized."""
         self._forget.append(self._fleet.on_change(callback))
+
+    def _check_free(self, build: Build) -> None:
+        """A uuid that another deployment's machine here has already: building would write over that machine."""
+        guest = self._fleet.guest(build.host_uuid, build.spec.instance_uuid)
+        if guest is not None and guest.deployment != build.deployment:
+            raise Reschedule("host.taken", "a machine of another deployment has this uuid here")
 
     def _these(self, hosts: Sequence[str] | None) -> Iterable[Host]:
         if hosts is None:

@@ -61,7 +61,7 @@ class Decision(Struct, frozen=True):
     """Every item's verdict, and what is to be written: absolute values, each row once.
 
     consumers: the new state of those that changed; None = the row goes. changes: one a touched provider.
-    joined: who is a member of a server group now, and on which host.
+    joined: who is a member of a server group now, and the host that its claim named.
     """
 
     verdicts: list[Verdict]
@@ -149,12 +149,19 @@ class _Ledger:
         if key is None:
             return {}
         counted: dict[str, int] = {}
-        for consumer, host in (dict(self._groups.get(key, {})) | self.joined.get(key, {})).items():
+        joined = self.joined.get(key, {})
+        for consumer, hosts in {**self._groups.get(key, {}), **dict.fromkeys(joined, ())}.items():
+            if consumer == claim.consumer:
+                continue
             changed = consumer in self.changed_consumers
-            left = changed and not _holding(self.changed_consumers[consumer])
-            if consumer != claim.consumer and not left:
+            for host in self._hosts_now(consumer, joined.get(consumer)) if changed else hosts:
                 counted[host] = counted.get(host, 0) + 1
         return counted
+
+    def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
+        """Where a consumer is that this group has changed: as its claim said, or wherever a swap has moved it."""
+        roots = {self.providers[uuid].root for uuid in _holding(self.changed_consumers[consumer])}
+        return (claimed,) if claimed in roots else sorted(roots)
 
     def join(self, claim: Claim, host: str | None) -> None:
         """The claim's consumer is on this host now, for its server group."""

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
-from placement_worker.domain.values import GroupKey, Holding
+from placement_worker.domain.values import GroupKey, Holding, Provider
+
+# A provider with this trait gives to trees beside it: who holds something of it need not be on its host.
+SHARING = "MISC_SHARES_VIA_AGGREGATE"
 
 
 def group_key(claim: Claim) -> GroupKey | None:
     """The server group that a claim names: of its project, whatever others call theirs."""
     return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
+
+
+def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
+    """The hosts of a consumer that holds something of these providers: their roots.
+
+    Those of shared pools only if it holds nothing else. The members of server groups are counted so.
+    """
+    held = list(providers)
+    own = [provider for provider in held if SHARING not in provider.traits] or held
+    return tuple(sorted({provider.root for provider in own}))
 
 
 def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:

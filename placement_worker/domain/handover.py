@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bus.contracts.placement import ProviderReport
-from placement_worker.domain.names import class_name
 from placement_worker.domain.values import Holding, Stock
 
 Used = Mapping[str, Mapping[str, int]]
@@ -24,8 +23,8 @@ def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
 
 def taken(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
     """(provider, class): whose allocations are to go elsewhere, if there are any."""
-    kept = {report.uuid: set(map(class_name, report.inventories)) for report in reports}
-    pairs = [(report.takes_from, class_name(name)) for report in reports for name in report.inventories]
+    kept = {report.uuid: set(report.inventories) for report in reports}
+    pairs = [(report.takes_from, name) for report in reports for name in report.inventories]
     return list(dict.fromkeys((uuid, name) for uuid, name in pairs if uuid and name not in kept.get(uuid, ())))
 
 
@@ -66,8 +65,8 @@ def _bundles(
     takers: dict[str, list[ProviderReport]] = {}
     for report in reports:
         if report.takes_from == source:
-            for spelled in report.inventories:
-                takers.setdefault(class_name(spelled), []).append(report)
+            for name in report.inventories:
+                takers.setdefault(name, []).append(report)
     bundles: dict[tuple[str, ...], list[str]] = {}
     for name, who in takers.items():
         if name not in kept:

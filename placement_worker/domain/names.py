@@ -1,9 +1,10 @@
-"""Names of resource classes as the book spells them (FEATURES P-67, P-69)."""
+"""Names of resource classes and traits: which the book takes, and which known one a mistyped name may have meant."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from functools import lru_cache
+from collections.abc import Collection
 
 import os_resource_classes
 
@@ -15,16 +16,17 @@ _FOREIGN = re.compile(r"[^0-9A-Za-z]+")
 _CUSTOM_NAME = re.compile(r"CUSTOM_[A-Z0-9_]+")
 
 
-@lru_cache(maxsize=4096)
-def class_name(name: str) -> str:
-    """A resource class as the book spells it: standard and CUSTOM_ names as they are, others normalised (P-69).
+def is_class(name: str) -> bool:
+    """Whether this is a standard resource class, or a site's own (`CUSTOM_` and upper-case letters, digits, `_`)."""
+    return name in STANDARD_CLASSES or (len(name) <= MAX_NAME and _CUSTOM_NAME.fullmatch(name) is not None)
 
-    Ironic's `baremetal.with-GPU` becomes `CUSTOM_BAREMETAL_WITH_GPU`, as Nova and Ironic write it. A name that
-    already starts with CUSTOM_ is kept, where Nova would prefix it twice.
-    """
-    if name in STANDARD_CLASSES or _CUSTOM_NAME.fullmatch(name):
-        return name
-    return CUSTOM + _FOREIGN.sub("_", name.removeprefix(CUSTOM)).upper()
+
+def suggestion(name: str, known: Collection[str] = STANDARD_CLASSES) -> str:
+    """`; did you mean X?` for a name that is not taken: the nearest known one, else the name as a site's own."""
+    near = difflib.get_close_matches(name[:MAX_NAME].upper(), sorted(known), n=1)
+    own = CUSTOM + _FOREIGN.sub("_", name.removeprefix(CUSTOM)).strip("_").upper()
+    meant = near[0] if near else own if len(own) <= MAX_NAME and own != CUSTOM else ""
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def is_custom(name: str) -> bool:

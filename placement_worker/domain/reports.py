@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
 from placement_worker.domain.handover import hand_over, sources_of, usage_after
-from placement_worker.domain.names import MAX_NAME, class_name, is_custom
+from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import ABOVE_CELLS, Holding, Provider, Stock, is_foreign, state_of, stock_of
 
+MAX_SHOWN = 64  # of a name that is refused
 NOBODY: Mapping[str, Holding] = {}
 _Used = dict[str, dict[str, int]]
 
@@ -82,19 +83,17 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | No
 
 
 def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> Refusal | None:
-    classes: set[str] = set()
-    for spelled, inventory in report.inventories.items():
-        name = class_name(spelled)
-        if len(name) > MAX_NAME:
-            return Refusal("class.too_long", f"{spelled[:40]}... is too long for a resource class")
-        if name in classes:
-            return Refusal("class.duplicate", f"two classes of {report.uuid} are both {name}")
-        classes.add(name)
+    for name, inventory in report.inventories.items():
+        if not is_class(name):
+            shown = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
+            reason = f"{shown!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
+            return Refusal("class.unknown", reason)
         if inventory.reserved > inventory.total:
             return Refusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
     for trait in report.traits:
         if not is_custom(trait) and trait not in known_traits:
-            return Refusal("trait.unknown", f"{trait} is neither a standard trait nor CUSTOM_")
+            reason = f"{trait} is neither a standard trait nor CUSTOM_{suggestion(trait, known_traits)}"
+            return Refusal("trait.unknown", reason)
     return None
 
 
@@ -306,7 +305,7 @@ class _Draft:
 
 
 def _stocks(report: ProviderReport) -> dict[str, Stock]:
-    return {class_name(spelled): stock_of(inventory) for spelled, inventory in report.inventories.items()}
+    return {name: stock_of(inventory) for name, inventory in report.inventories.items()}
 
 
 def _reported(

@@ -90,4 +90,4 @@ def _claimed(provider: Provider) -> ClaimedProvider:
         name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
         for name, stock in provider.stocks.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, rooms)
+    return ClaimedProvider(provider.generation, provider.shape, rooms, provider.root)

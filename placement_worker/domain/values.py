@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -12,9 +12,9 @@ from bus.contracts.placement import Inventory, ProviderState
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}
 NOTHING: Holding = {}
 
-# A server group: (project, its uuid). Its members: {consumer: the host that it is on}.
+# A server group: (project, its uuid). Its members that hold something: {consumer: the hosts that it is on}.
 GroupKey = tuple[str, str]
-Members = Mapping[str, str]
+Members = Mapping[str, Sequence[str]]
 
 # Below what a double holds exactly, whatever total and ratio come to.
 MAX_CAPACITY = 2**53
@@ -34,11 +34,12 @@ class Room(Struct, frozen=True, gc=False):
 
 
 class ClaimedProvider(Struct, frozen=True):
-    """A provider as a claim sees it, locked."""
+    """A provider as a claim sees it, locked. root: the provider at the top of its tree, its host."""
 
     generation: int
     shape: int
     rooms: dict[str, Room]
+    root: str
 
 
 class Consumer(Struct, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncpg
 from msgspec import Struct
 
+from placement_worker.domain.company import SHARING
+
 
 class InventoryRow(Struct, frozen=True):
     """One inventory, by names. set_aside: its source no longer reports it, but it is in use."""
@@ -79,7 +81,6 @@ SELECT DISTINCT 'allocation of ' || a.consumer || ', whom the book does not know
 WHERE NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL)
 """
 
-SHARING = "MISC_SHARES_VIA_AGGREGATE"
 DOUBLED = """
 SELECT a.consumer, c.name, array_agg(DISTINCT r.uuid::text ORDER BY r.uuid::text)
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN providers r ON r.id = p.root_id

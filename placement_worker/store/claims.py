@@ -21,7 +21,7 @@ from placement_worker.store import feed, limits, members
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
 
-# Functions of the schema (migration p0005), a round trip each.
+# Functions of the schema (migrations p0005, p0012), a round trip each.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[])
 """
@@ -38,7 +38,7 @@ DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 _ConsumerRow = tuple[str, int, int, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
-_ProviderRow = tuple[int, str, int, int, str | None, list[_RoomRow] | None]
+_ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
 _locked = msgspec.json.Decoder(tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow]]).decode
 
 
@@ -81,7 +81,7 @@ async def lock(
     said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids)
     consumers, held, providers = _locked(said)
     used_classes = {row[2] for row in held}
-    used_classes.update(room[0] for row in providers for room in row[5] or ())
+    used_classes.update(room[0] for row in providers for room in row[6] or ())
     class_names = await names.names_of(connection, used_classes)
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
@@ -92,10 +92,12 @@ async def lock(
         found=found,
         ids={row[1]: row[0] for row in providers},
         providers={
-            row[1]: ClaimedProvider(row[2], row[3], {class_names[room[0]]: Room(*room[1:]) for room in row[5] or ()})
+            row[1]: ClaimedProvider(
+                row[2], row[3], {class_names[room[0]]: Room(*room[1:]) for room in row[6] or ()}, root=row[4]
+            )
             for row in providers
         },
-        cells={row[1]: row[4] for row in providers if row[4] is not None},
+        cells={row[1]: row[5] for row in providers if row[5] is not None},
     )
 
 

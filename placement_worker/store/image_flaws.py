@@ -54,8 +54,8 @@ def flaw_of_consumer(uuid: str, consumer: Consumer) -> str | None:
 
 
 def flaw_of_member(member: Member, consumers: Container[str]) -> str | None:
-    """Why this cannot be a member of a server group, or None. Its host may have left; its rule then is of no host."""
-    for uuid in (member.group, member.consumer, member.host):
+    """Why this cannot be a member of a server group, or None."""
+    for uuid in (member.group, member.consumer):
         if _UUID.fullmatch(uuid) is None:
             return f"{uuid!r} is no uuid"
     if not _is_text(member.project):

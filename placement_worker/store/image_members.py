@@ -17,31 +17,22 @@ HOLD_CLAIMS = "LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE"
 
 # Rows of those who hold nothing count no more, and are left to be trimmed.
 READ = """
-SELECT m.project_id, m.group_uuid, m.consumer, m.host FROM group_members m
+SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
 WHERE EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
 """
 DELETE = "DELETE FROM group_members WHERE consumer = ANY($1::uuid[])"
 INSERT = """
-INSERT INTO group_members (project_id, group_uuid, consumer, host)
-SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[], $4::uuid[])
-"""
-# Where a book says nothing of groups: a member is where it holds something.
-FOLLOW = """
-UPDATE group_members m SET host = held.roots[1] FROM (
-    SELECT a.consumer, array_agg(DISTINCT root.uuid ORDER BY root.uuid) AS roots FROM allocations a
-    JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
-    WHERE a.consumer = ANY($1::uuid[]) GROUP BY a.consumer
-) held WHERE held.consumer = m.consumer AND NOT m.host = ANY(held.roots)
+INSERT INTO group_members (project_id, group_uuid, consumer)
+SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[])
 """
 
 
 class Member(Struct, frozen=True, order=True):
-    """One member of a server group: of a project, and on the host on which its claim was made."""
+    """One member of a server group of a project. Where it is follows from what it holds."""
 
     project: str
     group: str
     consumer: str
-    host: str
 
 
 async def read(connection: asyncpg.Connection) -> frozenset[Member]:
@@ -57,12 +48,11 @@ def joined(before: Iterable[Member], after: Iterable[Member]) -> set[str]:
 async def write(connection: asyncpg.Connection, wanted: Iterable[Member], changed: Collection[str]) -> None:
     """Make the groups of these consumers be those that are wanted, whatever older rows say."""
     await connection.execute(DELETE, list(changed))
-    rows = [(m.project, m.group, m.consumer, m.host) for m in sorted(wanted) if m.consumer in changed]
+    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
     if rows:
         await connection.execute(INSERT, *map(list, zip(*rows, strict=True)))
 
 
 async def follow(connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]) -> None:
-    """Members stay what they are, where they are now; who held nothing before is no member of what it once was."""
+    """Members stay what they are; who held nothing before is no member of what it once was."""
     await connection.execute(DELETE, [uuid for uuid in changed if uuid not in before])
-    await connection.execute(FOLLOW, list(changed))

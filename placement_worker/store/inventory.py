@@ -14,7 +14,7 @@ from msgspec.structs import astuple
 
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from placement_worker.domain.handover import taken
-from placement_worker.domain.names import class_name, is_custom
+from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import changes_of, flaw, plan
 from placement_worker.domain.shells import is_empty_shell
 from placement_worker.domain.values import ABOVE_CELLS, Provider
@@ -131,7 +131,7 @@ async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
     for update in updates:
         if flaw(update, names.trait_ids) is None:
             for report in update.providers:
-                classes.update(map(class_name, report.inventories))
+                classes.update(filter(is_class, report.inventories))
                 traits.update(filter(is_custom, report.traits))
     await names.ensure(classes, traits)
 

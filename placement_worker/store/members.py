@@ -1,17 +1,18 @@
-"""Who is in which server group, and where: locked while a group's members are claimed for, asked about by schedulers.
+"""Who is in which server group: locked while a group's members are claimed for, asked about by schedulers.
 
-A row counts for as long as its consumer holds something, so nothing that gives allocations back has to know of groups;
-rows that count no more are replaced, or trimmed.
+A row counts for as long as its consumer holds something, and where the consumer is follows from what it holds
+(`domain.company.hosts_of`), so nothing that moves allocations or gives them back has to know of groups. Rows that count
+no more are taken up again, or trimmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
 
 from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, WherePage, WhereRequest
-from placement_worker.domain.company import group_key
+from placement_worker.domain.company import SHARING, group_key
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.port import ClaimItem
 
@@ -19,30 +20,49 @@ from placement_worker.store.port import ClaimItem
 LOCK = "SELECT pg_advisory_xact_lock(key) FROM unnest($1::bigint[]) AS key"
 HASHED = "SELECT DISTINCT hashtextextended(key, 0) AS key FROM unnest($1::text[]) AS key ORDER BY key"
 
-READ = """
-SELECT m.project_id, m.group_uuid, m.consumer, m.host FROM group_members m
-JOIN unnest($1::text[], $2::uuid[]) AS g (project_id, group_uuid) USING (project_id, group_uuid)
-WHERE EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
+# As `hosts_of` has it: the roots of what is held, those of shared pools only where nothing else is held.
+_HOSTS = f"""
+coalesce(
+    array_agg(DISTINCT root.uuid) FILTER (WHERE p.id NOT IN (
+        SELECT pt.provider_id FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE t.name = '{SHARING}')),
+    array_agg(DISTINCT root.uuid)) AS hosts
+"""
+_HELD = """
+JOIN allocations a ON a.consumer = m.consumer
+JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
 """
 
+READ = f"""
+SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM group_members m
+JOIN unnest($1::text[], $2::uuid[]) AS g (project_id, group_uuid) USING (project_id, group_uuid) {_HELD}
+GROUP BY m.project_id, m.group_uuid, m.consumer
+"""
+
+# A row that is there is written all the same, and so locked: it is not trimmed before the claim has committed.
 WRITE = """
-INSERT INTO group_members (project_id, group_uuid, consumer, host)
-SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[], $4::uuid[])
-ON CONFLICT (project_id, group_uuid, consumer) DO UPDATE SET host = excluded.host
+INSERT INTO group_members (project_id, group_uuid, consumer)
+SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[])
+ON CONFLICT (project_id, group_uuid, consumer) DO UPDATE SET consumer = excluded.consumer
 """
 
-# $1: how long they are kept, as the other statements that trim have it.
-FORGET = """
-DELETE FROM group_members WHERE ctid = ANY(ARRAY(
-    SELECT m.ctid FROM group_members m
-    WHERE $1::double precision >= 0 AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $2))
+# Two statements: whether a consumer holds something is in another table, and a statement that has waited for a row, or
+# come after the commit of who had it, still sees that table as it was when the statement began.
+LOCK_LEFT = """
+SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
+WHERE NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $1 FOR UPDATE OF m SKIP LOCKED
+"""
+FORGET_LEFT = """
+DELETE FROM group_members m USING unnest($1::text[], $2::uuid[], $3::uuid[]) AS n (project_id, group_uuid, consumer)
+WHERE m.project_id = n.project_id AND m.group_uuid = n.group_uuid AND m.consumer = n.consumer
+    AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
 """
 
-COUNT = """
-SELECT m.host, count(*) FROM group_members m
-WHERE m.project_id = $1 AND m.group_uuid = $2 AND m.consumer IS DISTINCT FROM $3
-    AND EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
-GROUP BY m.host ORDER BY m.host LIMIT $4
+COUNT = f"""
+SELECT host, count(*) FROM (
+    SELECT {_HOSTS} FROM group_members m {_HELD}
+    WHERE m.project_id = $1 AND m.group_uuid = $2 AND m.consumer IS DISTINCT FROM $3 GROUP BY m.consumer
+) AS member CROSS JOIN LATERAL unnest(member.hosts) AS host
+GROUP BY host ORDER BY host LIMIT $4
 """
 
 HOSTS = """
@@ -58,24 +78,32 @@ def keys_of(items: Sequence[ClaimItem]) -> list[GroupKey]:
     return sorted({key for item in items if isinstance(item, Claim) and (key := group_key(item)) is not None})
 
 
-async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, str]]:
-    """Every named group's members, {consumer: host}, as the locks' last holders left them."""
+async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, Sequence[str]]]:
+    """Every named group's members, {consumer: hosts}, as the locks' last holders left them."""
     keys = keys_of(items)
     if not keys:
         return {}
     hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
     await connection.execute(LOCK, [row["key"] for row in hashed])
-    members: dict[GroupKey, dict[str, str]] = {key: {} for key in keys}
-    for project, group, consumer, host in await connection.fetch(READ, *map(list, zip(*keys, strict=True))):
-        members[project, group][consumer] = host
+    members: dict[GroupKey, dict[str, Sequence[str]]] = {key: {} for key in keys}
+    for project, group, consumer, hosts in await connection.fetch(READ, *map(list, zip(*keys, strict=True))):
+        members[project, group][consumer] = hosts
     return members
 
 
-async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Mapping[str, str]]) -> None:
+async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
     """Those who have joined, each once."""
-    rows = [(*key, consumer, host) for key, members in joined.items() for consumer, host in members.items()]
+    rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
     if rows:
         await connection.execute(WRITE, *map(list, zip(*rows, strict=True)))
+
+
+async def forget(connection: asyncpg.Connection, limit: int) -> int:
+    """Trim rows of those who hold nothing, inside the caller's transaction; returns how many were looked at."""
+    left = await connection.fetch(LOCK_LEFT, limit)
+    if left:
+        await connection.execute(FORGET_LEFT, *map(list, zip(*left, strict=True)))
+    return len(left)
 
 
 async def where(connection: asyncpg.Connection, asked: WhereRequest) -> WherePage:

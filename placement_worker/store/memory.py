@@ -29,7 +29,7 @@ from bus.faults import BrokenInvariant
 from bus.service.memory_database import Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.handover import taken
-from placement_worker.domain.names import class_name, is_custom
+from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import changes_of as changes_of_reports
 from placement_worker.domain.reports import flaw, plan
 from placement_worker.domain.shells import is_empty_shell
@@ -123,7 +123,7 @@ class MemoryBook:
                 else:
                     table.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
             for key, joined in decision.joined.items():
-                table.members.setdefault(key, {}).update(joined)
+                table.members.setdefault(key, {}).update(dict.fromkeys(joined))
             for uuid, generation in decision.generations.items():
                 provider = table.providers[uuid]
                 used = {**provider.used, **decision.used[uuid]}
@@ -215,7 +215,7 @@ class MemoryBook:
         for update in updates:
             if flaw(update, table.traits) is None:
                 for report in update.providers:
-                    classes.update(dict.fromkeys(map(class_name, report.inventories)))
+                    classes.update(dict.fromkeys(filter(is_class, report.inventories)))
                     traits.update(dict.fromkeys(filter(is_custom, report.traits)))
         if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
             return
@@ -276,7 +276,8 @@ class MemoryBook:
         table = self._table
         async with self._session.transaction():
             key = (asked.project_id, asked.server_group or "")
-            counted = Counter(host for uuid, host in table.alive(key).items() if uuid != asked.besides)
+            alive = table.alive(key)
+            counted = Counter(host for uuid, hosts in alive.items() if uuid != asked.besides for host in hosts)
             hosts = {
                 uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
                 for uuid in sorted(set(asked.consumers))
@@ -361,4 +362,4 @@ def _claimed(provider: Provider) -> ClaimedProvider:
         name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
         for name, stock in provider.stocks.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, rooms)
+    return ClaimedProvider(provider.generation, provider.shape, rooms, provider.root)

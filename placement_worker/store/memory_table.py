@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Change
 from bus.service.memory_database import MemoryDatabase
-from placement_worker.domain.company import together
+from placement_worker.domain.company import hosts_of, together
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.reports import Plan
 from placement_worker.domain.values import Consumer, GroupKey, Provider
@@ -41,7 +41,7 @@ class MemoryBookTable(MemoryDatabase):
         self.providers: dict[str, Provider] = {}
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, Kept] = {}
-        self.members: dict[GroupKey, dict[str, str]] = {}
+        self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, Source] = {}
         self.heard: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
@@ -65,11 +65,11 @@ class MemoryBookTable(MemoryDatabase):
             self.numbers[uuid] = self._next_number
         return self.numbers[uuid]
 
-    def alive(self, key: GroupKey) -> dict[str, str]:
-        """A server group's members that hold something."""
+    def alive(self, key: GroupKey) -> dict[str, tuple[str, ...]]:
+        """A server group's members that hold something, and the hosts that they are on."""
         return {
-            uuid: host
-            for uuid, host in self.members.get(key, {}).items()
+            uuid: hosts_of([self.providers[provider] for provider in self.consumers[uuid].consumer.holding])
+            for uuid in self.members.get(key, {})
             if uuid in self.consumers and self.consumers[uuid].consumer.holding
         }
 

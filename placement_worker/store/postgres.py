@@ -133,11 +133,12 @@ class PostgresStore:
             (feed.TRIM, keep_changes),
             (FORGET_FENCES, keep_fences_s),
             (FORGET_SOURCES, keep_sources_s),
-            (members.FORGET, 0.0),
         ):
             async with self._database.raw() as connection:
                 tag: str = await connection.execute(statement, keep, limit)
             more |= int(tag.rpartition(" ")[2]) >= limit
+        async with self._database.raw() as connection:
+            more |= await members.forget(connection, limit) >= limit
         return more
 
     async def remove_shells(self, limit: int) -> list[str]:

@@ -13,7 +13,12 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
+    ConsumerAllocations,
+    Inventory,
+    InventoryUpdate,
+    ProviderReport,
     Release,
+    Swap,
     WhereRequest,
 )
 from placement_worker.store.port import PlacementStore
@@ -168,3 +173,71 @@ async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make
         ours, theirs = member(2 * number, 0, group=group), member(2 * number + 1, 1, group=group)
         both = await asyncio.gather(claim(store, ours), claim(other, theirs))
         assert sorted(reply.outcome.value for part in both for reply in part) == ["claimed", "ruled_out"]
+
+
+# --- members that are moved: where they are follows from what they hold
+
+
+def swap(vm: int, *hosts: int, generation: int = 1) -> Swap:
+    holding = {HOSTS[n]: {"VCPU": 1} for n in hosts}
+    return Swap(
+        consumers=(
+            ConsumerAllocations(consumer=VMS[vm], consumer_generation=generation, allocations=holding, project_id="p"),
+        )
+    )
+
+
+async def members(store: PlacementStore) -> dict[str, int]:
+    return dict((await store.where(WhereRequest(project_id="p", server_group=GROUP))).members)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])
+async def test_a_member_that_is_swapped_to_another_host_is_counted_there(store: PlacementStore, at_once: bool) -> None:
+    """It stayed on record where its claim was: two members on one host, and a free host refused."""
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    writes = [swap(0, 1), member(1, 1), member(2, 0)]
+    replies = [
+        reply for part in ([writes] if at_once else [[one] for one in writes]) for reply in await store.apply(part)
+    ]
+    assert [str(reply.outcome) for reply in replies] == ["claimed", "ruled_out", "claimed"]
+    assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
+
+
+async def test_a_member_on_two_hosts_keeps_others_off_both(store: PlacementStore) -> None:
+    """On its way from one to the other."""
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    await store.apply([swap(0, 0, 1)])
+    assert await outcomes(store, member(1, 0), member(1, 1), member(1, 2)) == ["ruled_out", "ruled_out", "claimed"]
+    assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1, HOSTS[2]: 1}
+
+
+async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(store: PlacementStore) -> None:
+    pool = ProviderReport(
+        uuid=HOSTS[4], name="pool", inventories={"VCPU": Inventory(total=9)}, traits=("MISC_SHARES_VIA_AGGREGATE",)
+    )
+    await store.report([InventoryUpdate(source="s", version=2, root_uuid=HOSTS[4], providers=(pool,))])
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    await store.apply([swap(0, 1, 4)])
+    assert await members(store) == {HOSTS[1]: 1}
+    assert await outcomes(store, member(1, 4)) == ["claimed"], "it is not there"
+    assert await members(store) == {HOSTS[1]: 1, HOSTS[4]: 1}, "who holds nothing else is"
+
+
+async def test_a_member_follows_its_device_to_another_host(store: PlacementStore) -> None:
+    device = "d0000000-0000-4000-8000-000000000000"
+
+    def report(host: int, version: int, *, has_it: bool) -> InventoryUpdate:
+        stock = {"VCPU": Inventory(total=100)}
+        root = ProviderReport(uuid=HOSTS[host], name=f"host-{HOSTS[host][0]}", inventories=stock)
+        child = ProviderReport(uuid=device, name="device", parent_uuid=HOSTS[host], inventories=stock)
+        parts = (root, child) if has_it else (root,)
+        return InventoryUpdate(source="s", version=version, root_uuid=HOSTS[host], providers=parts)
+
+    await store.report([report(0, 2, has_it=True)])
+    option = ClaimOption(allocations={device: {"VCPU": 1}}, host=HOSTS[0])
+    assert await outcomes(store, Claim(consumer=VMS[0], options=(option,), project_id="p", server_group=APART)) == [
+        "claimed"
+    ]
+    await store.report([report(1, 2, has_it=True)])
+    assert await members(store) == {HOSTS[1]: 1}
+    assert await outcomes(store, member(1, 1), member(1, 0)) == ["ruled_out", "claimed"]

@@ -12,7 +12,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=build.BuildRequest,
         owner="scheduler_worker",
-        said_by=("client",),
+        said_by=("client", "operator"),
         where=Where.API,
         exchange=COMMANDS,
         key="build.request.{project_id}",
@@ -24,7 +24,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=build.DeleteRequest,
         owner="scheduler_worker",
-        said_by=("client",),
+        said_by=("client", "operator"),
         where=Where.API,
         exchange=COMMANDS,
         key="build.delete.{project_id}",
@@ -47,7 +47,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=build.BuildQuery,
         owner="scheduler_worker",
-        said_by=("client",),
+        said_by=("operator",),
         where=Where.API,
         exchange=COMMANDS,
         key="build.query",
@@ -59,7 +59,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=build.HostsQuery,
         owner="scheduler_worker",
-        said_by=("client",),
+        said_by=("operator",),
         where=Where.API,
         exchange=COMMANDS,
         key="hosts.query",
@@ -72,7 +72,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.InventoryUpdate,
         owner="placement_worker",
-        said_by=("client", "compute_sim", "ironic_sync"),
+        said_by=("compute_sim", "ironic_sync", "operator"),
         where=Where.BOTH,
         exchange=COMMANDS,
         key="inventory.update.{root_uuid}",
@@ -116,7 +116,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.ChangesRequest,
         owner="placement_worker",
-        said_by=("scheduler_worker", "client"),
+        said_by=("scheduler_worker", "operator"),
         where=Where.API,
         exchange=COMMANDS,
         key="placement.changes",
@@ -127,7 +127,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.SnapshotRequest,
         owner="placement_worker",
-        said_by=("scheduler_worker", "client"),
+        said_by=("scheduler_worker", "operator"),
         where=Where.API,
         exchange=COMMANDS,
         key="placement.snapshot",
@@ -216,7 +216,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=cell.ReportHosts,
         owner="compute_sim",
-        said_by=("scheduler_worker", "cell_conductor", "client"),
+        said_by=("scheduler_worker", "cell_conductor", "operator"),
         where=Where.CELL,
         exchange=EVENTS,
         key="compute.report",

@@ -37,9 +37,11 @@ class QueueKind(StrEnum):
 class QueueRow(Struct, frozen=True, kw_only=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
-    bindings: ((exchange, key pattern), ...). retry_s: delays of the first, second, ... retry; after the last the
-    message is a dead letter. delivery_limit: redeliveries (a consumer died or gave no answer) before the broker
-    gives it up. max_length: messages; past it a publisher is refused (durable, transient) or the oldest goes (private).
+    reader: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
+    first, second, ... retry; after the last the message is a dead letter. delivery_limit: redeliveries (a consumer died
+    or gave no answer) before the broker gives it up. max_length: messages; past it a publisher is refused (durable,
+    transient) or the oldest goes (private).
+    declared_by: who declares it as well as its reader, so that what it says there is kept from the beginning.
     max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
     """
 
@@ -53,11 +55,15 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     max_length: int = 1_000_000
     max_bytes: int = 0
     ttl_s: float | None = None
+    declared_by: tuple[str, ...] = ()
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
 
+    said_by: packages of workers; "client": any program of the project that its key names; "operator": the operator's
+    programs, of which the command line is one. What may be said is what the broker's permissions allow
+    (`berth permissions`).
     together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
     what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where
     nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where nobody else listens,

@@ -33,6 +33,7 @@ from compute_sim.driver import Driver
 from compute_sim.fleet import Fleet
 
 CELL = "c1"
+DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 PATIENCE_S = 60.0
 
 
@@ -116,8 +117,12 @@ class Cell:
     async def spawn(self, host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> None:
         await self.bus.publish(spawn(host, instance, attempt, service), cause=instance)
 
-    async def destroy(self, host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> None:
-        command = Destroy(instance_uuid=instance, attempt=attempt, host_uuid=host, service=service)
+    async def destroy(
+        self, host: str, instance: str, attempt: int = 1, service: str = "c1-a", deployment: str = DEPLOYMENT
+    ) -> None:
+        command = Destroy(
+            instance_uuid=instance, attempt=attempt, host_uuid=host, service=service, deployment=deployment
+        )
         await self.bus.publish(command, cause=instance)
 
     async def ask(self) -> None:
@@ -169,6 +174,7 @@ def spawn(host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> 
         host_uuid=host,
         allocations={host: {"VCPU": 1, "MEMORY_MB": 512}},
         service=service,
+        deployment=DEPLOYMENT,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -14,10 +15,10 @@ from berth.ironic_stand_in import Behaviour, Farm, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.driver import Build, DriverUnavailable, Machine, Reschedule
+from compute_sim.driver import Build, DriverUnavailable, Machine, NotOurs, Reschedule
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.fleet import Fleet
-from tests.integration.compute.harness import CELL, PATIENCE_S, Cell
+from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S, Cell
 
 NODES = 6
 QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.02)
@@ -34,20 +35,27 @@ async def ironic() -> AsyncIterator[IronicStandIn]:
 
 @pytest_asyncio.fixture
 async def driver(ironic: IronicStandIn) -> AsyncIterator[BareMetal]:
-    made = BareMetal(settings(ironic).ironic, clock=SystemClock())
+    made = bare_metal(settings(ironic).ironic)
     await made.open()
     yield made
     await made.close()
 
 
-def settings(ironic: IronicStandIn, **more: int) -> ComputeConfig:
+def settings(ironic: IronicStandIn, **more: Any) -> ComputeConfig:
     return ComputeConfig(
         driver="ironic", hosts=0, ironic=IronicConfig(url=ironic.url, poll_s=0.005, watch_s=0.01, **more)
     )
 
 
 def build(node: str, instance: str, attempt: int = 1) -> Build:
-    return Build(node, InstanceSpec(instance_uuid=instance, project_id="p"), attempt, {node: {"CUSTOM_GOLD": 1}})
+    allocations = {node: {"CUSTOM_GOLD": 1}}
+    return Build(node, InstanceSpec(instance_uuid=instance, project_id="p"), attempt, allocations, DEPLOYMENT)
+
+
+def bare_metal(
+    config: IronicConfig, transport: httpx.AsyncBaseTransport | None = None, service: str = "c1-a"
+) -> BareMetal:
+    return BareMetal(config, cell=CELL, service=service, clock=SystemClock(), transport=transport)
 
 
 async def test_a_node_is_deployed_listed_and_given_back(cell: Cell, ironic: IronicStandIn) -> None:
@@ -113,9 +121,9 @@ async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(node, instance))
     assert caught.value.code == "node.deploy_failed"
-    await driver.destroy(node, instance, 1)
+    await driver.destroy(node, instance, 1, DEPLOYMENT)
     assert ironic.farm.nodes[node]["instance_uuid"] is None
-    await driver.destroy(node, instance, 1)  # nothing there: fine
+    await driver.destroy(node, instance, 1, DEPLOYMENT)  # nothing there: fine
 
 
 async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandIn, driver: BareMetal) -> None:
@@ -124,7 +132,7 @@ async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandI
     await driver._take(build(node, first))
     with pytest.raises(Reschedule):
         await driver._take(build(node, second))
-    await driver.destroy(node, second, 1)  # the loser's clean-up leaves the winner alone
+    await driver.destroy(node, second, 1, DEPLOYMENT)  # the loser's clean-up leaves the winner alone
     assert ironic.farm.nodes[node]["instance_uuid"] == first
 
 
@@ -132,7 +140,7 @@ async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
     ironic.farm.plan(50)
     seen: list[str] = []
     for share in range(3):
-        driver = BareMetal(settings(ironic, share=share, shares=3).ironic, clock=SystemClock())
+        driver = bare_metal(settings(ironic, share=share, shares=3).ironic)
         await driver.open()
         seen += [host.uuid for host in await driver.hosts()]
         await driver.close()
@@ -144,14 +152,14 @@ async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
 )
 async def test_answers_that_say_nothing_are_never_taken_for_destroyed(status: int, body: str) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))
-    driver = BareMetal(IronicConfig(), clock=SystemClock(), transport=transport)
+    driver = bare_metal(IronicConfig(), transport=transport)
     await driver.open()
     node, instance = "10000000-0000-4000-8000-000000000000", "20000000-0000-4000-8000-000000000000"
     if status == 404:
-        await driver.destroy(node, instance, 1)
+        await driver.destroy(node, instance, 1, DEPLOYMENT)
     else:
         with pytest.raises(DriverUnavailable):
-            await driver.destroy(node, instance, 1)
+            await driver.destroy(node, instance, 1, DEPLOYMENT)
     await driver.close()
 
 
@@ -173,7 +181,7 @@ class Growing(BareMetal):
 async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell, ironic: IronicStandIn) -> None:
     """A node that appeared between two looks was announced, and its builds refused as host.unknown."""
     config = settings(ironic)
-    driver = Growing(config.ironic, clock=SystemClock())
+    driver = Growing(config.ironic, cell=CELL, service="c1-a", clock=SystemClock())
     driver.farm = ironic.farm
     life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"), driver=driver)
     first = len(await cell.until(cell.announced))
@@ -216,3 +224,163 @@ async def test_a_new_node_is_told_whoever_else_has_seen_it(ironic: IronicStandIn
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert told == [new]
+
+
+# --- what is not ours
+
+NOVAS = "70000000-0000-4000-8000-000000000000"
+ANOTHER = "dddddddd-0000-4000-8000-000000000002"
+
+
+def occupy(ironic: IronicStandIn, instance: str = NOVAS, state: str = "active", info: object = None) -> str:
+    """A node that carries an instance that this deployment did not put there."""
+    node = next(iter(ironic.farm.nodes))
+    ironic.farm.nodes[node].update(
+        instance_uuid=instance, provision_state=state, instance_info={"image_source": "x"} if info is None else info
+    )
+    return node
+
+
+def mark(instance: str = NOVAS, **changed: object) -> dict[str, object]:
+    made = {"deployment": DEPLOYMENT, "cell": CELL, "service": "c1-a", "instance": instance, "attempt": 1}
+    return {"berth": {**made, **changed}}
+
+
+async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
+    ironic: IronicStandIn, driver: BareMetal
+) -> None:
+    node, instance = next(iter(ironic.farm.nodes)), "20000000-0000-4000-8000-000000000000"
+    await driver.spawn(build(node, instance, attempt=3))
+    assert ironic.farm.nodes[node]["instance_info"] == mark(instance, attempt=3)
+    assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "one PATCH carries both"
+    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
+    await driver.destroy(node, instance, 3, DEPLOYMENT)
+    assert ironic.farm.nodes[node]["instance_info"] == {}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"image_source": "x"},
+        mark(deployment=ANOTHER),
+        mark("20000000-0000-4000-8000-000000000000"),
+        {"berth": "no mark"},
+        {"berth": {"deployment": 5}},
+    ],
+)
+async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(
+    ironic: IronicStandIn, driver: BareMetal, info: object
+) -> None:
+    """A client's build request may name the uuid of another's instance: its delete undeployed that node."""
+    node = occupy(ironic, info=info)
+    before = dict(ironic.farm.nodes[node])
+    with pytest.raises(Reschedule) as caught:
+        await driver.spawn(build(node, NOVAS))
+    assert caught.value.code == "node.taken"
+    with pytest.raises(NotOurs):
+        await driver.destroy(node, NOVAS, 9, DEPLOYMENT)
+    assert ironic.farm.nodes[node] == before and not ironic.asked
+
+
+async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
+    cell: Cell, ironic: IronicStandIn
+) -> None:
+    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
+    node = occupy(ironic)
+    await cell.spawn(node, NOVAS)
+    assert (await cell.ended(NOVAS, 1, ComputeOutcome.FAILED)).code == "node.taken"
+    await cell.destroy(node, NOVAS)
+    refused = (await cell.until(lambda: [r for r in cell.results(NOVAS) if r.code == "destroy.not_ours"]))[0]
+    assert "nothing was changed" in refused.reason and not ironic.asked
+    ironic.farm.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")
+    await cell.destroy(node, NOVAS)
+    await cell.ended(NOVAS, 1, ComputeOutcome.DESTROYED)
+    await life.stop()
+
+
+@pytest.mark.parametrize(
+    "state", ["rescue", "rescuing", "servicing", "deploying", "error", "cleaning", "deploy failed"]
+)
+async def test_a_node_with_an_instance_is_listed_whatever_its_state(
+    ironic: IronicStandIn, driver: BareMetal, state: str
+) -> None:
+    node = occupy(ironic, state=state, info=mark())
+    (machine,) = (await driver.list())[node]
+    assert (machine.instance_uuid, machine.attempt, machine.deployment) == (NOVAS, 1, DEPLOYMENT)
+    assert machine.built is (state in ("rescue", "rescuing", "servicing"))
+
+
+async def test_every_node_that_was_seen_is_listed_and_no_other(ironic: IronicStandIn, driver: BareMetal) -> None:
+    listed = await driver.list()
+    assert listed == dict.fromkeys(ironic.farm.nodes, ())
+    one = next(iter(ironic.farm.nodes))
+    del ironic.farm.nodes[one]
+    assert one not in await driver.list([one])
+
+
+async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, ironic: IronicStandIn) -> None:
+    """Mere absence proves nothing: only a node that is there and carries another's or nobody's instance does."""
+    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
+    node, instance = next(iter(ironic.farm.nodes)), cell.instance()
+    await cell.spawn(node, instance)
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    hidden = ironic.farm.nodes.pop(node)
+    first = len(cell.announced())
+    await cell.ask()
+    page = (await cell.until(lambda: cell.announced()[first:]))[0]
+    assert node not in {host.uuid for host in page.hosts}
+    ironic.farm.nodes[node] = hidden
+    first = len(cell.announced())
+    await cell.ask()
+    page = (await cell.until(lambda: [p for p in cell.announced()[first:] if node in {h.uuid for h in p.hosts}]))[0]
+    (host,) = (host for host in page.hosts if host.uuid == node)
+    assert [(r.instance_uuid, r.attempt, r.deployment) for r in host.running or ()] == [(instance, 1, DEPLOYMENT)]
+    await life.stop()
+
+
+async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, ironic: IronicStandIn) -> None:
+    node = occupy(ironic)
+    config = settings(ironic)
+    fleet = Fleet.planned(config, CELL, "c1-a")
+    life = await cell.compute(config, fleet)
+    page = (await cell.until(cell.announced))[0]
+    (host,) = (host for host in page.hosts if host.uuid == node)
+    assert [(r.instance_uuid, r.attempt, r.deployment) for r in host.running or ()] == [(NOVAS, 0, None)]
+    assert fleet.records.running() == {} and not ironic.asked
+    await life.stop()
+
+
+async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(ironic: IronicStandIn) -> None:
+    """A third service took over two thirds of the nodes, machines and all, and its cell knew none of them."""
+    ironic.farm.plan(10)
+
+    async def told(shares: int) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for share in range(shares):
+            driver = bare_metal(settings(ironic, share=share, shares=shares).ironic, service=f"c{share}-a")
+            await driver.open()
+            for host in await driver.hosts():
+                assert found.setdefault(host.uuid, f"c{share}-a") == f"c{share}-a"
+                assert set(await driver.list([host.uuid])) == {host.uuid}
+            await driver.close()
+        return found
+
+    before = await told(2)
+    assert sorted(before) == sorted(ironic.farm.nodes) and len(before) == 16
+    for number, node in enumerate(sorted(before)[:10]):
+        instance = f"20000000-0000-4000-8000-{number:012d}"
+        occupy_at = {"instance_uuid": instance, "provision_state": "active"}
+        ironic.farm.nodes[node].update(occupy_at, instance_info=mark(instance, service=before[node]))
+    after = await told(3)
+    assert sorted(after) == sorted(before)
+    assert {node: after[node] for node in sorted(before)[:10]} == {node: before[node] for node in sorted(before)[:10]}
+    assert "c2-a" in after.values(), "the free ones are dealt out anew"
+
+
+async def test_the_heir_of_a_service_that_runs_no_more_is_told_so(ironic: IronicStandIn) -> None:
+    node = occupy(ironic, info=mark(service="c1-gone"))
+    for takes_over, seen in (((), False), (("c1-gone",), True)):
+        driver = bare_metal(settings(ironic, takes_over=takes_over).ironic)
+        await driver.open()
+        assert (node in {host.uuid for host in await driver.hosts()}) is seen
+        await driver.close()

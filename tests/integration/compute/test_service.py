@@ -16,7 +16,7 @@ from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.hosts import DISABLED_TRAIT
 from compute_sim.fleet import Fleet, Guest
-from tests.integration.compute.harness import CELL, Cell, settled, spawn
+from tests.integration.compute.harness import CELL, DEPLOYMENT, Cell, settled, spawn
 
 SERVICE = "c1-a"
 LATE_S = 61.0  # as long as no other wait: `Agent.insist` waits 60 s, again and again
@@ -378,14 +378,23 @@ async def test_a_machine_that_vanished_and_one_nobody_knows_are_told_as_they_are
     await cell.spawn(host, gone)
     await cell.outcome(gone, 1)
     fleet.lose(host)
-    fleet.put(other, Guest(stray, 5, {}))
+    fleet.put(other, Guest(stray, 5, {}, deployment=DEPLOYMENT))
+    foreign = cell.instance()
+    fleet.put(other, Guest(foreign, 1, {}))
     await cell.ask()
     page = (await cell.until(lambda: [p for p in cell.announced() if any(h.running for h in p.hosts)]))[0]
     running = {h.uuid: [(r.instance_uuid, r.attempt) for r in h.running or ()] for h in page.hosts}
-    assert running[host] == [] and running[other] == [(stray, 5)]
+    assert running[host] == [] and running[other] == [(stray, 5), (foreign, 1)]
+    marks = {r.instance_uuid: r.deployment for h in page.hosts for r in h.running or ()}
+    assert marks == {stray: DEPLOYMENT, foreign: None}
     await cell.spawn(host, gone)  # a late copy is not answered `active` for what is lost
     assert (await cell.outcome(gone, 1, count=2)).code == "instance.lost"
     await cell.destroy(other, stray, attempt=5)
     await cell.ended(stray, 5, ComputeOutcome.DESTROYED)
     assert fleet.guest(other, stray) is None
+    await cell.destroy(other, foreign, attempt=5)
+    assert (await cell.ended(foreign, 5, ComputeOutcome.FAILED)).code == "destroy.not_ours"
+    await cell.spawn(other, foreign, attempt=6)  # nor is it built over
+    assert (await cell.ended(foreign, 6, ComputeOutcome.FAILED)).code == "host.taken"
+    assert fleet.guest(other, foreign) is not None
     await life.stop()

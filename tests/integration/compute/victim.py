@@ -14,7 +14,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
-from tests.integration.compute.harness import CELL, spawn
+from tests.integration.compute.harness import CELL, DEPLOYMENT, spawn
 
 SERVICE = "c1-a"
 FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s=0.005)
@@ -53,7 +53,10 @@ async def main(state_dir: str) -> None:
         for _ in range(8):
             if known and rng.random() < 0.3:
                 host, instance = known.pop(rng.randrange(len(known)))
-                batch.append(Destroy(instance_uuid=instance, attempt=1, host_uuid=host, service=SERVICE))
+                order = Destroy(
+                    instance_uuid=instance, attempt=1, host_uuid=host, service=SERVICE, deployment=DEPLOYMENT
+                )
+                batch.append(order)
             else:
                 known.append((rng.choice(hosts), new_uuid(rng)))
                 batch.append(spawn(*known[-1]))

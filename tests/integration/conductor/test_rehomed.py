@@ -43,12 +43,13 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
     await around.until(lambda: bool(around.ends(uuid)))
     await around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
     await around.until(lambda: around.events[-1].state is BuildState.DELETING)
+    still = Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment)
     report = ComputeHosts(
         service="s1",
         cell=CELL,
         epoch=1,
         sequence=1,
-        hosts=(HostReport(uuid=host, name="host-1", running=(Running(instance_uuid=uuid, attempt=1),)),),
+        hosts=(HostReport(uuid=host, name="host-1", running=(still,)),),
     )
     meta = Meta(id="1", sent_at=cell.clock.time())
     await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])

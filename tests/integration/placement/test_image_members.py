@@ -139,7 +139,7 @@ def test_a_file_says_what_it_is_and_a_newer_one_is_refused_in_words() -> None:
     newer = [b'{"format": "berth.placement.v3", "secrets": 1}\n', *list(image.lines(empty))[1:]]
     with pytest.raises(ImageError, match=r"a file of a newer berth: it is berth\.placement\.v3, and this one reads up"):
         image.parse(newer)
-    group = Member("p", APART.uuid, new_uuid(random.Random(1)), new_uuid(random.Random(2)))
+    group = Member("p", APART.uuid, new_uuid(random.Random(1)))
     lines = list(image.lines(replace(empty, members=frozenset({group}))))
     with pytest.raises(ImageError, match="line 2 is not part"):
         image.parse([b'{"format":"berth.placement.v1"}\n', *lines[1:]])

@@ -261,3 +261,19 @@ def test_a_project_is_one_word_of_a_key_or_none(name: str) -> None:
 
 def test_a_project_with_dots_is_no_project() -> None:
     assert project_of("build.delete.a.b") == project_of("build.delete.b\n") == project_of("b") == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hostt": "h1"}, "unknown field `hostt`; did you mean `host`?"),
+        ({"server_group": {"uuid": UUID, "policy": "affinity", "max_per_hots": 2}}, "unknown field `max_per_hots`"),
+        ({"zzz": 1}, "unknown field `zzz`"),
+    ],
+)
+def test_a_field_that_a_clients_request_does_not_have_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    """It was dropped silently: a mistyped `hostt` was built anywhere."""
+    body = msgspec.json.encode({"instance_uuid": UUID, "flavor": "f", "project_id": "p", **fields})
+    (found,) = read(arrived(body, routing_key="build.request.p"))
+    assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
+    assert named in found.reason, found.reason

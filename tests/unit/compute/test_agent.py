@@ -62,9 +62,9 @@ class Scripted:
         return ()
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        found: dict[str, list[Machine]] = {}
+        found: dict[str, list[Machine]] = {host: [] for host in HOSTS}
         for (host, instance), attempt in self.machines.items():
-            found.setdefault(host, []).append(Machine(host, instance, attempt))
+            found[host].append(Machine(host, instance, attempt))
         return found
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None: ...
@@ -95,7 +95,7 @@ class Scripted:
             self.busy.pop(key, None)
             self.building[key[0]] -= 1
 
-    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         key = (host_uuid, instance_uuid)
         self.must(key not in self.busy, f"{self.busy.get(key)} and destroy at once")
         self.busy[key] = "destroy"

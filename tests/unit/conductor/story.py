@@ -10,7 +10,8 @@ from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.rules import Patience, Step
 from cell_conductor.domain.table import step
 
-PATIENCE = Patience(cell="c1", ask_again_s=15.0, destroy_again_s=30.0, report_grace_s=30.0)
+DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
+PATIENCE = Patience(cell="c1", deployment=DEPLOYMENT, ask_again_s=15.0, destroy_again_s=30.0, report_grace_s=30.0)
 UUID = "00000000-0000-4000-8000-000000000001"
 
 

@@ -7,24 +7,40 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import Look, State
-from cell_conductor.domain.report import Newest, differences
+from cell_conductor.domain.report import Differences, Kind, Newest, Unexplained, differences
 from cell_conductor.store.port import Brief
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
 A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
+DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
+ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 
 
-def report(*running: tuple[str, int], said: bool = True, sequence: int = 1, epoch: int = 1) -> ComputeHosts:
-    runs = tuple(Running(instance_uuid=uuid, attempt=attempt) for uuid, attempt in running)
+def report(
+    *running: tuple[str, int],
+    said: bool = True,
+    sequence: int = 1,
+    epoch: int = 1,
+    deployment: str | None = DEPLOYMENT,
+    built: bool = True,
+    leaving: bool = False,
+) -> ComputeHosts:
+    runs = tuple(
+        Running(instance_uuid=uuid, attempt=attempt, deployment=deployment, built=built, leaving=leaving)
+        for uuid, attempt in running
+    )
     host = HostReport(uuid=HOST, name="host-1", running=runs if said else None)
     return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
-def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0, destroy_unknown: bool = True) -> list[Event]:
-    differs = differences(made, briefs, now=201.0, seen_at=seen_at, grace_s=30.0, destroy_unknown=destroy_unknown)
-    return [event for _, event in differs.events]
+def compared(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> Differences:
+    return differences(made, briefs, deployment=DEPLOYMENT, now=201.0, seen_at=seen_at, grace_s=30.0)
+
+
+def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> list[Event]:
+    return [event for _, event in compared(made, *briefs, seen_at=seen_at).events]
 
 
 def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
@@ -39,21 +55,52 @@ def test_agreement_says_nothing() -> None:
     assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
 
 
-def test_a_host_that_does_not_know_the_attempt_is_believed() -> None:
-    """Bare metal after its service has lost its memory: what is active there stays active."""
-    assert found(report((A, UNKNOWN_ATTEMPT)), brief(State.ACTIVE, attempt=3)) == []
-    for state, host in ((State.BUILDING, HOST), (State.ACTIVE, OTHER), (State.FAILED, HOST)):
-        (event,) = found(report((A, UNKNOWN_ATTEMPT)), brief(state, host))
-        assert isinstance(event, HostRuns)
+def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None:
+    """A client may build under the uuid of another's machine: that machine is never taken for the build's."""
+    for deployment in (None, ANOTHER):
+        for record in ([], [brief(State.BUILDING)], [brief(State.ACTIVE, OTHER)], [brief(State.FAILED)]):
+            differs = compared(report((A, UNKNOWN_ATTEMPT), deployment=deployment), *record)
+            assert [event for _, event in differs.events if isinstance(event, HostRuns)] == []
+            (one,) = differs.unexplained
+            assert (one.kind, one.uuid, one.host_uuid) == (Kind.FOREIGN, A, HOST)
+
+
+def test_a_machine_whose_mark_was_taken_away_is_neither_lost_nor_destroyed() -> None:
+    for state in (State.ACTIVE, State.DELETING):
+        assert compared(report((A, 1), deployment=None), brief(state)) == Differences()
+
+
+def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
+    """The record may be a backup: what was commanded after it is not in it."""
+    for record, why in (
+        ([], "no record"),
+        ([brief(State.ACTIVE, attempt=2)], "newer than its record"),
+        ([brief(State.FAILED, attempt=2)], "newer than its record"),
+        ([brief(State.ACTIVE, OTHER, attempt=3)], "its record has this attempt on another host"),
+    ):
+        assert compared(report((A, 3)), *record) == Differences((), (Unexplained(A, 3, HOST, Kind.QUARANTINED, why),))
+
+
+def test_what_its_host_is_destroying_already_is_no_difference() -> None:
+    for record in ([], [brief(State.FAILED)], [brief(State.RECLAIMING)], [brief(State.ACTIVE, attempt=2)]):
+        assert compared(report((A, 1), leaving=True), *record) == Differences()
+
+
+def test_a_machine_that_may_still_be_building_proves_nothing() -> None:
+    assert found(report((A, 1), built=False), brief(State.BUILDING)) == []
+    assert found(report((A, 1), built=False), brief(State.ACTIVE)) == [], "an operator's rebuild"
+    (event,) = found(report((A, 1), built=False), brief(State.FAILED))
+    assert isinstance(event, HostRuns)
 
 
 def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_told() -> None:
     for state, host, attempt in (
         (State.BUILDING, HOST, 1),
         (State.ACTIVE, HOST, 2),
-        (State.ACTIVE, OTHER, 1),
+        (State.ACTIVE, OTHER, 2),
         (State.FAILED, HOST, 1),
         (State.DELETED, HOST, 1),
+        (State.DELETED, OTHER, 0),
     ):
         (event,) = found(report((A, 1)), brief(state, host, attempt))
         assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
@@ -85,13 +132,6 @@ def test_what_its_own_service_misses_is_for_the_machine_to_judge() -> None:
         (event,) = found(report(), brief(state), seen_at=1.0)
         assert isinstance(event, HostMissing) and event.service == "s"
         assert found(report(), brief(state), seen_at=0.0) == [], "a report without a time proves nothing missing"
-
-
-def test_what_nobody_knows_is_destroyed_or_only_told() -> None:
-    (event,) = found(report((A, 3)))
-    assert isinstance(event, HostRuns)
-    differs = differences(report((A, 3)), [], now=1.0, seen_at=1.0, grace_s=1.0, destroy_unknown=False)
-    assert differs.events == () and [unknown.uuid for unknown in differs.unknown] == [A]
 
 
 def test_older_reports_lose() -> None:

@@ -13,6 +13,7 @@ from bus.contracts.cell import ComputeHosts, HostReport, Running
 from bus.faults import DatabaseUnavailable
 from bus.outcome import Done, Received
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival, Engine
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.port import Brief, InstanceStore
@@ -23,6 +24,8 @@ VM, HOST = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 class Away:
     """A store that is away for the first look, and an engine that keeps what it is given."""
 
+    deployment = "cccccccc-0000-4000-8000-000000000000"
+
     def __init__(self) -> None:
         self.looks = 0
         self.taken: list[Arrival] = []
@@ -31,7 +34,7 @@ class Away:
         self.looks += 1
         if self.looks == 1:
             raise DatabaseUnavailable("it restarts")
-        return []
+        return [Brief(VM, State.FAILED, HOST, "s", 1, 0.0)]
 
     async def take(self, arrivals: Sequence[Arrival], *, source: str) -> None:
         self.taken += arrivals
@@ -42,7 +45,8 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     away = Away()
     config = ConductorConfig()
     handlers = HostHandlers(cast(Engine, away), cast(InstanceStore, away), SystemClock(), config)
-    host = HostReport(uuid=HOST, name="h", running=(Running(instance_uuid=VM, attempt=1),))
+    running = Running(instance_uuid=VM, attempt=1, deployment=away.deployment)
+    host = HostReport(uuid=HOST, name="h", running=(running,))
     said = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(host,), seen_at=1.0)
     batch = [Received(message=said, meta=Meta(id="m"), bus="c", queue="q")]
     with pytest.raises(DatabaseUnavailable):

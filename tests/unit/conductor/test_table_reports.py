@@ -8,15 +8,19 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Look, State
+from cell_conductor.domain.instance import Instance, Look, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.story import (
     DELETE,
+    DEPLOYMENT,
     PATIENCE,
     RELEASED,
+    UUID,
     asked,
+    claimed,
     destroys,
+    failed,
     host,
     orders,
     reported,
@@ -98,16 +102,39 @@ def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
     assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1), start=leaving).instance.state is State.RELEASING
 
 
-def test_a_machine_of_an_unknown_attempt_is_the_current_one_on_its_own_host_only() -> None:
-    def runs(n: int) -> e.HostRuns:
-        return e.HostRuns(at=120.0, attempt=UNKNOWN_ATTEMPT, host_uuid=host(n), service="s1", seen_at=120.0)
+def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
+    return e.HostRuns(at=120.0, attempt=attempt, host_uuid=host(n), service="s1", seen_at=120.0, built=built)
 
+
+def test_without_a_record_nothing_is_destroyed() -> None:
+    """An empty database destroyed every machine of its cell within seconds."""
+    for event in (runs(1), runs(UNKNOWN_ATTEMPT), spawned()):
+        assert run(event) == Step(Instance(uuid=UUID))
+
+
+def test_what_is_newer_than_its_record_is_kept() -> None:
+    """A database that was restored from a backup does not know what was commanded since."""
+    failed_twice = run(asked(hosts=1), failed(), RELEASED).instance
+    for before in (run(asked()).instance, run(asked(), spawned()).instance, failed_twice):
+        for event in (runs(2), runs(2, 2), runs(1, 2), runs(UNKNOWN_ATTEMPT), runs(UNKNOWN_ATTEMPT, 2), spawned(2)):
+            assert step(before, event, PATIENCE) == Step(before), (before.state, event)
+
+
+def test_what_its_record_proves_over_is_destroyed() -> None:
+    second = run(asked(), failed(), claimed(), spawned(2)).instance
+    over = run(asked(hosts=1), failed(), RELEASED).instance
+    gone = run(asked(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED).instance
+    buried = run(DELETE).instance
+    for before, event in ((second, runs(1)), (over, runs(1)), (gone, runs(1)), (gone, runs(5, 3)), (buried, runs(1))):
+        (order,) = step(before, event, PATIENCE).commands
+        assert isinstance(order, Destroy) and (order.attempt, order.host_uuid) == (event.attempt, event.host_uuid)
+        assert order.deployment == DEPLOYMENT
+
+
+def test_a_machine_that_may_still_be_building_is_not_active() -> None:
     building = run(asked()).instance
+    assert step(building, runs(1, built=False), PATIENCE) == Step(building)
     assert step(building, runs(1), PATIENCE).instance.state is State.ACTIVE
-    active = run(asked(), spawned()).instance
-    assert step(active, runs(1), PATIENCE) == Step(active)
-    (order,) = step(active, runs(2), PATIENCE).commands
-    assert isinstance(order, Destroy) and order.host_uuid == host(2)
 
 
 def test_a_build_that_the_heir_reports_is_the_heirs() -> None:

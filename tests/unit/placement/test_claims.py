@@ -25,7 +25,7 @@ Hold = Mapping[str, Mapping[str, int]]
 
 
 def provider(shape: int = 1, generation: int = 10, **rooms: Room) -> ClaimedProvider:
-    return ClaimedProvider(generation, shape, rooms)
+    return ClaimedProvider(generation, shape, rooms, root=A)
 
 
 def room(capacity: int, used: int = 0, *, low: int = 1, high: int = 1000, step: int = 1) -> Room:

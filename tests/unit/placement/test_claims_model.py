@@ -45,7 +45,7 @@ class Model:
 
     def __init__(self) -> None:
         rooms = {name: Room(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}
-        self.providers = {uuid: ClaimedProvider(0, 0, dict(rooms)) for uuid in PROVIDERS}
+        self.providers = {uuid: ClaimedProvider(0, 0, dict(rooms), root=uuid) for uuid in PROVIDERS}
         self.consumers: dict[str, Consumer] = {}
 
     def write(self, items: Sequence[ClaimItem]) -> list[str]:
@@ -62,7 +62,7 @@ class Model:
                 name: Room(r.capacity, 1, 100, 1, decision.used[uuid].get(name, r.used))
                 for name, r in old.rooms.items()
             }
-            self.providers[uuid] = ClaimedProvider(generation, old.shape, rooms)
+            self.providers[uuid] = ClaimedProvider(generation, old.shape, rooms, root=uuid)
         assert set(decision.used) == set(decision.generations)
         return [verdict.outcome for verdict in decision.verdicts]
 

@@ -138,7 +138,7 @@ def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
 
 def claimed(**used: int) -> dict[str, ClaimedProvider]:
     return {
-        uuid: ClaimedProvider(5, 5, {"VCPU": Room(10, 1, 8, 1, amount), "DISK_GB": Room(10, 2, 10, 2, 0)})
+        uuid: ClaimedProvider(5, 5, {"VCPU": Room(10, 1, 8, 1, amount), "DISK_GB": Room(10, 2, 10, 2, 0)}, root=uuid)
         for uuid, amount in used.items()
     }
 
@@ -214,7 +214,7 @@ def test_a_group_is_what_its_members_are_one_after_the_other(asked: list[tuple[s
                 n: Room(r.capacity, r.min_unit, r.max_unit, r.step_size, used.get(n, r.used))
                 for n, r in providers[uuid].rooms.items()
             }
-            providers[uuid] = ClaimedProvider(step.generations[uuid], 5, rooms)
+            providers[uuid] = ClaimedProvider(step.generations[uuid], 5, rooms, root=uuid)
     assert together == apart
     assert {u: c for u, c in decision.consumers.items() if c is not None} == consumers
     for uuid, used in decision.used.items():

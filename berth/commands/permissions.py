@@ -1,0 +1,50 @@
+"""`berth permissions`: what to allow each user of a RabbitMQ, as commands to run there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from berth.commands.common import EXIT_USAGE, AsJson, Stop, out, print_json, run, settings_of
+from berth.permissions import OF_A_CELL, Grant, Role, as_plain, commands, of_project, of_role
+from berth.site import Site
+
+
+def permissions(
+    context: typer.Context,
+    role: Annotated[Role | None, typer.Option(help="Only this role's; default: each role's.")] = None,
+    project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
+    cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
+    user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the permissions that each user of RabbitMQ needs, as rabbitmqctl commands; the buses are the settings'.
+
+    Nothing is changed: the administrator of the broker makes the users and runs the commands.
+    """
+
+    async def body() -> None:
+        settings = settings_of(context)
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        roles = [role] if role is not None else [] if project else list(Role)
+        if user is not None and len(roles) + len(project or ()) != 1:
+            raise Stop(EXIT_USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
+        if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
+            raise Stop(EXIT_USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
+        grants: list[Grant] = []
+        for one in roles:
+            grants += of_role(one, settings, cell=cell, user=user)
+        for name in project or ():
+            try:
+                grants.append(of_project(name, settings, user=user))
+            except ValueError as fault:
+                raise Stop(EXIT_USAGE, "project.invalid", str(fault)) from fault
+        if as_json:
+            print_json(as_plain(grants))
+            return
+        for line in commands(grants):
+            out.print(line, markup=False, soft_wrap=True)
+
+    run(body)

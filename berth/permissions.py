@@ -1,0 +1,290 @@
+"""What each user of a RabbitMQ may do there, derived from the catalogue: least for every worker, operator and project.
+
+RabbitMQ asks three patterns of each user in each virtual host (configure, write, read; over names of exchanges and
+queues), and two of each topic exchange (write and read; over routing and binding keys). A topic exchange without
+patterns of a user's own is open to it, so every exchange that a user may touch has some.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from berth.settings import MEMORY, Settings
+from bus.bus import API
+from bus.contracts.base import Word
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, OF_PROJECT, QUEUES, QueueKind, QueueRow, Where
+from bus.topology import Names
+from bus.wire import REPLY_PREFIX
+
+# How RabbitMQ calls the default exchange, through which retries, replies and replayed letters go to queues by name.
+DEFAULT_EXCHANGE = "amq.default"
+# Queues that the broker names, which no client can choose: names that begin so are reserved, for exchanges too.
+SERVER_NAMED = r"amq\.gen-.+"
+NOTHING = "^$"
+
+# A word in place of a placeholder (`base.Word`), what a binding may have there, what follows a durable queue's name.
+WORD = "[A-Za-z0-9_-]+"
+ONE_OR_ANY = r"(\*|[a-z_]+)"
+BESIDE = r"(\.retry\.[0-9]+|\.dead)?"
+
+
+class Role(StrEnum):
+    """What a user of the broker is for. Conductor and compute are of one cell each."""
+
+    PLACEMENT = "placement"
+    SCHEDULER = "scheduler"
+    CONDUCTOR = "conductor"
+    COMPUTE = "compute"
+    IRONIC_SYNC = "ironic-sync"
+    IRONIC = "ironic"
+    OPERATOR = "operator"
+
+
+# Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are said on both
+# kinds it says its own at home.
+_CATALOGUE: dict[Role, tuple[str, tuple[Where, ...]]] = {
+    Role.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
+    Role.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
+    Role.CONDUCTOR: ("cell_conductor", (Where.CELL,)),
+    Role.COMPUTE: ("compute_sim", (Where.CELL,)),
+    Role.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
+    Role.OPERATOR: ("operator", (Where.API, Where.CELL)),
+}
+OF_A_CELL = (Role.CONDUCTOR, Role.COMPUTE)
+# The operator's load runs watch the feed as a scheduler does.
+_WATCHED = ("scheduler.feed.{process}",)
+
+
+class Place(Struct, frozen=True):
+    """Where a bus is: its broker, its virtual host, and what stands before its names."""
+
+    broker: str
+    vhost: str
+    prefix: str
+
+
+class Topic(Struct, frozen=True):
+    """What a user may publish to and bind from one topic exchange, by key."""
+
+    write: str
+    read: str
+
+
+class Grant(Struct, frozen=True, kw_only=True):
+    """All that one user may do in one virtual host."""
+
+    role: str
+    user: str
+    broker: str
+    vhost: str
+    configure: str
+    write: str
+    read: str
+    topics: dict[str, Topic]
+
+
+class _Allowed:
+    """Patterns as they gather: a user may have several buses in one virtual host."""
+
+    def __init__(self) -> None:
+        self.configure: dict[str, None] = {}
+        self.write: dict[str, None] = {}
+        self.read: dict[str, None] = {}
+        self.topics: dict[str, tuple[dict[str, None], dict[str, None]]] = defaultdict(lambda: ({}, {}))
+
+    def own(self, name: str) -> None:
+        """A queue (a pattern) to declare, bind and consume."""
+        for patterns in (self.configure, self.write, self.read):
+            patterns[name] = None
+
+    def publishes(self, exchange: str, key: str) -> None:
+        self.write[_literal(exchange)] = None
+        self.topics[exchange][0][key] = None
+
+    def binds(self, exchange: str, key: str) -> None:
+        self.read[_literal(exchange)] = None
+        self.topics[exchange][1][key] = None
+
+    def grant(self, role: str, user: str, broker: str, vhost: str) -> Grant:
+        return Grant(
+            role=role,
+            user=user,
+            broker=broker,
+            vhost=vhost,
+            configure=_any_of(self.configure),
+            write=_any_of(self.write),
+            read=_any_of(self.read),
+            topics={exchange: Topic(_any_of(write), _any_of(read)) for exchange, (write, read) in self.topics.items()},
+        )
+
+
+def places(settings: Settings) -> dict[str, Place]:
+    """Where every bus of these settings is. Where they name no broker: virtual hosts `berth`, and one a cell."""
+    buses = {API: (settings.bus.url, settings.bus.prefix)}
+    for name, cell in settings.cells.items():
+        shares = not cell.url and settings.bus.url != MEMORY
+        url = cell.url or settings.bus.url
+        buses[name] = (url, (cell.prefix or f"{settings.bus.prefix}{name}.") if shares else cell.prefix)
+    return {name: _place("berth" if name == API else name, *bus) for name, bus in buses.items()}
+
+
+def of_role(role: Role, settings: Settings, *, cell: str | None = None, user: str | None = None) -> list[Grant]:
+    """The grants of one role; conductor and compute: of one cell's, or of each. user: instead of its usual name."""
+    where = places(settings)
+    if role is Role.IRONIC:
+        return [_ironic(settings, where[API], user or f"berth-{role}")]
+    cells = [cell] if cell is not None else list(settings.cells)
+    if role in OF_A_CELL:
+        return [
+            grant
+            for one in cells
+            for grant in _grants(role, f"{role} of {one}", user or f"berth-{role}-{one}", settings, {one: where[one]})
+        ]
+    return _grants(role, str(role), user or f"berth-{role}", settings, where)
+
+
+def of_project(project_id: str, settings: Settings, *, user: str | None = None) -> Grant:
+    """What a project's user may do: ask for its own machines and hear its own events. ValueError: no project id.
+
+    Its queues are named by the broker. Under names that it chooses it could declare an exchange, too, and bind that to
+    ours: what comes that way, or by a queue's dead-letter exchange, is asked for no key.
+    """
+    try:
+        project = msgspec.convert(project_id, Word)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{project_id!r} is no project id: 1 to 64 of the letters A-Z a-z 0-9 _ -") from error
+    place = places(settings)[API]
+    names = Names(place.prefix)
+    allowed = _Allowed()
+    allowed.own(SERVER_NAMED)
+    for row in MESSAGES:
+        if not row.key.endswith(OF_PROJECT):
+            continue
+        head = row.key.removesuffix(OF_PROJECT)
+        if "client" in row.said_by:
+            allowed.publishes(names.exchange(row.exchange), f"{_filled(head)}\\.{project}")
+        elif row.exchange == EVENTS and row.public:
+            allowed.binds(names.exchange(row.exchange), f"{_filled(head, ONE_OR_ANY)}\\.{project}")
+    return allowed.grant(f"project {project}", user or f"berth-project-{project}", place.broker, place.vhost)
+
+
+def commands(grants: Sequence[Grant]) -> Iterator[str]:
+    """The grants as `rabbitmqctl` commands, with a comment before each user's."""
+    for grant in grants:
+        yield f"# {grant.role}, on {grant.broker}"
+        yield _line("set_permissions", grant, grant.configure, grant.write, grant.read)
+        for exchange, topic in grant.topics.items():
+            yield _line("set_topic_permissions", grant, exchange, topic.write, topic.read)
+
+
+def as_plain(grants: Sequence[Grant]) -> list[dict[str, Any]]:
+    """The grants for `--json`."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(list(grants))
+    return plain
+
+
+def _line(command: str, grant: Grant, *patterns: str) -> str:
+    quoted = " ".join("'" + pattern.replace("'", "'\\''") + "'" for pattern in patterns)
+    return f"rabbitmqctl {command} -p {shlex.quote(grant.vhost)} {shlex.quote(grant.user)} {quoted}"
+
+
+def _grants(role: Role, title: str, user: str, settings: Settings, buses: dict[str, Place]) -> list[Grant]:
+    found: dict[tuple[str, str], _Allowed] = {}
+    for name, place in buses.items():
+        kind = Where.API if name == API else Where.CELL
+        if kind in _CATALOGUE[role][1]:
+            allowed = found.setdefault((place.broker, place.vhost), _Allowed())
+            _allow(allowed, role, kind, Names(place.prefix))
+            if role is Role.IRONIC_SYNC:
+                _allow_notifications(allowed, settings, Names(place.prefix))
+    return [allowed.grant(title, user, broker, vhost) for (broker, vhost), allowed in found.items()]
+
+
+def _allow(allowed: _Allowed, role: Role, kind: Where, names: Names) -> None:
+    """What a role does on a bus of one kind."""
+    package, kinds = _CATALOGUE[role]
+    for exchange in (COMMANDS, EVENTS, DEAD):
+        allowed.configure[_literal(names.exchange(exchange))] = None
+    for queue in QUEUES:
+        watched = role is Role.OPERATOR and queue.name in _WATCHED
+        if queue.where in (kind, Where.BOTH) and (package in (queue.reader, *queue.declared_by) or watched):
+            _allow_queue(allowed, queue, names)
+    home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
+    said = [row for row in MESSAGES if package in row.said_by and row.where in home]
+    for row in said:
+        exchange = names.exchange(row.exchange)
+        allowed.publishes(exchange, _filled(row.key))
+        if row.together:
+            allowed.publishes(exchange, _literal(row.together))
+    if any(row.reply is not None for row in said):
+        reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
+        allowed.configure[reply] = allowed.read[reply] = None
+    if role is Role.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
+        allowed.write[_literal(DEFAULT_EXCHANGE)] = None
+        for queue in QUEUES:
+            if queue.kind is QueueKind.DURABLE and queue.where in (kind, Where.BOTH):
+                allowed.read[_filled(names.queue(queue.name)) + r"\.dead"] = None
+
+
+def _allow_queue(allowed: _Allowed, queue: QueueRow, names: Names) -> None:
+    """A queue to read from, with what is beside it; its readers answer, retry and park what they give up."""
+    name = _filled(names.queue(queue.name))
+    durable = queue.kind is QueueKind.DURABLE
+    allowed.own(name + BESIDE if durable else name)
+    for exchange, key in queue.bindings:
+        allowed.binds(names.exchange(exchange), _filled(key))
+    allowed.write[_literal(DEFAULT_EXCHANGE)] = None
+    if durable:
+        allowed.publishes(names.exchange(DEAD), name)
+        allowed.binds(names.exchange(DEAD), name)
+
+
+def _allow_notifications(allowed: _Allowed, settings: Settings, names: Names) -> None:
+    """Ironic's notifications, from its own exchange into the sync's queue."""
+    config = settings.ironic_sync
+    allowed.own(_literal(names.queue(config.queue)))
+    for topic in config.topics:
+        allowed.binds(config.exchange, _literal(f"{topic}.*"))
+
+
+def _ironic(settings: Settings, place: Place, user: str) -> Grant:
+    """Ironic's own user here, for its notifications only: oslo.messaging declares its exchange, and a queue a key."""
+    config = settings.ironic_sync
+    allowed = _Allowed()
+    allowed.configure[_literal(config.exchange)] = None
+    for topic in config.topics:
+        keys = f"{_literal(topic)}\\.[a-z]+"
+        allowed.own(keys)
+        allowed.publishes(config.exchange, keys)
+        allowed.binds(config.exchange, keys)
+    return allowed.grant(str(Role.IRONIC), user, place.broker, place.vhost)
+
+
+def _place(name: str, url: str, prefix: str) -> Place:
+    if url == MEMORY:
+        return Place("the broker", name, prefix)
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return Place(host or "the broker", unquote(parts.path[1:]) or "/", prefix)
+
+
+def _filled(template: str, by: str = WORD) -> str:
+    """A template of the catalogue as a pattern."""
+    return "".join(by if part.startswith("{") else _literal(part) for part in re.split(r"(\{[a-z_]+\})", template))
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", lambda found: "\\" + found.group(), text)
+
+
+def _any_of(patterns: dict[str, None]) -> str:
+    return f"^({'|'.join(patterns)})$" if patterns else NOTHING

@@ -1,0 +1,58 @@
+"""Members of server groups are not trimmed while they join again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import asyncpg
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Claim, ClaimOption, Release, WhereRequest
+from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.store import claims
+
+from .conftest import Book
+
+pytestmark = pytest.mark.postgres
+
+PATIENCE_S = 60.0
+APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
+async def until_it_waits(book: Book, is_over: Callable[[], bool]) -> None:
+    watcher = await asyncpg.connect(book.url)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_over() and not await watcher.fetchval(WAITING):
+                pass
+    finally:
+        await watcher.close()
+
+
+async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(book: Book, rng: random.Random) -> None:
+    """PostgreSQL 16.2 deleted the row that the claim had just written: the rule held no more for its host."""
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    consumer = new_uuid(rng)
+
+    def member(uuid: str, attempt: int = 1) -> Claim:
+        return Claim(consumer=uuid, attempt=attempt, options=(option,), project_id="p", server_group=APART)
+
+    await book.store.apply([member(consumer)])
+    await book.store.apply([Release(consumer=consumer, attempt=1)])
+    async with book.database.raw() as claiming:
+        (reply,) = await claims.apply(claiming, [member(consumer, 2)], book.store.names, ABOVE_CELLS)
+        assert reply.outcome == "claimed"
+        trimming = asyncio.create_task(
+            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+        )
+        await until_it_waits(book, trimming.done)
+    await trimming
+    assert (await book.store.where(WhereRequest(project_id="p", server_group=APART.uuid))).members == {host: 1}
+    (other,) = await book.store.apply([member(new_uuid(rng))])
+    assert other.outcome == "ruled_out"

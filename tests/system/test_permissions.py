@@ -1,0 +1,448 @@
+"""The permissions that `berth permissions` prints, on a real RabbitMQ: users with exactly these, and a whole system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aio_pika
+import msgspec
+import pytest
+from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
+
+from berth.crew import Crew
+from berth.permissions import Grant, Role, of_project, of_role
+from berth.servers import API_VHOST, RealServers, real_servers, variables
+from berth.settings import BusSettings, CellSettings, Settings
+from bus.port import BusForbidden
+from bus.rabbitmq import RabbitTransport
+from tests.system.small import PLAN
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
+PASSWORD = "secret"
+MINE, THEIRS = "demo", "other-project"
+PATIENCE_S = 60.0
+SOME_UUID = "00000000-0000-4000-8000-00000000000a"
+
+pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
+
+
+class Guarded:
+    """A system each of whose workers signs in as its own user."""
+
+    def __init__(self, servers: RealServers, directory: Path) -> None:
+        self.servers = servers
+        self.settings = servers.settings(PLAN)
+        compute = msgspec.structs.replace(self.settings.compute, state_dir=str(directory / "machines"))
+        self.settings = msgspec.structs.replace(self.settings, compute=compute)
+        grants = [grant for role in Role for grant in of_role(role, self.settings)]
+        grants += [of_project(project, self.settings) for project in (MINE, THEIRS)]
+        define(servers, grants)
+        self.crew = Crew(directory, {})
+
+    def url(self, user: str, vhost: str = API_VHOST) -> str:
+        return self.servers.broker.url(vhost, user=user, password=PASSWORD)
+
+    def settings_of(self, user: str) -> Settings:
+        """The settings as one user has them: its own name and password everywhere."""
+        cells = {cell: CellSettings(url=self.url(user, cell)) for cell in PLAN.cells}
+        return msgspec.structs.replace(self.settings, bus=BusSettings(url=self.url(user)), cells=cells)
+
+    def start(self) -> None:
+        crew = self.crew
+        for name, *arguments in (
+            ("placement", "placement"),
+            ("conductor-cell1", "conductor", "--cell", "cell1"),
+            ("compute-cell1", "compute", "--cell", "cell1", "--service", "cell1-c1"),
+            ("scheduler", "scheduler"),
+        ):
+            crew.start(name, *arguments, settings=variables(self.settings_of(f"berth-{name}")))
+        asyncio.run(crew.ready())
+
+    def berth(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command of the operator's."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+        return subprocess.run(
+            [sys.executable, "-m", "berth", *arguments],
+            env={**kept, **variables(self.settings_of("berth-operator"))},
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+            check=False,
+        )
+
+
+def define(servers: RealServers, grants: list[Grant]) -> None:
+    """Make the users and give each exactly what is granted."""
+    names = sorted({grant.user for grant in grants})
+    servers.broker.define(
+        users=[{"name": name, "password": PASSWORD, "tags": ""} for name in names],
+        permissions=[
+            {
+                "user": grant.user,
+                "vhost": grant.vhost,
+                "configure": grant.configure,
+                "write": grant.write,
+                "read": grant.read,
+            }
+            for grant in grants
+        ],
+        topic_permissions=[
+            {"user": grant.user, "vhost": grant.vhost, "exchange": exchange, "write": topic.write, "read": topic.read}
+            for grant in grants
+            for exchange, topic in grant.topics.items()
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[Guarded]:
+    with real_servers(PLAN.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-perms-") as name:
+        guarded = Guarded(servers, Path(name))
+        try:
+            guarded.start()
+            yield guarded
+        finally:
+            guarded.crew.stop()
+
+
+class Tenant:
+    """A project's program with its own user, which knows no more than docs/reference/messages.md."""
+
+    def __init__(self, channel: aio_pika.abc.AbstractChannel, project: str) -> None:
+        self.channel = channel
+        self.project = project
+        self.events: list[dict[str, Any]] = []
+        self._changed = asyncio.Event()
+
+    async def listen(self) -> None:
+        queue = await self.channel.declare_queue(exclusive=True)
+        self.queue = queue.name
+        await queue.bind("berth.events", f"build.event.*.{self.project}")
+        await queue.consume(self.heard, no_ack=True)
+
+    async def publish(self, body: dict[str, Any], key: str, *, exchange: str = "berth", **properties: Any) -> None:
+        message = aio_pika.Message(json.dumps(body).encode(), content_type="application/json", **properties)
+        to = await self.channel.get_exchange(exchange, ensure=False)
+        await to.publish(message, key, mandatory=False)
+
+    async def boot(self) -> str:
+        """A machine of this project's, active."""
+        instance = str(uuid.uuid4())
+        body = {"instance_uuid": instance, "project_id": self.project, "flavor": "m1.small"}
+        await self.publish(body, f"build.request.{self.project}")
+        assert (await self.terminal(instance))["state"] == "active"
+        return instance
+
+    async def delete(self, instance: str) -> dict[str, Any]:
+        seen = len(self.events)
+        body = {"instance_uuid": instance, "project_id": self.project}
+        await self.publish(body, f"build.delete.{self.project}")
+        return await self.terminal(instance, after=seen)
+
+    async def terminal(self, instance: str, *, after: int = 0) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for event in self.events[after:]:
+                    if event["instance_uuid"] == instance and event.get("terminal"):
+                        return event
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def heard(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        self.events.append(json.loads(message.body))
+        self._changed.set()
+
+
+@asynccontextmanager
+async def tenant(system: Guarded, project: str = MINE) -> AsyncIterator[Tenant]:
+    connection = await aio_pika.connect(system.url(f"berth-project-{project}"))
+    async with connection:
+        one = Tenant(await connection.channel(on_return_raises=False), project)
+        await one.listen()
+        yield one
+
+
+def test_the_example_works_under_the_users_own_permissions(system: Guarded, tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={"PATH": os.environ["PATH"], "AMQP_URL": system.url(f"berth-project-{MINE}")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split()[1] == "active"
+
+
+async def test_a_project_builds_and_deletes_its_own_and_hears_nothing_else(system: Guarded) -> None:
+    async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
+        one, two = await mine.boot(), await theirs.boot()
+        assert (await mine.delete(one))["state"] == "deleted"
+        assert (await theirs.delete(two))["state"] == "deleted"
+        assert {event["project_id"] for event in mine.events} == {MINE}
+        assert {event["project_id"] for event in theirs.events} == {THEIRS}
+        unknown = await mine.delete(str(uuid.uuid4()))  # by way of the retry queues
+        assert (unknown["state"], unknown["code"]) == ("refused", "instance.unknown")
+
+
+@pytest.mark.parametrize("header", [None, "CC", "BCC", "berth-key"])
+async def test_item_7_no_project_deletes_anothers_machine(system: Guarded, header: str | None) -> None:
+    """Nor is anyone but the project of the key told of it. CC: RabbitMQ 3.10 asks for no permission there."""
+    async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
+        victim = await theirs.boot()
+        heard = len(theirs.events)
+        body = {"instance_uuid": victim, "project_id": THEIRS}
+        other = f"build.delete.{THEIRS}"
+        headers = {} if header is None else {header: other if header == "berth-key" else [other]}
+        try:
+            await mine.publish(body, f"build.delete.{MINE}", headers=headers)
+        except ChannelAccessRefused:
+            assert header in ("CC", "BCC")
+        else:
+            said = await mine.terminal(victim)
+            assert (said["state"], said["code"], said["project_id"]) == ("refused", "message.wrong_key", MINE)
+        # A build after it goes the same way and ends later.
+        await theirs.boot()
+        assert [event for event in theirs.events[heard:] if event["instance_uuid"] == victim] == []
+        assert (await theirs.delete(victim))["state"] == "deleted"
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+async def test_item_7_a_second_key_releases_nobodys_allocations(system: Guarded, header: str) -> None:
+    """It takes the message past the permissions to placement's queue, on brokers that do not look at second keys."""
+    async with tenant(system) as mine, tenant(system, THEIRS) as theirs:
+        victim = await theirs.boot()
+        release, headers = {"consumer": victim}, {header: ["placement.release"]}
+        with contextlib.suppress(ChannelAccessRefused):
+            await mine.publish(release, f"build.delete.{MINE}", type="placement.release.v1", headers=headers)
+        await theirs.boot()  # its claim comes after that
+        check = await asyncio.to_thread(system.berth, "check")
+        assert check.returncode == 0, check.stdout
+        assert (await theirs.delete(victim))["state"] == "deleted"
+
+
+Attempt = Callable[[Tenant], Awaitable[object]]
+
+
+def publishing(key: str, exchange: str = "berth") -> Attempt:
+    return lambda one: one.publish({"instance_uuid": SOME_UUID, "project_id": THEIRS}, key, exchange=exchange)
+
+
+def binding(key: str, exchange: str = "berth.events") -> Attempt:
+    async def attempt(one: Tenant) -> None:
+        queue = await one.channel.declare_queue(exclusive=True)
+        await queue.bind(exchange, key)
+
+    return attempt
+
+
+def consuming(name: str) -> Attempt:
+    async def attempt(one: Tenant) -> None:
+        queue = await one.channel.get_queue(name, ensure=False)
+        await queue.consume(one.heard)
+
+    return attempt
+
+
+def getting(name: str) -> Attempt:
+    async def attempt(one: Tenant) -> None:
+        await (await one.channel.get_queue(name, ensure=False)).get(fail=False)
+
+    return attempt
+
+
+def declaring(name: str | None, **arguments: str) -> Attempt:
+    return lambda one: one.channel.declare_queue(name, arguments=dict(arguments))
+
+
+def joining(destination: str, source: str, key: str) -> Attempt:
+    async def attempt(one: Tenant) -> None:
+        to = await one.channel.get_exchange(destination, ensure=False)
+        await to.bind(source, key)
+
+    return attempt
+
+
+def with_queue(name: str, work: str) -> Attempt:
+    async def attempt(one: Tenant) -> None:
+        await getattr(await one.channel.get_queue(name, ensure=False), work)()
+
+    return attempt
+
+
+FORBIDDEN: dict[str, Attempt] = {
+    "asks for another project": publishing(f"build.request.{THEIRS}"),
+    "deletes for another project": publishing(f"build.delete.{THEIRS}"),
+    "a key that ends like its own": publishing(f"build.delete.x.{MINE}"),
+    "a key that begins like its own": publishing(f"build.delete.{MINE}.x"),
+    "claims": publishing("placement.claim"),
+    "releases": publishing("placement.release"),
+    "asks for all builds": publishing("build.query"),
+    "asks for hosts": publishing("hosts.query"),
+    "asks for the book": publishing("placement.snapshot"),
+    "reports inventory": publishing(f"inventory.update.{SOME_UUID}"),
+    "forges an event of its own": publishing(f"build.event.active.{MINE}", "berth.events"),
+    "forges events": publishing("build.events", "berth.events"),
+    "parks a dead letter": publishing("scheduler.requests", "berth.dead"),
+    "publishes past exchanges": publishing("placement.requests", ""),
+    "publishes to retries": publishing("scheduler.requests.retry.0", ""),
+    "publishes elsewhere": publishing("x", "amq.topic"),
+    "hears another project": binding(f"build.event.*.{THEIRS}"),
+    "hears all projects": binding("build.event.*.*"),
+    "hears everything": binding("#"),
+    "hears all builds": binding("build.event.#"),
+    "hears batches": binding("build.events"),
+    "hears more words": binding(f"build.event.#.{MINE}"),
+    "hears the feed": binding("placement.event.#"),
+    "hears commands": binding("build.request.#", "berth"),
+    "hears its own commands": binding(f"build.request.{MINE}", "berth"),
+    "hears dead letters": binding("#", "berth.dead"),
+    "takes requests": consuming("scheduler.requests"),
+    "takes claims": consuming("placement.requests"),
+    "reads dead letters": getting("scheduler.requests.dead"),
+    "purges": with_queue("placement.requests", "purge"),
+    "deletes a queue": with_queue("placement.requests", "delete"),
+    "declares a queue of ours": declaring("scheduler.requests"),
+    "declares an operator's queue": declaring("client.builds.x"),
+    "declares a reply queue of ours": declaring("berth.reply.x"),
+    "declares a name of its own": declaring(f"{MINE}.x"),
+    "lets a queue write to queues": declaring(None, **{"x-dead-letter-exchange": ""}),
+    "lets a queue forge events": declaring(None, **{"x-dead-letter-exchange": "berth.events"}),
+    "declares an exchange": lambda one: one.channel.declare_exchange("mine"),
+    "declares an exchange named as its queues are": lambda one: one.channel.declare_exchange("amq.gen-mine"),
+    "declares ours": lambda one: one.channel.declare_exchange("berth", "topic", durable=True),
+    "deletes ours": lambda one: one.channel.exchange_delete("berth"),
+    "joins commands to events": joining("berth.events", "berth", "#"),
+    "joins others' events to commands": joining("berth", "berth.events", f"build.event.*.{THEIRS}"),
+    "joins what it may publish to elsewhere": joining("berth", "amq.topic", "#"),
+}
+
+
+@pytest.mark.parametrize("attempt", FORBIDDEN.values(), ids=FORBIDDEN.keys())
+async def test_a_project_may_do_nothing_else(system: Guarded, attempt: Attempt) -> None:
+    connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
+    async with connection:
+        one = Tenant(await connection.channel(on_return_raises=False), MINE)
+        with pytest.raises(ChannelAccessRefused):
+            await attempt(one)
+
+
+async def test_a_project_does_not_take_anothers_queue_whose_name_it_knows(system: Guarded) -> None:
+    async with tenant(system, THEIRS) as theirs:
+        for attempt in (consuming(theirs.queue), getting(theirs.queue), with_queue(theirs.queue, "delete")):
+            connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
+            async with connection:
+                one = Tenant(await connection.channel(), MINE)
+                with pytest.raises(ChannelLockedResource):
+                    await attempt(one)
+
+
+async def test_a_project_enters_no_cells_bus(system: Guarded) -> None:
+    for user, vhost in ((f"berth-project-{MINE}", "cell1"), ("berth-conductor-cell1", API_VHOST),
+                        ("berth-compute-cell1", API_VHOST), ("berth-ironic", "cell1")):  # fmt: skip
+        transport = RabbitTransport(system.url(user, vhost), name="x")
+        with pytest.raises(BusForbidden):
+            await transport.open()
+        await transport.close()
+
+
+@pytest.mark.parametrize("queue", ["placement.requests", "scheduler.requests.dead", "placement.inventory"])
+async def test_item_7_no_worker_writes_for_a_project_into_a_queue_that_is_not_for_replies(
+    system: Guarded, queue: str
+) -> None:
+    async with tenant(system) as mine:
+        instance = str(uuid.uuid4())
+        body = {"instance_uuid": instance, "project_id": MINE, "flavor": "m1.small"}
+        await mine.publish(body, f"build.request.{MINE}", reply_to=queue, correlation_id="1")
+        said = await mine.terminal(instance)
+        assert (said["state"], said["code"]) == ("refused", "message.reply_to")
+
+
+async def test_a_project_is_answered_on_its_own_queue_and_directly(system: Guarded) -> None:
+    connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
+    async with connection:
+        channel = await connection.channel()
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        own = await channel.declare_queue(exclusive=True)
+        direct = await channel.get_queue("amq.rabbitmq.reply-to", ensure=False)
+        for queue in (own, direct):
+            await queue.consume(answers.put, no_ack=True)
+        one = Tenant(channel, MINE)
+        for queue in (own, direct):
+            instance = str(uuid.uuid4())
+            body = {"instance_uuid": instance, "project_id": MINE, "flavor": "m1.small"}
+            await one.publish(body, f"build.request.{MINE}", reply_to=queue.name, correlation_id=instance)
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await answers.get()
+            assert (answer.type, answer.correlation_id) == ("build.accepted.v1", instance)
+
+
+def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
+    asyncio.run(_park_a_forged_letter(system))
+    for arguments in (
+        ("boot", "--flavor", "m1.small", "--count", "2", "--wait", "--project", MINE),
+        ("list", "--json"),
+        ("hosts",),
+        ("dead-letters", "list", "scheduler.requests"),
+        ("dead-letters", "replay", "scheduler.requests", "--all"),
+        ("dead-letters", "purge", "scheduler.requests", "--yes"),
+        ("check",),
+    ):
+        done = system.berth(*arguments)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+
+
+async def _park_a_forged_letter(system: Guarded) -> None:
+    """One that names no uuid, so that nobody can be told of it."""
+    connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))
+    async with connection:
+        one = Tenant(await connection.channel(), MINE)
+        await one.publish({"project_id": THEIRS}, f"build.delete.{MINE}")
+
+
+async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
+    config = system.settings.ironic_sync
+    ironic = await aio_pika.connect(system.url("berth-ironic"))
+    sync = RabbitTransport(system.url("berth-ironic-sync"), name="api")
+    async with ironic:
+        channel = await ironic.channel()
+        exchange = await channel.declare_exchange(config.exchange, "topic", durable=False)
+        await sync.open()
+        try:
+            await sync.declare_exchanges()
+            await sync.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
+            await exchange.publish(aio_pika.Message(b"{}"), f"{config.topics[0]}.info")
+            got: asyncio.Queue[Any] = asyncio.Queue()
+            await sync.consume(config.queue, got.put_nowait, prefetch=1)
+            async with asyncio.timeout(PATIENCE_S):
+                (await got.get()).ack()
+            with pytest.raises(ChannelAccessRefused):
+                await (await channel.get_exchange("berth", ensure=False)).publish(
+                    aio_pika.Message(b""), "placement.claim"
+                )
+        finally:
+            await sync.close()
+
+
+def test_no_worker_was_refused_anything(system: Guarded) -> None:
+    """The last of this module: what the workers did for all the others, they were allowed to."""
+    said = {name: worker.log.read_text() for name, worker in system.crew.workers.items()}
+    assert len(said) == 4
+    for name, text in said.items():
+        assert "ACCESS_REFUSED" not in text and "bus.forbidden" not in text, (name, text[-4000:])
+        assert system.crew.workers[name].process.running
