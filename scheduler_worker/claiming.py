@@ -27,8 +27,8 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
-from placement_worker.replica.covers import QueryTooWide
 from placement_worker.replica.query import asked_in_all
+from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
 from scheduler_worker import metrics
 from scheduler_worker.adoption import Adoption

@@ -6,9 +6,8 @@ providers are used again. Python objects per provider are strings only, which th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from msgspec import Struct
@@ -30,9 +29,7 @@ from placement_worker.replica.trees import Trees
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from placement_worker.replica.granular import Search
-    from placement_worker.replica.plan import Plan
-    from placement_worker.replica.sharing import Sharing
+Cache = TypeVar("Cache")
 
 # Distinct values are swept when this many have gathered, and then when they have doubled.
 SWEEP_FROM = 4096
@@ -67,9 +64,7 @@ class Book(Trees):
         self.moves = Moves()  # roots whose tree moved in any way
         self.shape_moves = Moves()  # roots whose tree changed in more than usage
         self.epoch = 0  # moves when the numbers of distinct values are dealt anew
-        self.plans: OrderedDict[Hashable, Plan] = OrderedDict()  # what searches keep beside the columns
-        self.compiled: OrderedDict[bytes, Search] = OrderedDict()  # the same for granular searches
-        self.sharing: Sharing | None = None  # see `sharing.sharing_of`
+        self._caches: dict[type, object] = {}  # see `cache`
         self.texts: dict[Hashable, object] = {}  # what answers keep beside the columns
         self.assumptions = Assumptions()
         self._stamps = 0
@@ -150,6 +145,13 @@ class Book(Trees):
         return self.assumptions.keys()
 
     # --- reading
+
+    def cache(self, kind: type[Cache]) -> Cache:
+        """What readers keep beside the columns: one value of each type, made when it is first asked for."""
+        kept = self._caches.get(kind)
+        if kept is None:
+            kept = self._caches[kind] = kind()
+        return cast("Cache", kept)
 
     @property
     def version(self) -> int:

@@ -8,19 +8,21 @@ come first, from few providers, and the slot with the widest choice changes firs
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.granular import Pattern, Search, search_for
-from placement_worker.replica.patience import Patience, TooLong
+from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
-from placement_worker.replica.ways import ENDLESS
+from placement_worker.replica.time_budget import TimeBudget, TooLong
+from placement_worker.replica.tree_solver import ENDLESS
 
 __all__ = ["UNNUMBERED", "Candidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
@@ -36,6 +38,9 @@ TRIES = 5
 
 # Providers named by all candidates together, slot by slot: what an answer may weigh. Limits are cut to it.
 MAX_CELLS = 400_000
+
+# Compiled requests that a book keeps, the least recently used forgotten first.
+COMPILED_KEPT = 64
 
 # Roots looked at first; each further step looks at as many as all before it.
 FIRST_STEP = 2048
@@ -58,10 +63,10 @@ class CandidateSet:
     exhausted: there are no others. Otherwise the limit or the budget cut it, and there may be.
     """
 
-    def __init__(self, book: Book, search: Search, rows: Rows, *, exhausted: bool) -> None:
+    def __init__(self, book: Book, compiled: CompiledRequest, rows: Rows, *, exhausted: bool) -> None:
         self._book = book
-        self._one_per_tree = search.request.one_per_tree
-        self.slots = search.slots
+        self._one_per_tree = compiled.request.one_per_tree
+        self.slots = compiled.slots
         self.rows = rows
         self.exhausted = exhausted
 
@@ -115,39 +120,58 @@ def candidates(
     limit: int | None = None,
     rng: random.Random | None = None,
     budget: int = BUDGET,
-    patience: Patience | None = None,
+    time_budget: TimeBudget | None = None,
 ) -> CandidateSet:
     """Up to `limit` candidates, in the stated order; with `rng`, a random sample of them all, in random order.
 
     budget: steps that lead nowhere, and candidates beyond each root's first. When it runs out, `exhausted` is False:
-    then "none" only means that none was found. patience: the same for time. Raises QueryTooWide, TooLong.
+    then "none" only means that none was found. time_budget: the same for time. Raises QueryTooWide, TooLong.
     """
-    search = search_for(book, request)
-    if not search.possible:
-        return CandidateSet(book, search, np.zeros((0, len(search.slots)), dtype=np.intp), exhausted=True)
-    hunt = _Hunt(book, search, budget, patience)
-    rows = hunt.rows(None if rng is not None else limit)
-    exhausted = hunt.exhausted
+    compiled = compiled_for(book, request)
+    if not compiled.possible:
+        return CandidateSet(book, compiled, np.zeros((0, len(compiled.slots)), dtype=np.intp), exhausted=True)
+    search = _CandidateSearch(book, compiled, budget, time_budget)
+    rows = search.rows(None if rng is not None else limit)
+    exhausted = search.exhausted
     if rng is not None:
         kept = rng.sample(range(len(rows)), len(rows) if limit is None else min(limit, len(rows)))
         exhausted = exhausted and len(kept) == len(rows)
         rows = rows[kept]
-    return CandidateSet(book, search, rows, exhausted=exhausted)
+    return CandidateSet(book, compiled, rows, exhausted=exhausted)
 
 
-class _Hunt:
+class CompiledCache(OrderedDict[bytes, CompiledRequest]):
+    """The compiled requests that a book keeps."""
+
+
+def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
+    """The request's tables, refreshed."""
+    cache = book.cache(CompiledCache)
+    key = msgspec.msgpack.encode(request)
+    compiled = cache.get(key)
+    if compiled is None:
+        compiled = cache[key] = CompiledRequest(book, request)
+        while len(cache) > COMPILED_KEPT:
+            cache.popitem(last=False)
+    else:
+        cache.move_to_end(key)
+    compiled.refresh()
+    return compiled
+
+
+class _CandidateSearch:
     """One search over all roots, a step of roots at a time while the limit is not reached."""
 
-    def __init__(self, book: Book, search: Search, budget: int, patience: Patience | None) -> None:
+    def __init__(self, book: Book, compiled: CompiledRequest, budget: int, time_budget: TimeBudget | None) -> None:
         self._book = book
-        self._patience = patience
-        self._late = False  # the patience is at its end: what is found is all there will be
-        self._search = search
+        self._time_budget = time_budget
+        self._late = False  # the time budget is used up: what is found is all there will be
+        self._compiled = compiled
         self._budget = budget
-        self._most = MAX_CELLS // len(search.slots)
+        self._most = MAX_CELLS // len(compiled.slots)
         self._tries = LEAST_TRIES + TRIES * budget
-        self._patterns: dict[bytes, Pattern] = {}
-        self._flat: list[Rows] = []
+        self._patterns: dict[bytes, TreePattern] = {}
+        self._lone: list[Rows] = []
         self._may_repeat = False  # whether one candidate may be found on several roots
         self.exhausted = True
 
@@ -163,7 +187,7 @@ class _Hunt:
         self._may_repeat = bool(sharing.rows.size)
         position, step = 0, FIRST_STEP
         while position < len(roots) and not self._late:
-            self._look_at(self._search.anchors(roots[position : position + step]))
+            self._look_at(self._compiled.anchors(roots[position : position + step]))
             position += step
             step = position
             if position < len(roots) and (limit is not None or position >= reach):
@@ -175,49 +199,49 @@ class _Hunt:
 
     def _look_at(self, roots: Rows) -> None:
         """Sort these roots into lone providers that give everything, and patterns of trees."""
-        nested = self._search.entangled(roots)
-        self._flat.append(self._search.flat(roots[~nested]))
-        if not nested.any():
+        alone = self._compiled.stand_alone(roots)
+        self._lone.append(self._compiled.lone(roots[alone]))
+        if alone.all():
             return
         known = set(self._patterns)
         with self._in_time():
-            self._search.patterns(roots[nested], self._patterns, self._patience)
+            self._compiled.patterns(roots[~alone], self._patterns, self._time_budget)
         self._seek([self._patterns[key] for key in self._patterns if key not in known], 1)
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """What takes long. At the end of the patience it is left where it is, or the whole search is."""
+        """A part that may use up the time budget: then the part ends where it is, or the whole search does."""
         try:
             yield
         except TooLong:
-            if self._patience is None or not self._patience.settles:
+            if self._time_budget is None or not self._time_budget.keeps_partial:
                 raise
             self._late = True
             self.exhausted = False
 
-    def _seek(self, patterns: list[Pattern], count: int) -> None:
-        """Walk each pattern up to so many ways; what one does not need of the budget is left to the others."""
+    def _seek(self, patterns: list[TreePattern], count: int) -> None:
+        """Solve each pattern up to so many assignments; what one does not need of the budget is left to the others."""
         with self._in_time():
-            self._walk(patterns, count)
+            self._solve(patterns, count)
 
-    def _walk(self, patterns: list[Pattern], count: int) -> None:
+    def _solve(self, patterns: list[TreePattern], count: int) -> None:
         for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
-            ways = pattern.ways
-            before, tried = ways.dead_ends, ways.tries
+            solver = pattern.solver
+            before, tried = solver.dead_ends, solver.tries
             tries = self._tries if count > 1 else ENDLESS
-            ways.look(count, max(LEAST_SHARE, self._budget // left), tries, self._patience)
-            self._budget = max(0, self._budget - (ways.dead_ends - before))
-            self._tries -= ways.tries - tried if count > 1 else 0
-            self.exhausted = self.exhausted and not ways.cut
+            solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
+            self._budget = max(0, self._budget - (solver.dead_ends - before))
+            self._tries -= solver.tries - tried if count > 1 else 0
+            self.exhausted = self.exhausted and not solver.cut
 
     def _all(self, limit: int | None, reach: int) -> Rows:
-        """Further ways of every pattern, twice as many each time, until the limit is reached or there are no more."""
+        """Further assignments of every pattern, twice as many each time, until the limit or the end is reached."""
         count = 1
         most = self._gather(1)
         bound = min(reach, len(most) + self._budget) if limit is None else reach
         while len(most) < bound and self._tries > 0 and not self._late and (open_ones := self._open(count)):
             trees = sum(sum(len(rows) for rows in pattern.rows) for pattern in open_ones)
-            # No more than the bound can use: a tree may have more ways than there is room to list.
+            # No more than the bound can use: a tree may have more assignments than there is room to list.
             count = min(2 * count, count + max(1, -(-(bound - len(most)) // trees)))
             self._seek(open_ones, count)
             most = self._gather(count)
@@ -225,26 +249,26 @@ class _Hunt:
             self.exhausted = False
         return most[:bound]
 
-    def _open(self, count: int) -> list[Pattern]:
-        """Patterns with ways beyond `count`, or that may have some."""
+    def _open(self, count: int) -> list[TreePattern]:
+        """Patterns with assignments beyond `count`, or that may have some."""
         patterns = self._patterns.values()
-        return [p for p in patterns if len(p.ways.found) > count or not (p.ways.done or p.ways.cut)]
+        return [p for p in patterns if len(p.solver.found) > count or not (p.solver.done or p.solver.cut)]
 
     def _gather(self, count: int) -> Rows:
         """The first `count` candidates of every root, in the stated order, none twice."""
-        slots = len(self._search.slots)
-        flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._flat])
+        slots = len(self._compiled.slots)
+        lone = np.concatenate([np.zeros(0, dtype=np.intp), *self._lone])
         if not self._patterns:
-            return self._once(np.repeat(flat[:, None], slots, axis=1))
-        rows, anchors, turns = [np.repeat(flat[:, None], slots, axis=1)], [flat], [np.zeros(len(flat), dtype=np.intp)]
+            return self._once(np.repeat(lone[:, None], slots, axis=1))
+        rows, anchors, turns = [np.repeat(lone[:, None], slots, axis=1)], [lone], [np.zeros(len(lone), dtype=np.intp)]
         for pattern in self._patterns.values():
-            ways = np.array(pattern.ways.found[:count], dtype=np.intp).reshape(-1, slots)
-            if not len(ways):
+            found = np.array(pattern.solver.found[:count], dtype=np.intp).reshape(-1, slots)
+            if not len(found):
                 continue
             anchor, members = pattern.gather()
-            rows.append(members[:, ways].reshape(-1, slots))
-            anchors.append(np.repeat(anchor, len(ways)))
-            turns.append(np.tile(np.arange(len(ways)), len(anchor)))
+            rows.append(members[:, found].reshape(-1, slots))
+            anchors.append(np.repeat(anchor, len(found)))
+            turns.append(np.tile(np.arange(len(found)), len(anchor)))
         order = np.lexsort((np.concatenate(anchors), np.concatenate(turns)))
         return self._once(np.concatenate(rows)[order])
 
@@ -259,4 +283,4 @@ class _Hunt:
         return np.delete(rows, np.setdiff1d(shared, shared[first]), axis=0)
 
     def _empty(self) -> Rows:
-        return np.zeros((0, len(self._search.slots)), dtype=np.intp)
+        return np.zeros((0, len(self._compiled.slots)), dtype=np.intp)

@@ -20,7 +20,7 @@ def copy_of(book: Book) -> Book:
     copy = Book.__new__(Book)
     vars(copy).update(vars(book))
     copy.texts = {}
-    copy.compiled, copy.plans = type(book.compiled)(), type(book.plans)()
+    copy._caches = {}
     for name, _ in book._filled:
         setattr(copy, name, getattr(book, name).copy())
     copy.trait_sets = book.trait_sets.copy()

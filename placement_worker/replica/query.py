@@ -42,7 +42,7 @@ class Query(Struct, frozen=True, kw_only=True):
 
 
 def request_of(query: Query) -> CandidatesRequest:
-    """The query as a candidate search of one tree sees it; what it asks of roots and of hosts is left out."""
+    """The query as a candidates request; its pins (only_roots, ignore_roots) are left to the caller."""
     own = Group(
         suffix=UNNUMBERED,
         resources=query.resources,
@@ -56,6 +56,10 @@ def request_of(query: Query) -> CandidatesRequest:
     return CandidatesRequest(
         groups=(*((own,) if asked else ()), *query.groups),
         group_policy=query.group_policy,
+        root_required=query.root_required,
+        root_forbidden=query.root_forbidden,
+        root_member_of=query.root_member_of,
+        root_forbidden_aggregates=query.root_forbidden_aggregates,
         same_subtree=query.same_subtree,
     )
 
@@ -70,7 +74,7 @@ def asked_in_all(query: Query) -> dict[str, int]:
 
 
 class Found(Struct, frozen=True):
-    """The roots that can take the request, ascending by row (do not write to it), and why the others fell.
+    """The roots that can take the request, ascending by row (do not write to it), and why the others were rejected.
 
     The funnel is empty unless asked for (`explain=True`).
     """

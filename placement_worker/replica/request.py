@@ -1,4 +1,4 @@
-"""What a granular candidate search is asked: groups of resources, as `GET /allocation_candidates` has them."""
+"""What a candidate search is asked: groups of resources, as `GET /allocation_candidates` has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Literal
 from msgspec import Struct
 
 UNNUMBERED = ""
+
+
+class QueryTooWide(Exception):
+    """The request has more groups, classes or any-of groups than a search takes."""
+
+    code = "search.too_wide"
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -32,15 +38,18 @@ class Group(Struct, frozen=True, kw_only=True):
 class CandidatesRequest(Struct, frozen=True, kw_only=True):
     """All groups of one request, and what holds between them.
 
-    group_policy: "isolate" puts numbered groups on different providers. root_required, root_forbidden: traits of the
-    root that anchors a candidate (P-1.35). same_subtree: sets of suffixes; of the providers of each set, one is an
+    group_policy: "isolate" puts numbered groups on different providers. root_required (AND of any-of groups),
+    root_forbidden: traits of the root that anchors a candidate (P-1.35). root_member_of, root_forbidden_aggregates:
+    the same of the root's own aggregates. same_subtree: sets of suffixes; of the providers of each set, one is an
     ancestor of the rest (P-1.36). one_per_tree: no two providers of one tree give resources (before 1.29).
     """
 
     groups: tuple[Group, ...]
     group_policy: Literal["none", "isolate"] | None = None
-    root_required: tuple[str, ...] = ()
+    root_required: tuple[tuple[str, ...], ...] = ()
     root_forbidden: tuple[str, ...] = ()
+    root_member_of: tuple[tuple[str, ...], ...] = ()
+    root_forbidden_aggregates: tuple[str, ...] = ()
     same_subtree: tuple[tuple[str, ...], ...] = ()
     one_per_tree: bool = False
 
@@ -52,13 +61,11 @@ class Slot(Struct, frozen=True):
     resources: dict[str, int]
 
 
-def slots_of(request: CandidatesRequest) -> tuple[tuple[Slot, ...], tuple[Group, ...]]:
-    """The request's slots, and beside each its group: groups in order, the un-numbered group's classes by name."""
+def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
+    """The request's slots: groups in order, the un-numbered group's classes by name."""
     slots: list[Slot] = []
-    groups: list[Group] = []
     for group in request.groups:
         asked = {name: amount for name, amount in sorted(group.resources.items()) if amount > 0}
         each = [{name: amount} for name, amount in asked.items()] if group.suffix == UNNUMBERED else [asked]
         slots += [Slot(group.suffix, resources) for resources in each]
-        groups += [group] * len(each)
-    return tuple(slots), tuple(groups)
+    return tuple(slots)

@@ -23,7 +23,7 @@ class Sharing:
         self._is_sharer = np.zeros(book.top, dtype=np.bool_)
         self._is_sharer[self.rows] = True
         self._roots, self._sharers = _served(book, self.rows)
-        self.givers = np.unique(self._sharers)  # those that serve anybody
+        self.givers = np.unique(self._sharers)  # those that serve any tree
 
     def serving(self, roots: Rows) -> tuple[Rows, Rows]:
         """The sharing providers from elsewhere that serve these trees, and beside each the position of its root."""
@@ -35,12 +35,19 @@ class Sharing:
         return self._sharers[np.repeat(first, many) + within], owners
 
     def serves(self, roots: Rows) -> Flags:
-        """Which of these trees somebody from elsewhere serves."""
+        """Which of these trees a sharing provider from elsewhere serves."""
         if not len(self._roots):
             return np.zeros(len(roots), dtype=np.bool_)
         place = np.minimum(np.searchsorted(self._roots, roots), len(self._roots) - 1)
         served: Flags = self._roots[place] == roots
         return served
+
+    def serves_root(self, root: int) -> bool:
+        """Whether a sharing provider from elsewhere serves this tree."""
+        if not len(self._roots):
+            return False
+        place = int(np.searchsorted(self._roots, root))
+        return place < len(self._roots) and int(self._roots[place]) == root
 
     def served_by(self, rows: Rows) -> Rows:
         """Roots of the trees elsewhere that any of these rows serves, ascending."""
@@ -55,11 +62,19 @@ class Sharing:
         return self._is_sharer[rows]
 
 
+class LatestSharing:
+    """The pairs that a book keeps, until a shape moves."""
+
+    def __init__(self) -> None:
+        self.pairs: Sharing | None = None
+
+
 def sharing_of(book: Book) -> Sharing:
-    """Who shares what, as shapes are now."""
-    if book.sharing is None or book.sharing.true_at != book.shape_moves.end:
-        book.sharing = Sharing(book)
-    return book.sharing
+    """Which provider shares with which trees, as shapes are now."""
+    latest = book.cache(LatestSharing)
+    if latest.pairs is None or latest.pairs.true_at != book.shape_moves.end:
+        latest.pairs = Sharing(book)
+    return latest.pairs
 
 
 def _sharers(book: Book) -> Rows:

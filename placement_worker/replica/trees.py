@@ -56,6 +56,9 @@ class Trees(RowTable):
 
     def members(self, roots: Rows) -> tuple[Rows, Rows]:
         """All rows of these trees, the roots first, and beside each the position of its root in `roots`."""
+        if len(roots) == 1:  # one walk costs less than columns of one
+            tree = np.array(self._members(int(roots[0])), dtype=np.intp)
+            return tree, np.zeros(len(tree), dtype=np.intp)
         rows, owners = [roots], [np.arange(len(roots))]
         frontier, owner = self.first_member[roots], owners[0]
         while True:  # ends: each round follows the lists by one member

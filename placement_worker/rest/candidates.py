@@ -9,8 +9,8 @@ import msgspec
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
-from placement_worker.replica.covers import QueryTooWide
-from placement_worker.replica.patience import Patience, TooLong
+from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.time_budget import TimeBudget, TooLong
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import Asked, asked_of
 from placement_worker.rest.faults import Fault
@@ -36,23 +36,25 @@ async def search(api: Api, request: Request) -> Response:
     limit = min((bound for bound in (asked.limit, most) if bound is not None), default=None)
     seed = api.rng.getrandbits(64) if config.randomize else None
 
-    def answer(book: Book, patience: Patience) -> bytes:
+    def answer(book: Book, time_budget: TimeBudget) -> bytes:
         rng = None if seed is None else random.Random(seed)
-        found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget, patience=patience)
-        return _rendered(book, found, asked, request.version, patience)
+        found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget, time_budget=time_budget)
+        return _rendered(book, found, asked, request.version, time_budget)
 
     book = api.replica.book
     try:
         # No await in it: the book stays as it is. By this thread's own time: a busy machine is no reason to begin anew.
-        body = answer(book, Patience(thread_time, AT_ONCE_S, settles=False))
+        body = answer(book, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
         raise Fault(400, f"Invalid query string parameters: {error}") from None
     except TooLong:
-        body = await api.aside.read(book, lambda copy: answer(copy, Patience(monotonic, config.search_s, settles=True)))
+        body = await api.aside.read(
+            book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_s, keeps_partial=True))
+        )
     return Response(200, body).modified(request, api.clock.time())
 
 
-def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, patience: Patience) -> bytes:
+def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, time_budget: TimeBudget) -> bytes:
     """The whole body. Raises Fault 400 when "none" would be said without knowing; TooLong."""
     if not len(found) and not found.exhausted:
         raise Fault(
@@ -61,7 +63,7 @@ def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, patie
             "be searched through within the bounds of time and steps, and no candidate was found so far. Ask for less, "
             "or for one tree (in_tree).",
         )
-    if found.rows.size > CELLS_AT_ONCE and not patience.settles:
+    if found.rows.size > CELLS_AT_ONCE and not time_budget.keeps_partial:
         raise TooLong
     parts = (b'{"allocation_requests":[', _requests(found, version), b'],"provider_summaries":{')
     return b"".join((*parts, summaries(book, found, asked.classes(), version), b"}}"))

@@ -51,7 +51,7 @@ class Asked(Struct, frozen=True):
     def traits(self) -> set[str]:
         """All traits that are named."""
         request = self.request
-        named = {*request.root_required, *request.root_forbidden}
+        named = {*(name for names in request.root_required for name in names), *request.root_forbidden}
         for group in request.groups:
             named.update(group.forbidden, *group.required)
         return named
@@ -78,7 +78,7 @@ def asked_of(query: Query, version: int) -> Asked:
     request = CandidatesRequest(
         groups=tuple(groups),
         group_policy=None if not policy else "isolate" if policy[0] == "isolate" else "none",
-        root_required=required,
+        root_required=tuple((name,) for name in required),
         root_forbidden=forbidden,
         same_subtree=subtrees,
         one_per_tree=version < SINCE_NESTED,

@@ -29,7 +29,11 @@ def all_candidates(states: Iterable[ProviderState], request: CandidatesRequest) 
 
 
 def _may_anchor(root: ProviderState, request: CandidatesRequest) -> bool:
-    return set(request.root_required) <= set(root.traits) and not set(request.root_forbidden) & set(root.traits)
+    traits, aggregates = set(root.traits), set(root.aggregates)
+    required = all(traits & set(names) for names in request.root_required)
+    member = all(aggregates & set(names) for names in request.root_member_of)
+    outcast = traits & set(request.root_forbidden) or aggregates & set(request.root_forbidden_aggregates)
+    return required and member and not outcast
 
 
 def _on(world: dict[str, ProviderState], root: ProviderState, request: CandidatesRequest) -> Iterator[Found]:

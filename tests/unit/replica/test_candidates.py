@@ -15,10 +15,10 @@ from bus.contracts.placement import ProviderState
 from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
-from placement_worker.replica.covers import QueryTooWide
-from placement_worker.replica.granular import MAX_SLOTS
+from placement_worker.replica.compiled import MAX_SLOTS
+from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.sharing import SHARING_TRAIT
-from placement_worker.replica.ways import Site, Ways
+from placement_worker.replica.tree_solver import TreeProblem, TreeSolver
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 from tests.unit.replica.candidates_oracle import all_candidates, found
 from tests.unit.replica.worlds import loaded, random_request, random_world
@@ -360,7 +360,7 @@ def test_nothing_asked_and_an_empty_book_find_nothing() -> None:
     assert len(candidates(loaded(devices(1)), CandidatesRequest(groups=()))) == 0
 
 
-class CountedWays(Ways):
+class CountedSolver(TreeSolver):
     """Refuses to try forever."""
 
     tries = 0
@@ -373,9 +373,11 @@ class CountedWays(Ways):
 
 def test_a_walk_looks_ahead() -> None:
     """Eight devices of 4; eight slots of 1, then eight of 3: greedy choices of the first eight lead nowhere."""
-    site = Site(eligible=[list(range(8))] * 16, kinds=[0] * 8, needs=[(1,)] * 8 + [(3,)] * 8, limits=[(4,)] * 8)
-    ways = CountedWays(site)
-    assert ways.look(50, 1000) == 50
-    assert not ways.cut
-    for way in ways.found:
-        assert sorted(way[:8]) == sorted(way[8:]) == list(range(8))
+    problem = TreeProblem(
+        eligible=[list(range(8))] * 16, kinds=[0] * 8, needs=[(1,)] * 8 + [(3,)] * 8, limits=[(4,)] * 8
+    )
+    solver = CountedSolver(problem)
+    assert solver.find(50, 1000) == 50
+    assert not solver.cut
+    for assignment in solver.found:
+        assert sorted(assignment[:8]) == sorted(assignment[8:]) == list(range(8))

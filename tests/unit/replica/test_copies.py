@@ -8,7 +8,7 @@ from bus.contracts.placement import Change, ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.copies import copy_of
-from placement_worker.replica.patience import Patience, TooLong
+from placement_worker.replica.time_budget import TimeBudget, TooLong
 
 STOCK = (8.0, 1, 8, 1, 8, 0, 1.0)
 
@@ -84,10 +84,10 @@ def test_a_search_whose_time_is_over_takes_what_it_has_or_nothing() -> None:
     made = book()
     times = iter(range(10**6))
     whole = len(candidates(made, REQUEST))
-    short = Patience(lambda: float(next(times)), 8, settles=True)
-    found = candidates(made, REQUEST, patience=short)
+    short = TimeBudget(lambda: float(next(times)), 8, keeps_partial=True)
+    found = candidates(made, REQUEST, time_budget=short)
     assert 0 < len(found) < whole
     assert not found.exhausted
     with pytest.raises(TooLong):
-        candidates(made, REQUEST, patience=Patience(lambda: float(next(times)), 8, settles=False))
+        candidates(made, REQUEST, time_budget=TimeBudget(lambda: float(next(times)), 8, keeps_partial=False))
     assert len(candidates(made, REQUEST)) == whole

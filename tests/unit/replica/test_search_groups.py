@@ -12,11 +12,11 @@ from msgspec import structs
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from placement_worker.replica.plans import plan_of
 from placement_worker.replica.query import Query, asked_in_all, request_of
 from placement_worker.replica.request import Group
 from placement_worker.replica.search import options, search
 from placement_worker.replica.sharing import SHARING_TRAIT
+from placement_worker.replica.verdicts import verdicts_of
 from tests.unit.replica.books import changed, provider, removed, used, uuid
 from tests.unit.replica.candidates_oracle import Found, all_candidates
 from tests.unit.replica.worlds import AGGREGATES, TRAITS, loaded, random_request, random_world
@@ -60,7 +60,7 @@ def by_root(states: list[ProviderState], query: Query) -> dict[str, set[frozense
             structs.replace(state, traits=(*state.traits, "CUSTOM_HERE")) if state is root else state
             for state in states
         ]
-        request = structs.replace(request_of(query), root_required=("CUSTOM_HERE",))
+        request = structs.replace(request_of(query), root_required=(("CUSTOM_HERE",),))
         ways: set[Found] = all_candidates(marked, request)
         if ways:
             found[root.uuid] = {gives for gives, _ in ways}
@@ -76,7 +76,9 @@ def check(book: Book, states: list[ProviderState], query: Query) -> None:
     assert {book.uuid_of(int(row)) for row in answer.roots} == set(wanted)
     assert answer.funnel[0].left + sum(answer.funnel[0].rejected.values()) == len(book.rows_of_roots())
     assert answer.funnel[-1].left == len(wanted)
-    assert plan_of(book, query).steps.unknown not in plan_of(book, query).verdicts
+    verdicts = verdicts_of(book, query)
+    assert verdicts.reasons.unknown not in verdicts.verdicts
+    assert verdicts.reasons.unexplained not in verdicts.verdicts
     for row in answer.roots.tolist():
         found = [
             frozenset((one, name, n) for one, given in option.allocations.items() for name, n in given.items())

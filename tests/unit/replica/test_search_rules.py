@@ -6,11 +6,10 @@ import pytest
 from msgspec import structs
 
 from bus.contracts.placement import ProviderState
-from placement_worker.replica import covers
+from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
-from placement_worker.replica.covers import QueryTooWide
-from placement_worker.replica.plans import PLANS_KEPT
 from placement_worker.replica.search import Query, options, search
+from placement_worker.replica.verdicts import QUERIES_KEPT, VerdictsCache
 from tests.unit.replica.books import inventory, provider, used, uuid
 
 
@@ -146,9 +145,18 @@ def test_options_are_near_roomy_and_real_alternatives() -> None:
     ]
     book = told(provider(0), *cells)
     asked = ways(book, Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
-    assert [list(way) for way in asked[:2]] == [["p1"], ["p2"]]
+    assert [list(way) for way in asked[:2]] == [["p2"], ["p1"]]
     assert [len(way) for way in asked] == [1, 1, 2, 2]
     assert ways(book, Query(resources={"VCPU": 2}))[0] == {"p2": {"VCPU": 2}}
+
+
+def test_a_provider_that_gives_more_classes_comes_before_one_that_has_more_room() -> None:
+    cells = [
+        provider(1, root=0, parent=0, inventories={"VCPU": 800}),
+        provider(2, root=0, parent=0, inventories={"VCPU": 8, "MEMORY_MB": 64}),
+    ]
+    asked = ways(told(provider(0), *cells), Query(resources={"VCPU": 2, "MEMORY_MB": 8}))
+    assert [set(way) for way in asked] == [{"p2"}, {"p1", "p2"}]
 
 
 def test_many_like_children_do_not_explode() -> None:
@@ -159,15 +167,19 @@ def test_many_like_children_do_not_explode() -> None:
     assert len({name for way in asked for name in way}) == 5  # the root and four different devices
 
 
-def test_a_query_past_the_budget_is_refused_not_answered_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(covers, "MAX_UNIONS", 3)
-    owned = {"A": 1, "B": 1}
+def test_a_root_past_the_budget_is_called_unknown_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither "cannot" nor a search that fails: the funnel says that there were too many combinations."""
+    monkeypatch.setattr(compiled, "BUDGET", 1)
+    owned = {"A": 1, "B": 1, "C": 1}
     traits = {number: (f"T{number}", f"T{number % 8 + 1}") for number in range(1, 9)}
     members = [provider(one, root=0, parent=0, inventories=owned, traits=its) for one, its in traits.items()]
-    states = [provider(0), *members]
-    query = Query(resources={"A": 1, "B": 1}, required=tuple((f"T{number}",) for number in range(1, 9)))
-    with pytest.raises(QueryTooWide):
-        search(told(*states), query)
+    everything = tuple(f"T{number}" for number in range(1, 9))
+    states = [provider(0), *members, provider(100, inventories=owned, traits=everything)]
+    query = Query(resources=owned, required=tuple((name,) for name in everything))
+    book = told(*states)
+    answer = search(book, query, explain=True)
+    assert [book.name_of(row) for row in answer.roots] == ["p100"]
+    assert answer.funnel[-1].fell == {"too many combinations to try": 1}
 
 
 def test_the_funnel_says_why() -> None:
@@ -207,11 +219,11 @@ def test_what_is_held_back_is_not_called_too_small() -> None:
 
 
 def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
-    book = told(provider(0, inventories={"VCPU": 2 * PLANS_KEPT}))
+    book = told(provider(0, inventories={"VCPU": 2 * QUERIES_KEPT}))
     for _ in range(2):
-        for amount in range(1, 2 * PLANS_KEPT + 1):
+        for amount in range(1, 2 * QUERIES_KEPT + 1):
             assert found(book, Query(resources={"VCPU": amount})) == ["p0"]
-            assert len(book.plans) <= PLANS_KEPT
+            assert len(book.cache(VerdictsCache)) <= QUERIES_KEPT
         book.apply([used(1, 0, 2, {"VCPU": 0})])
 
 

@@ -96,7 +96,7 @@ def random_request(rng: random.Random, states: list[ProviderState]) -> Candidate
     return CandidatesRequest(
         groups=tuple(groups),
         group_policy=rng.choice(("none", "isolate")),
-        root_required=tuple(trait for trait in TRAITS if rng.random() < 0.03),
+        root_required=tuple((trait,) for trait in TRAITS if rng.random() < 0.03),
         root_forbidden=tuple(trait for trait in TRAITS if rng.random() < 0.03),
         same_subtree=tuple(subtree for subtree in subtrees if subtree),
         one_per_tree=rng.random() < 0.1,

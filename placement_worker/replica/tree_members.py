@@ -16,46 +16,44 @@ from placement_worker.replica.rows import NOBODY
 WORD_BITS = 62
 
 
-class Members(Struct, frozen=True):
-    """What is said of members, in any order. owners: the position of each one's tree among the roots.
+class TreeMembers(Struct, frozen=True):
+    """What is known of members, in any order. owners: the position of each one's tree among the roots, ascending.
 
-    eligible: per slot, who can give it alone. limits: per contended class, the most that each can give in all.
-    covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how much
-    of all that is asked it has. bits: how many bits of a signature a limit, a cover and a tree take.
+    eligible: per slot, which of them can give it alone. limits: per contended class, the most that each can give in
+    all. covers: the required traits each meets, as bits. trees: whose tree each is in, 0 for its owner's. room: how
+    much of all that is asked it has. bits: how many bits of a signature a limit, a cover and a tree take.
     """
 
     rows: Rows
     owners: Rows
     eligible: NDArray[np.bool_]
     limits: NDArray[np.int64]
-    covers: NDArray[np.int64]
-    trees: NDArray[np.int64]
+    covers: NDArray[np.int64] | None
+    trees: NDArray[np.int64] | None
     room: NDArray[np.float64]
     bits: tuple[tuple[int, ...], int, int]
 
 
-class Field:
-    """Members in order: tree by tree, ancestors before descendants, like ones together, most room first.
+class OrderedMembers:
+    """Members in order: tree by tree, ancestors before descendants, first those that can give most slots, like ones
+    together, most room first.
 
-    codes: what makes two members alike; where subtrees matter, also the place of the nearest ancestor.
+    signatures: what makes two members alike; where subtrees matter, also the place of the nearest ancestor.
     """
 
-    def __init__(self, book: Book, members: Members, *, subtrees: bool) -> None:
+    def __init__(self, book: Book, members: TreeMembers, *, subtrees: bool) -> None:
         words = _packed(members)
         nearest = _nearest_above(book, members.rows, members.owners) if subtrees else None
         order = _order(members, words, nearest)
         self.rows = members.rows[order]
         self.eligible = members.eligible[:, order]
         self.limits = members.limits[:, order]
-        self.covers = members.covers[order]
-        self.trees = members.trees[order]
+        self.covers = None if members.covers is None else members.covers[order]
+        self.trees = None if members.trees is None else members.trees[order]
         owners = members.owners[order]
-        first = np.ones(len(order), dtype=np.bool_)
-        np.not_equal(owners[1:], owners[:-1], out=first[1:])
-        self._starts = np.flatnonzero(first)
-        self._counts = np.empty_like(self._starts)
-        self._counts[:-1] = self._starts[1:] - self._starts[:-1]
-        self._counts[-1] = len(order) - self._starts[-1]
+        changes = (owners[1:] != owners[:-1]).nonzero()[0] + 1
+        self._starts = np.concatenate([[0], changes])
+        self._counts = np.concatenate([changes, [len(order)]]) - self._starts
         self._owners = owners[self._starts]
         columns = [word[order] for word in words]
         if nearest is not None:
@@ -64,14 +62,17 @@ class Field:
             up = nearest[order]
             self._nearest = np.where(up == NOBODY, NOBODY, place[up])
             columns.append(self._nearest.astype(np.int64))
-        self.codes = np.stack(columns, axis=1)
+        self.signatures = columns[0][:, None] if len(columns) == 1 else np.stack(columns, axis=1)
 
     def alike(self) -> Iterator[tuple[bytes, Rows, NDArray[np.intp]]]:
         """Trees that look the same: a key of the looks, the trees' positions, and per tree its members as indices."""
+        if len(self._starts) == 1:
+            yield self.signatures.tobytes(), self._owners, np.arange(len(self.rows))[None]
+            return
         for many in sorted(set(self._counts.tolist())):
             trees = np.flatnonzero(self._counts == many)
             members = self._starts[trees][:, None] + np.arange(many)
-            blob = np.ascontiguousarray(self.codes[members]).tobytes()
+            blob = np.ascontiguousarray(self.signatures[members]).tobytes()
             width = len(blob) // len(trees)
             groups: dict[bytes, list[int]] = {}
             for at in range(len(trees)):
@@ -87,41 +88,44 @@ class Field:
         return above
 
 
-def kinds_of(codes: NDArray[np.int64], above: Sequence[int]) -> list[int]:
-    """Members alike in signature and, where it matters, in place: under the same parent, with nobody below."""
+def kinds_of(signatures: NDArray[np.int64], above: Sequence[int]) -> list[int]:
+    """Members alike in signature and, where it matters, in place: under the same parent, with no member below."""
     with_some_below = 0
     for at, bits in enumerate(above):
         with_some_below |= bits & ~(1 << at)
     numbers: dict[object, int] = {}
     kinds = []
-    for at, code in enumerate(codes.tolist()):
-        key = (tuple(code), at if with_some_below >> at & 1 else NOBODY)
+    for at, signature in enumerate(signatures.tolist()):
+        key = (tuple(signature), at if with_some_below >> at & 1 else NOBODY)
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
 
 
-def _packed(members: Members) -> list[NDArray[np.int64]]:
+def _packed(members: TreeMembers) -> list[NDArray[np.int64]]:
     """Each member's signature, in as few words as hold it."""
     limit_bits, cover_bits, tree_bits = members.bits
-    fields: list[tuple[NDArray[np.generic], int]] = [(flags, 1) for flags in members.eligible]
-    fields += zip(members.limits, limit_bits, strict=True)
-    fields += [(members.covers, cover_bits)] if cover_bits else []
-    fields += [(members.trees, tree_bits)] if tree_bits else []
-    words = [np.zeros(len(members.rows), dtype=np.int64)]
-    used = 0
+    slots = len(members.eligible)
+    words: list[NDArray[np.int64]] = []
+    for first in range(0, slots, WORD_BITS):
+        part = members.eligible[first : first + WORD_BITS]
+        words.append((1 << np.arange(len(part))) @ part)
+    used = (slots - 1) % WORD_BITS + 1
+    fields = list(zip(members.limits, limit_bits, strict=True))
+    fields += [] if members.covers is None else [(members.covers, cover_bits)]
+    fields += [] if members.trees is None else [(members.trees, tree_bits)]
     for values, bits in fields:
         if used + bits > WORD_BITS:
             words.append(np.zeros(len(members.rows), dtype=np.int64))
             used = 0
-        words[-1] |= values.astype(np.int64) << used
+        words[-1] |= values << used
         used += bits
     return words
 
 
-def _order(members: Members, words: Sequence[NDArray[np.int64]], nearest: Rows | None) -> Rows:
-    """See Field."""
+def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Rows | None) -> Rows:
+    """See OrderedMembers."""
     owners = members.owners
-    keys = (members.rows, -members.room, *reversed(words))
+    keys = (members.rows, -members.room, *reversed(words), -members.eligible.sum(axis=0))
     if nearest is None:
         return np.lexsort((*keys, owners))
     depth = np.zeros(len(owners), dtype=np.int64)

@@ -1,0 +1,347 @@
+"""One candidates request against one book: lone providers by columns, trees by patterns; both kept between searches.
+
+Everything that a request asks of one provider is decided for all providers at once (`predicates`). A lone provider
+is decided by that alone. What is left of a tree is a short list of members, each with a signature: the slots it can
+give, how much of the contended classes it has (in steps that make a difference), the required traits it meets. Trees
+with equal lists are one pattern, solved once (`tree_solver`), however many hosts it stands for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement_worker.replica.book import Book
+from placement_worker.replica.columns import Flags, Looked, Rows
+from placement_worker.replica.predicates import ContendedClass, GroupRules, MemberRows, ResourceFit
+from placement_worker.replica.reasons import Reasons
+from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
+from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.sharing import sharing_of
+from placement_worker.replica.time_budget import TimeBudget
+from placement_worker.replica.tree_members import OrderedMembers, TreeMembers, kinds_of
+from placement_worker.replica.tree_solver import TreeProblem, TreeSolver
+
+# More slots or any-of groups than this are refused; Placement's largest real requests have a dozen.
+MAX_SLOTS = 128
+MAX_REQUIRED = 60
+
+# Dead ends looked into for one pattern of trees before its verdict is "unknown".
+BUDGET = 20_000
+
+# Patterns whose verdict is kept.
+VERDICTS_KEPT = 10_000
+
+# Patterns whose solver is kept for its next assignments, the least recently used forgotten first.
+SOLVERS_KEPT = 256
+
+# Bits that tell trees apart (a row and one).
+TREE_BITS = 32
+
+# Verdicts on a tree.
+NO, YES, UNKNOWN = 0, 1, 2
+
+
+class TreePattern:
+    """A tree as the request sees it, and all the trees that look so: `rows[t, m]` is member m of the tree t."""
+
+    def __init__(self, solver: TreeSolver) -> None:
+        self.solver = solver
+        self.anchors: list[Rows] = []
+        self.rows: list[Rows] = []
+
+    def add(self, anchors: Rows, rows: Rows) -> None:
+        """More trees of this pattern."""
+        self.anchors.append(anchors)
+        self.rows.append(rows)
+
+    def gather(self) -> tuple[Rows, Rows]:
+        """All its trees: the rows of their roots, and their members."""
+        if len(self.anchors) > 1:
+            self.anchors, self.rows = [np.concatenate(self.anchors)], [np.concatenate(self.rows)]
+        return self.anchors[0], self.rows[0]
+
+
+class CompiledRequest:
+    """The tables that decide one request against one book. Call `refresh` before asking, after the book has moved."""
+
+    def __init__(self, book: Book, request: CandidatesRequest) -> None:
+        self.book = book
+        self.request = request
+        self.slots = slots_of(request)
+        if len(self.slots) > MAX_SLOTS:
+            raise QueryTooWide(f"more than {MAX_SLOTS} groups and classes together")
+        for group in request.groups:
+            if len(group.required) > MAX_REQUIRED or len(group.member_of) > MAX_REQUIRED:
+                raise QueryTooWide(f"more than {MAX_REQUIRED} required traits or aggregates in one group")
+        asked = [group for group in request.groups if group.suffix == UNNUMBERED]
+        # An un-numbered group without resources is met by nothing, as in Placement.
+        self.possible = all(any(amount > 0 for amount in group.resources.values()) for group in asked) and bool(
+            any(slot.resources for slot in self.slots)
+        )
+        self.unnumbered = asked[0] if asked else None
+        self.required = asked[0].required if asked else ()
+        numbered = [at for at, slot in enumerate(self.slots) if slot.suffix != UNNUMBERED]
+        self.apart = frozenset(numbered if request.group_policy == "isolate" and len(numbered) > 1 else ())
+        self.fits = [[ResourceFit(name, amount) for name, amount in slot.resources.items()] for slot in self.slots]
+        self._all_fits = [fit for fits in self.fits for fit in fits]
+        self._any_root_rules = bool(
+            request.root_required
+            or request.root_forbidden
+            or request.root_member_of
+            or request.root_forbidden_aggregates
+        )
+        self.subtrees = self._subtrees()
+        self.contended = self._contended()
+        self._totals = self._sums()
+        self._verdicts: dict[bytes, int] = {}
+        self._solvers: OrderedDict[bytes, TreeSolver] = OrderedDict()
+        self._begin()
+
+    @cached_property
+    def reasons(self) -> Reasons:
+        """What verdict codes mean."""
+        return Reasons(self.request, self.slots)
+
+    def _subtrees(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of two slots and more; of one alone there is nothing to say."""
+        sets = [
+            tuple(at for at, slot in enumerate(self.slots) if slot.suffix in suffixes and slot.suffix != UNNUMBERED)
+            for suffixes in self.request.same_subtree
+        ]
+        return tuple(slots for slots in sets if len(slots) > 1)
+
+    def _contended(self) -> list[ContendedClass]:
+        """Classes that several slots could ask of one provider: slots that must be apart never do."""
+        askers: dict[str, list[int]] = {}
+        for at, slot in enumerate(self.slots):
+            for name in slot.resources:
+                askers.setdefault(name, []).append(at)
+        return [
+            ContendedClass(name, [self.slots[at].resources[name] for at in slots])
+            for name, slots in sorted(askers.items())
+            if len(slots) > 1 and not self.apart.issuperset(slots)
+        ]
+
+    def _sums(self) -> list[ResourceFit]:
+        """What one provider that gives everything must have free, by class."""
+        sums: dict[str, int] = {}
+        for fit in self._all_fits:
+            sums[fit.name] = sums.get(fit.name, 0) + fit.amount
+        return [ResourceFit(name, amount) for name, amount in sums.items()]
+
+    def _begin(self) -> None:
+        book = self.book
+        self._epoch = book.epoch
+        self.rules = {group.suffix: GroupRules(book, group) for group in self.request.groups}
+        self._root_traits: Looked | None = None
+        self._root_aggregates: Looked | None = None
+        for fit in (*self._all_fits, *self._totals):
+            fit.column = None
+        for contended in self.contended:
+            contended.column = None
+
+    def refresh(self) -> None:
+        """Make the tables right for the book as it is now."""
+        if self._epoch != self.book.epoch:
+            self._begin()
+        for fit in (*self._all_fits, *self._totals):
+            fit.look_up(self.book)
+        for contended in self.contended:
+            contended.look_up(self.book)
+
+    # --- anchors: what is asked of the root itself
+
+    def anchors(self, roots: Rows) -> Rows:
+        """The roots that may anchor a candidate: by their own traits and aggregates, and by the tree asked for."""
+        if self._any_root_rules:
+            roots = roots[self.anchor_codes(roots) == self.reasons.passes]
+        if self.unnumbered is not None and self.unnumbered.in_tree is not None:
+            roots = roots[roots == self.rules[UNNUMBERED].tree()]
+        return roots
+
+    def anchor_codes(self, roots: Rows) -> NDArray[np.int64]:
+        """What the roots' own traits and aggregates say, as verdict codes."""
+        book = self.book
+        if self._root_traits is None or self._root_aggregates is None:
+            self._root_traits = Looked(book.trait_sets, self.reasons.of_root_traits)
+            self._root_aggregates = Looked(book.aggregate_sets, self.reasons.of_root_aggregates)
+        return np.minimum(self._root_traits(book.traits[roots]), self._root_aggregates(book.aggregates[roots]))
+
+    # --- lone providers: roots without children that nothing is shared with
+
+    def stand_alone(self, roots: Rows) -> Flags:
+        """Which roots have no children and no provider that shares with them."""
+        nested: Flags = self.book.first_member[roots] != NOBODY
+        return ~(nested | sharing_of(self.book).serves(roots))
+
+    def stands_alone(self, root: int) -> bool:
+        """Whether this root has no children and no provider that shares with it."""
+        return bool(self.book.first_member[root] == NOBODY) and not sharing_of(self.book).serves_root(root)
+
+    def lone(self, roots: Rows) -> Rows:
+        """Which of these lone providers can give everything now."""
+        left = self.lone_by_shape(roots)
+        return left[self.lone_has_room(left)]
+
+    def lone_by_shape(self, roots: Rows) -> Rows:
+        """Which of these lone providers could give everything if they were empty."""
+        if len(self.apart) > 1 or not self.possible:
+            return roots[:0]
+        left = roots
+        for group in self.request.groups:
+            left = self.rules[group.suffix].lone(left)
+        for fit in self._all_fits:
+            left = left[fit.by_inventory(left)]
+        for contended in self.contended:
+            left = left[contended.by_inventory(left)]
+        return left
+
+    def lone_has_room(self, rows: Rows) -> Flags:
+        """Which rows have as much free as is asked in all."""
+        room = np.ones(len(rows), dtype=np.bool_)
+        for total in self._totals:
+            if total.column is None:
+                return np.zeros(len(rows), dtype=np.bool_)
+            room &= total.column.free[rows] >= total.amount
+        return room
+
+    # --- trees and what is shared with them
+
+    def patterns(self, roots: Rows, known: dict[bytes, TreePattern], time_budget: TimeBudget | None = None) -> None:
+        """Sort these trees into patterns; trees that lack something outright are left out. Raises TooLong."""
+        members = self._ordered_members(roots, time_budget)
+        if members is None:
+            return
+        for key, trees, indices in members.alike():
+            pattern = known.get(key)
+            if pattern is None:
+                if time_budget is not None:
+                    time_budget.check()
+                pattern = known[key] = TreePattern(TreeSolver(self._problem(members, indices[0])))
+            pattern.add(roots[trees], members.rows[indices])
+
+    def tree_verdicts(self, roots: Rows) -> NDArray[np.int8]:
+        """Per root YES, NO, or UNKNOWN where the budget for one pattern of trees ended before that was clear."""
+        found = np.full(len(roots), NO, dtype=np.int8)
+        members = self._ordered_members(roots) if self.possible and len(roots) else None
+        if members is None:
+            return found
+        for key, trees, indices in members.alike():
+            known = self._verdicts.get(key)
+            if known is None:
+                solver = TreeSolver(self._problem(members, indices[0]))
+                known = YES if solver.find(1, BUDGET) else UNKNOWN if solver.cut else NO
+                if len(self._verdicts) >= VERDICTS_KEPT:
+                    self._verdicts.clear()
+                self._verdicts[key] = known
+            found[trees] = known
+        return found
+
+    def assignments(self, root: int, limit: int) -> Rows:
+        """Up to so many assignments on one tree, best first: per assignment and slot, the row that gives it."""
+        roots = np.array([root], dtype=np.intp)
+        if not self.possible or not self.book.is_root[root] or self.anchor_codes(roots)[0] != self.reasons.passes:
+            return self._none()
+        members = self._ordered_members(roots)
+        if members is None:
+            return self._none()
+        key, _, indices = next(members.alike())
+        solver = self._solvers.get(key)
+        if solver is None:
+            solver = self._solvers[key] = TreeSolver(self._problem(members, indices[0]))
+            while len(self._solvers) > SOLVERS_KEPT:
+                self._solvers.popitem(last=False)
+        else:
+            self._solvers.move_to_end(key)
+        solver.find(limit, BUDGET)
+        found: Rows = members.rows[np.array(solver.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))]
+        return found
+
+    def _none(self) -> Rows:
+        return np.zeros((0, len(self.slots)), dtype=np.intp)
+
+    def given_by(self, rows: Rows) -> NDArray[np.int64]:
+        """Per row, all that decides what it can give to one request: equal columns mean equal verdicts."""
+        given = [fit.now(rows) for fit in self._all_fits]
+        limits = [contended.limit(rows) for contended in self.contended]
+        return np.array([*given, *limits, self.book.traits[rows], self.book.aggregates[rows]], dtype=np.int64)
+
+    def _ordered_members(self, roots: Rows, time_budget: TimeBudget | None = None) -> OrderedMembers | None:
+        """The members that can give anything, of the trees that have one for each slot."""
+        members = self.members(roots)
+        allowed = {suffix: rules.allowed(members) for suffix, rules in self.rules.items()}
+        eligible = np.zeros((len(self.slots), len(members.rows)), dtype=np.bool_)
+        complete = np.ones(len(roots), dtype=np.bool_)  # trees with a member for each slot so far
+        for slot, asked in enumerate(self.slots):
+            if time_budget is not None:
+                time_budget.check()
+            able = (allowed[asked.suffix] & complete[members.owners]).nonzero()[0]
+            for fit in self.fits[slot]:
+                able = able[fit.now(members.rows[able])]
+            if not able.size:
+                return None
+            eligible[slot, able] = True
+            complete = np.zeros(len(roots), dtype=np.bool_)
+            complete[members.owners[able]] = True
+        kept = (complete[members.owners] & eligible.any(axis=0)).nonzero()[0]
+        described = self._described(members.rows[kept], members.owners[kept], eligible[:, kept], kept >= members.own)
+        return OrderedMembers(self.book, described, subtrees=bool(self.subtrees))
+
+    def members(self, roots: Rows) -> MemberRows:
+        """All members of these trees, and the providers that share with them."""
+        rows, owners = self.book.members(roots)
+        sharing, own = sharing_of(self.book), len(rows)
+        if len(sharing.givers):
+            shared, served = sharing.serving(roots)
+            rows, owners = np.concatenate([rows, shared]), np.concatenate([owners, served])
+        return MemberRows(roots, rows, owners, own)
+
+    def _described(self, rows: Rows, owners: Rows, eligible: NDArray[np.bool_], foreign: Flags) -> TreeMembers:
+        one_per_tree = self.request.one_per_tree
+        room = np.zeros(len(rows), dtype=np.float64)
+        for fit in self._all_fits:
+            if fit.column is not None:
+                room += np.maximum(fit.column.free[rows], 0) / fit.amount
+        limits = np.empty((len(self.contended), len(rows)), dtype=np.int64)
+        for number, contended in enumerate(self.contended):
+            limits[number] = contended.limit(rows)
+        return TreeMembers(
+            rows=rows,
+            owners=owners,
+            eligible=eligible,
+            limits=limits,
+            covers=self.rules[UNNUMBERED].covers(rows) if self.required else None,
+            trees=np.where(foreign, self.book.root[rows].astype(np.int64) + 1, 0) if one_per_tree else None,
+            room=room,
+            bits=(
+                tuple(contended.bits() for contended in self.contended),
+                len(self.required),
+                TREE_BITS if one_per_tree else 0,
+            ),
+        )
+
+    def _problem(self, members: OrderedMembers, indices: NDArray[np.intp]) -> TreeProblem:
+        """One tree of a pattern, as plain numbers for the solver."""
+        eligible = [np.flatnonzero(members.eligible[slot, indices]).tolist() for slot in range(len(self.slots))]
+        unnumbered = frozenset(at for at, slot in enumerate(self.slots) if slot.suffix == UNNUMBERED)
+        above = members.above(indices) if self.subtrees else []
+        return TreeProblem(
+            eligible=eligible,
+            kinds=kinds_of(members.signatures[indices], above),
+            apart=self.apart,
+            needs=[tuple(slot.resources.get(c.name, 0) for c in self.contended) for slot in self.slots]
+            if self.contended
+            else [],
+            limits=[tuple(limits) for limits in members.limits[:, indices].T.tolist()] if self.contended else [],
+            covering=unnumbered if self.required else frozenset(),
+            covers=[] if members.covers is None else members.covers[indices].tolist(),
+            everything=(1 << len(self.required)) - 1,
+            above=above,
+            subtrees=self.subtrees,
+            trees=None if members.trees is None else members.trees[indices].tolist(),
+            giving=frozenset(at for at, slot in enumerate(self.slots) if slot.resources),
+        )

@@ -1,0 +1,247 @@
+"""What a request asks of one provider, as tables over distinct values: resources, traits, aggregates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from placement_worker.replica.book import Book
+from placement_worker.replica.columns import Amounts, ClassColumns, Distinct, Flags, Looked, Numbers, Rows
+from placement_worker.replica.request import UNNUMBERED, Group
+from placement_worker.replica.rows import NOBODY
+
+# Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
+MAX_SUMS = 64
+
+# Fit levels: how near a provider comes to giving what a slot asks, ascending.
+(
+    NOTHING,  # no inventory of the class
+    TOO_SMALL,
+    RESERVED,  # large enough, but held back
+    WRONG_UNIT,  # min_unit, max_unit, step_size
+    WRONG_TRAITS,  # a forbidden trait; for a numbered group also a required one that is missing
+    WRONG_AGGREGATES,
+    FORBIDDEN_AGGREGATES,
+    WRONG_TREE,
+    IN_USE,
+    GIVES,
+) = LEVELS = range(10)
+
+
+class ResourceFit:
+    """One class and an amount of it: which rows can give that much."""
+
+    def __init__(self, name: str, amount: int) -> None:
+        self.name = name
+        self.amount = amount
+        self.column: ClassColumns | None = None
+        self._levels: Looked | None = None
+
+    def look_up(self, book: Book) -> None:
+        """Find the class's columns, once a provider has the class."""
+        if self.column is None and (column := book.column(self.name)) is not None:
+            self.column = column
+            self._levels = Looked(column.kinds, self._level_of)
+
+    def _level_of(self, numbers: Numbers) -> int:
+        if numbers.capacity <= 0 and numbers.total == 0:
+            return NOTHING
+        if numbers.capacity < self.amount:
+            # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
+            return RESERVED if int(numbers.total * numbers.allocation_ratio) >= self.amount else TOO_SMALL
+        able = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
+        return GIVES if able else WRONG_UNIT
+
+    def by_inventory(self, rows: Rows) -> Flags:
+        """Which rows could give it if they were empty."""
+        if self.column is None or self._levels is None:
+            return np.zeros(len(rows), dtype=np.bool_)
+        able: Flags = self._levels(self.column.kind[rows]) == GIVES
+        return able
+
+    def now(self, rows: Rows) -> Flags:
+        """Which rows can give it now."""
+        able = self.by_inventory(rows)
+        if self.column is not None:
+            able &= self.column.free[rows] >= self.amount
+        return able
+
+    def levels(self, rows: Rows) -> Amounts:
+        """How near each row comes: its fit level by inventory and by what is left of it."""
+        if self.column is None or self._levels is None:
+            return np.full(len(rows), NOTHING, dtype=np.int64)
+        levels = self._levels(self.column.kind[rows])
+        return np.where((levels == GIVES) & (self.column.free[rows] < self.amount), IN_USE, levels)
+
+
+class ContendedClass:
+    """A class that several slots ask for: how much one provider may give in all, in steps that make a difference."""
+
+    def __init__(self, name: str, amounts: Sequence[int]) -> None:
+        self.name = name
+        sums = {0}
+        for amount in amounts:
+            sums |= {have + amount for have in sums}
+            if len(sums) > MAX_SUMS:
+                break
+        self.total = sum(amounts)
+        self.sums = np.array(sorted(sums), dtype=np.int64) if len(sums) <= MAX_SUMS else None
+        self.column: ClassColumns | None = None
+        self._max_unit: Looked | None = None
+
+    def look_up(self, book: Book) -> None:
+        """Find the class's columns, once a provider has the class."""
+        if self.column is None and (column := book.column(self.name)) is not None:
+            self.column = column
+            self._max_unit = Looked(column.kinds, lambda numbers: numbers.max_unit)
+
+    def limit(self, rows: Rows) -> Amounts:
+        """The most that each row can give to all slots together, rounded down to a sum that can be asked."""
+        if self.column is None or self._max_unit is None:
+            return np.zeros(len(rows), dtype=np.int64)
+        limit = np.clip(np.minimum(self.column.free[rows], self._max_unit(self.column.kind[rows])), 0, self.total)
+        if self.sums is None:
+            return limit
+        rounded: Amounts = self.sums[np.searchsorted(self.sums, limit, side="right") - 1]
+        return rounded
+
+    def by_inventory(self, rows: Rows) -> Flags:
+        """Which rows could give all slots together if they were empty; each slot's own amount is judged elsewhere."""
+        if self.column is None or self._max_unit is None:
+            return np.zeros(len(rows), dtype=np.bool_)
+        able: Flags = self._max_unit(self.column.kind[rows]) >= self.total
+        return able
+
+    def bits(self) -> int:
+        """Bits that a limit takes."""
+        return self.total.bit_length()
+
+
+class MemberRows(Struct, frozen=True):
+    """All members of some trees, and the providers that share with them.
+
+    roots: the trees. rows: the members; `rows[:own]` are in the trees, the others share with them from elsewhere.
+    owners: per member, the position of its tree among the roots.
+    """
+
+    roots: Rows
+    rows: Rows
+    owners: Rows
+    own: int
+
+    def have(self, which: Flags) -> Flags:
+        """Per tree: whether any of its members is marked."""
+        marked = np.zeros(len(self.roots), dtype=np.bool_)
+        marked[self.owners[which]] = True
+        return marked
+
+    def greatest(self, values: Amounts) -> Amounts:
+        """Per tree: the greatest value of its members, at least 0."""
+        greatest = np.zeros(len(self.roots), dtype=np.int64)
+        np.maximum.at(greatest, self.owners, values)
+        return greatest
+
+
+class GroupRules:
+    """What a group asks of a provider besides resources, per distinct set of traits and of aggregates."""
+
+    def __init__(self, book: Book, group: Group) -> None:
+        # Sets: a query may name thousands, and is held against every distinct set of traits in the book.
+        every = [frozenset(names) for names in group.required]
+        self._unnumbered = group.suffix == UNNUMBERED
+        required = [] if self._unnumbered else every
+        forbidden = frozenset(group.forbidden)
+        members = [frozenset(names) for names in group.member_of]
+        outcasts = frozenset(group.forbidden_aggregates)
+        self._book = book
+        self._group = group
+        self._any_traits = bool(required or forbidden)
+        self._traits = flags(book.trait_sets, lambda own: meets_all(own, required) and not meets_any(own, forbidden))
+        self._all_traits = flags(book.trait_sets, lambda own: meets_all(own, every) and not meets_any(own, forbidden))
+        self._member = flags(book.aggregate_sets, lambda own: meets_all(own, members))
+        self._outcast = flags(book.aggregate_sets, lambda own: meets_any(own, outcasts))
+        self._covers = Looked(
+            book.trait_sets,
+            lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
+        )
+
+    def lone(self, rows: Rows) -> Rows:
+        """Which of these providers, each a tree by itself, meet everything."""
+        book, group = self._book, self._group
+        if group.in_tree is not None:
+            rows = rows[rows == self.tree()]
+        if group.required or group.forbidden:
+            rows = rows[self._all_traits(book.traits[rows]) == 1]
+        if group.member_of:
+            rows = rows[self._member(book.aggregates[rows]) == 1]
+        if group.forbidden_aggregates:
+            rows = rows[self._outcast(book.aggregates[rows]) == 0]
+        return rows
+
+    def allowed(self, members: MemberRows) -> Flags:
+        """Which members meet everything; required traits of the un-numbered group are met together (`covers`)."""
+        allowed: Flags = self._book.live[members.rows]
+        if self._any_traits:
+            allowed &= self.clean(members)
+        if self._group.in_tree is not None:
+            allowed &= self.in_tree(members)
+        if self._group.member_of:
+            allowed &= self.in_aggregates(members)
+        if self._group.forbidden_aggregates:
+            allowed &= ~self.in_forbidden_aggregates(members)
+        return allowed
+
+    def clean(self, members: MemberRows) -> Flags:
+        """Which members' traits the group allows: a numbered group's all, of an un-numbered one's the forbidden."""
+        clean: Flags = self._traits(self._book.traits[members.rows]) == 1
+        return clean
+
+    def in_tree(self, members: MemberRows) -> Flags:
+        """Which members are in the tree asked for, if one is."""
+        if self._group.in_tree is None:
+            return np.ones(len(members.rows), dtype=np.bool_)
+        if self._unnumbered:  # its tree is chosen among the roots
+            return np.arange(len(members.rows)) < members.own
+        inside: Flags = self._book.root[members.rows] == self.tree()
+        return inside
+
+    def in_aggregates(self, members: MemberRows) -> Flags:
+        """Which members are in the aggregates asked for: themselves, or for the un-numbered group by their root."""
+        member: Flags = self._member(self._book.aggregates[members.rows]) == 1
+        if self._unnumbered:
+            of_root = self._member(self._book.aggregates[members.roots]) == 1
+            member[: members.own] |= of_root[members.owners[: members.own]]
+        return member
+
+    def in_forbidden_aggregates(self, members: MemberRows) -> Flags:
+        """Which members are in a forbidden aggregate: themselves, or for the un-numbered group by the tree's root."""
+        outcast: Flags = self._outcast(self._book.aggregates[members.rows]) == 1
+        if self._unnumbered:
+            outcast |= (self._outcast(self._book.aggregates[members.roots]) == 1)[members.owners]
+        return outcast
+
+    def covers(self, rows: Rows) -> Amounts:
+        """Per row, which of the required any-of groups its traits meet, as bits."""
+        return self._covers(self._book.traits[rows])
+
+    def tree(self) -> int:
+        """The row of the root of the tree asked for; NOBODY when there is no such tree."""
+        row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
+        return NOBODY if row is None else self._book.root_of(row)
+
+
+def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> Looked:
+    """A yes or no per distinct value, as 1 and 0."""
+    return Looked(values, lambda value: int(answer(value)))
+
+
+def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
+    """Whether each group has one of these."""
+    return all(not group.isdisjoint(own) for group in groups)
+
+
+def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
+    """Whether one of these is among the names."""
+    return not names.isdisjoint(own)

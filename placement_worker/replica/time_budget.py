@@ -1,0 +1,31 @@
+"""A bound on the time of a search, for searches whose number of steps says little about their duration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class TooLong(Exception):
+    """The time budget is used up."""
+
+    code = "search.too_long"
+
+
+class TimeBudget:
+    """The time until which a search may go on. clock: monotonic seconds.
+
+    keeps_partial: when the budget is used up, the search returns what it has found, as with a budget of steps.
+    Otherwise it raises TooLong and returns nothing, so that the caller can start it again elsewhere.
+    """
+
+    __slots__ = ("_clock", "_until", "keeps_partial")
+
+    def __init__(self, clock: Callable[[], float], seconds: float, *, keeps_partial: bool) -> None:
+        self._clock = clock
+        self._until = clock() + seconds
+        self.keeps_partial = keeps_partial
+
+    def check(self) -> None:
+        """Raise TooLong when the budget is used up."""
+        if self._clock() >= self._until:
+            raise TooLong

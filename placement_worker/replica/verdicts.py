@@ -1,0 +1,218 @@
+"""One query's verdict on each root, kept right by looking again only at what moved.
+
+A verdict is a small number: a reason to reject the root (see `reasons`), or `passes`. Everything but usage is decided
+once per distinct set of traits, set of aggregates and kind of inventory, so a full evaluation is a few gathers, and
+between two decisions only the roots that claims and the feed touched are looked at. That keeps a search nearly as
+cheap at a million hosts as at a thousand. Why a root is rejected is worked out when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from placement_worker.replica.book import Book
+from placement_worker.replica.columns import Flags, Rows
+from placement_worker.replica.compiled import CompiledRequest
+from placement_worker.replica.explanation import explain
+from placement_worker.replica.query import Query, request_of
+from placement_worker.replica.reasons import NOT_A_ROOT
+from placement_worker.replica.sharing import Sharing, sharing_of
+
+Codes = NDArray[np.uint16]
+
+# Queries whose verdicts are kept, the least recently used forgotten first. One costs about 12 bytes a row.
+QUERIES_KEPT = 64
+
+
+class RootVerdicts:
+    """The verdicts of one query without its pins (in_tree, only_roots, ignore_roots)."""
+
+    def __init__(self, book: Book, query: Query) -> None:
+        self.book = book
+        self.query = query
+        self.compiled = CompiledRequest(book, request_of(query))
+        self.reasons = self.compiled.reasons
+        self.passes = self.reasons.passes
+        self._tree = self.passes + 1
+        self._of_tree = np.array([self.reasons.unexplained, self.passes, self.reasons.unknown])  # by NO, YES, UNKNOWN
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all verdicts; the next refresh evaluates every root."""
+        self._epoch = self.book.epoch
+        self._sharing: Sharing | None = None
+        self._given = np.zeros((0, 0), dtype=np.int64)
+        self._by_shape: Codes = np.zeros(0, dtype=np.uint16)  # what shapes alone say; `_tree` where that is not all
+        self.verdicts: Codes = np.zeros(0, dtype=np.uint16)
+        self.counts = np.zeros(self.passes + 1, dtype=np.int64)
+        self._moved_at = self._shaped_at = -1
+        self._roots: Rows | None = None
+
+    @property
+    def roots(self) -> Rows:
+        """Rows of the roots that pass, ascending. Shared: not writeable."""
+        if self._roots is None:
+            self._roots = np.flatnonzero(self.verdicts == self.passes)
+            self._roots.flags.writeable = False
+        return self._roots
+
+    def refresh(self) -> None:
+        """Make the verdicts right for the book as it is now."""
+        book = self.book
+        if self._epoch != book.epoch:
+            self._begin()
+        if self._moved_at == book.moves.end:
+            return
+        self.compiled.refresh()
+        moved = book.moves.since(self._moved_at)
+        shaped = book.shape_moves.since(self._shaped_at)
+        affected = self._affected(moved)
+        if affected is None or shaped is None or 2 * len(affected) > book.top:
+            self._evaluate_all()
+        else:
+            self._evaluate_moved(affected, shaped)
+        self._moved_at, self._shaped_at = book.moves.end, book.shape_moves.end
+
+    def explain(self) -> None:
+        """Replace each verdict "not looked into" by the reason why the root is rejected."""
+        if self.counts[self.reasons.unexplained]:
+            unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
+            self._set(unexplained, explain(self.compiled, unexplained).astype(np.uint16))
+
+    def assignments(self, root: int, limit: int) -> Rows:
+        """Up to so many assignments on one root, best first, as the book is now: per assignment and slot, a row.
+
+        A tree is solved by itself: what moved elsewhere is judged by the next search, all at once.
+        """
+        if not self.compiled.stands_alone(root):
+            self.compiled.refresh()
+            return self.compiled.assignments(root, limit)
+        self.refresh()
+        passes = limit > 0 and self.verdicts[root] == self.passes
+        return np.full((int(passes), len(self.compiled.slots)), root, dtype=np.intp)
+
+    def _affected(self, moved: Rows | None) -> Rows | None:
+        """The roots to judge again when these moved; None: all. A sharing provider that moved draws in its trees.
+
+        Usage of a shared pool moves with every claim, but as long as it can give the same as before to one more
+        request of this kind, no verdict changes.
+        """
+        sharing = sharing_of(self.book)
+        if sharing is self._sharing and not len(sharing.givers):
+            return moved
+        given = self.compiled.given_by(sharing.givers)
+        before, self._given = self._given, given
+        if sharing is not self._sharing:
+            known, self._sharing = self._sharing, sharing
+            if known is None or not sharing.same_pairs(known):
+                return None
+        if moved is None or not len(sharing.givers) or not (changed := (given != before).any(axis=0)).any():
+            return moved
+        return np.union1d(moved, sharing.served_by(sharing.givers[changed]))
+
+    def _evaluate_all(self) -> None:
+        self._by_shape = np.zeros(self.book.size, dtype=np.uint16)
+        self.verdicts = np.zeros(self.book.size, dtype=np.uint16)
+        roots = self.book.rows_of_roots()
+        self._judge_shapes(roots)
+        self.verdicts[roots] = self._judge(roots)
+        self.counts = np.bincount(self.verdicts[roots], minlength=self.passes + 1)
+        self._roots = None
+
+    def _evaluate_moved(self, moved: Rows, shaped: Rows) -> None:
+        if more := self.book.size - self.verdicts.size:
+            self._by_shape = np.concatenate([self._by_shape, np.zeros(more, dtype=np.uint16)])
+            self.verdicts = np.concatenate([self.verdicts, np.zeros(more, dtype=np.uint16)])
+        if len(shaped):
+            self._by_shape[shaped] = NOT_A_ROOT
+            self._judge_shapes(shaped[self.book.is_root[shaped]])
+        self._set(moved, self._judge(moved))
+
+    def _set(self, rows: Rows, after: Codes) -> None:
+        """Change these rows' verdicts, and what is counted and listed of them."""
+        before = self.verdicts[rows]
+        if np.array_equal(before, after):
+            return
+        self.verdicts[rows] = after
+        self.counts += np.bincount(after, minlength=self.passes + 1) - np.bincount(before, minlength=self.passes + 1)
+        self.counts[NOT_A_ROOT] = 0
+        self._move_roots(rows, before == self.passes, after == self.passes)
+
+    def _move_roots(self, moved: Rows, passed: Flags, pass_now: Flags) -> None:
+        """Carry the list of passing roots along: two copies instead of a scan of all rows."""
+        if self._roots is None:
+            return
+        gone, come = moved[passed & ~pass_now], moved[pass_now & ~passed]
+        roots = self._roots
+        if len(gone):
+            roots = np.delete(roots, np.searchsorted(roots, gone))
+        if len(come):
+            roots = np.insert(roots, np.searchsorted(roots, come), come)
+        roots.flags.writeable = False
+        self._roots = roots
+
+    def _judge_shapes(self, roots: Rows) -> None:
+        """What inventory, traits and aggregates alone say of lone roots; trees are judged whole each time."""
+        lone = self.compiled.stand_alone(roots)
+        self._by_shape[roots] = np.where(lone, self.reasons.unexplained, self._tree)
+        fit = self.compiled.lone_by_shape(roots[lone])
+        self._by_shape[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
+
+    def _judge(self, rows: Rows) -> Codes:
+        """Verdicts of rows that are, or were, roots."""
+        codes = self._by_shape[rows]
+        codes[~self.compiled.lone_has_room(rows) & (codes == self.passes)] = self.reasons.unexplained
+        trees = codes == self._tree
+        if trees.any():
+            codes[trees] = self._judge_trees(rows[trees])
+        return codes
+
+    def _judge_trees(self, roots: Rows) -> Codes:
+        """Verdicts of trees: what the root itself says, then what the tree can give."""
+        codes = self.compiled.anchor_codes(roots)
+        open_ones = np.flatnonzero(codes == self.passes)
+        codes[open_ones] = self._of_tree[self.compiled.tree_verdicts(roots[open_ones])]
+        return codes.astype(np.uint16)
+
+
+class VerdictsCache(OrderedDict[object, RootVerdicts]):
+    """The verdicts that a book keeps, by query: the same query asked again finds them nearly right."""
+
+
+def verdicts_of(book: Book, query: Query) -> RootVerdicts:
+    """The query's verdicts, refreshed."""
+    verdicts = kept_verdicts(book, query)
+    verdicts.refresh()
+    return verdicts
+
+
+def kept_verdicts(book: Book, query: Query) -> RootVerdicts:
+    """The query's verdicts as they were last."""
+    key = (
+        tuple(sorted(query.resources.items())),
+        query.required,
+        query.forbidden,
+        query.member_of,
+        query.forbidden_aggregates,
+        query.root_required,
+        query.root_forbidden,
+        query.root_member_of,
+        query.root_forbidden_aggregates,
+        query.in_tree,
+        msgspec.msgpack.encode(query.groups) if query.groups else b"",
+        query.group_policy,
+        query.same_subtree,
+    )
+    cache = book.cache(VerdictsCache)
+    verdicts = cache.get(key)
+    if verdicts is None:
+        verdicts = cache[key] = RootVerdicts(book, query)
+        while len(cache) > QUERIES_KEPT:
+            cache.popitem(last=False)
+    else:
+        cache.move_to_end(key)
+    return verdicts
