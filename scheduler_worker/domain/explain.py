@@ -27,6 +27,11 @@ PHRASES = {
     "claim.gone": "went away while we asked",
     "claim.raced": "kept changing while we asked",
     "host.taken": "were taken by requests decided just before",
+    "ignored": "were to be ignored",
+    "not among those asked for": "are not among the hosts that were asked for",
+    "nothing is asked": "cannot be told apart, as no resources are asked for",
+    "traits and resources not on the same providers": "have the required traits, but not where the resources are free",
+    "too many combinations to try": "have too many combinations of providers to try them all",
 }
 
 # The search's own words about an amount of a resource class.
@@ -35,6 +40,10 @@ AMOUNTS = {
     "capacity too small": "are too small in {}",
     "reserved": "have their {} held back (in use, in maintenance, or not ready)",
     "in use": "have too little {} free",
+    "amount not allowed (min_unit, max_unit, step_size)": (
+        "do not give {} in this amount (min_unit, max_unit, step_size)"
+    ),
+    "not in the tree asked for": "have {} only outside the tree that was asked for",
 }
 
 # ... and about a numbered group, which one provider of the host has to give whole.
@@ -43,7 +52,23 @@ GROUPS = {
     "capacity too small": "have only providers that are too small for {}",
     "in use": "have no provider with enough free for {}",
     "traits not met": "have no provider with the traits of {}",
+    "aggregates not met": "have no provider in the aggregates of {}",
+    "reserved": "have what {} needs held back (in use, in maintenance, or not ready)",
+    "amount not allowed (min_unit, max_unit, step_size)": (
+        "have only providers that do not give the amounts of {} (min_unit, max_unit, step_size)"
+    ),
+    "not in the tree asked for": "are not in the tree that {} asks for",
 }
+
+# ... and about traits and aggregates: the step, how the reason begins, and what that means.
+CONDITIONS = (
+    ("traits", "root lacks ", "lack {} on the host itself"),
+    ("traits", "root has ", "have {} on the host itself, which is forbidden"),
+    ("traits", "lacks ", "lack {}"),
+    ("traits", "has ", "have {}, which is forbidden"),
+    ("aggregates", "not in ", "are not in aggregate {}"),
+    ("aggregates", "in ", "are in aggregate {}, which is forbidden"),
+)
 
 
 def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
@@ -78,6 +103,9 @@ def phrase(step: str, reason: str) -> str:
         return f"have room for each of {step}, but not for all of them together"
     if step.startswith("group ") and reason in GROUPS:
         return GROUPS[reason].format(step)
+    for where, beginning, meaning in CONDITIONS:
+        if step == where and reason.startswith(beginning):
+            return meaning.format(reason.removeprefix(beginning))
     if reason in AMOUNTS:
         return AMOUNTS[reason].format(step)
     if reason.startswith("capability."):

@@ -10,7 +10,7 @@ from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import Query, options, search
 from placement_worker.replica.verdicts import QUERIES_KEPT, VerdictsCache
-from tests.unit.replica.books import inventory, provider, used, uuid
+from tests.unit.replica.books import changed, inventory, provider, removed, used, uuid
 
 
 def told(*states: ProviderState) -> Book:
@@ -209,6 +209,51 @@ def test_the_funnel_says_why() -> None:
         ("MEMORY_MB", 0, {"none here": 1, "capacity too small": 1, "in use": 1}),
         ("VCPU", 0, {}),
     ]
+
+
+CHILD = provider(1, root=0, parent=0, inventories={"VCPU": 8}, traits=("CUSTOM_OLD",), aggregates=("az1",))
+
+
+@pytest.mark.parametrize(
+    ("query", "step", "reason"),
+    [
+        ({"forbidden": ("CUSTOM_OLD",)}, "traits", "has CUSTOM_OLD"),
+        ({"forbidden_aggregates": ("az1",)}, "aggregates", "in az1"),
+        ({"member_of": (("az2",),)}, "aggregates", "not in az2"),
+        ({"required": (("CUSTOM_NEW",),)}, "traits", "lacks CUSTOM_NEW"),
+        ({"required": (("CUSTOM_ROOT",),)}, "together", "traits and resources not on the same providers"),
+    ],
+)
+def test_what_is_forbidden_on_a_child_is_not_called_absent(query: dict[str, object], step: str, reason: str) -> None:
+    """The host has VCPU: a trait or an aggregate stands in the way. It was said to have none."""
+    book = told(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
+    funnel = search(book, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
+    assert [(one.step, one.fell) for one in funnel if one.fell] == [(step, {reason: 1})]
+
+
+def test_the_only_child_with_the_trait_is_full() -> None:
+    """It is in use; that traits and resources are not on the same providers would be wrong."""
+    states = [
+        provider(0, inventories={"VCPU": 8}),
+        provider(1, root=0, parent=0, inventories={"VGPU": 1}, used={"VGPU": 1}, traits=("CUSTOM_FAST",)),
+        provider(2, root=0, parent=0, inventories={"VGPU": 1}),
+    ]
+    query = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("CUSTOM_FAST",),))
+    funnel = search(told(*states), query, explain=True).funnel
+    assert [(one.step, one.fell) for one in funnel if one.fell] == [("VGPU", {"in use": 1})]
+
+
+def test_a_reason_moves_with_the_host() -> None:
+    """Reasons are worked out when they are asked for: one that was must not stay when the host has changed."""
+    host = provider(0, inventories={"VCPU": 4}, used={"VCPU": 4})
+    book = told(host)
+    query = Query(resources={"VCPU": 2})
+    assert search(book, query, explain=True).funnel[-1].fell == {"in use": 1}
+    smaller = structs.replace(host, generation=2, shape=2, inventories={"VCPU": inventory(1)}, used={})
+    book.apply([changed(1, smaller)])
+    assert search(book, query, explain=True).funnel[-1].fell == {"capacity too small": 1}
+    book.apply([removed(2, 0, 3)])
+    assert search(book, query, explain=True).funnel[-1].fell == {}
 
 
 def test_what_is_held_back_is_not_called_too_small() -> None:

@@ -1,0 +1,38 @@
+"""Every reason that the candidate search gives is said in words."""
+
+from __future__ import annotations
+
+from placement_worker.replica.query import Query, request_of
+from placement_worker.replica.reasons import Reasons
+from placement_worker.replica.request import Group, slots_of
+from scheduler_worker.domain.explain import phrase
+
+EVERYTHING = request_of(
+    Query(
+        resources={"VCPU": 1},
+        required=(("A",), ("B", "C")),
+        forbidden=("D",),
+        member_of=(("a",),),
+        forbidden_aggregates=("b",),
+        root_required=(("E",),),
+        root_forbidden=("F",),
+        root_member_of=(("c",),),
+        root_forbidden_aggregates=("d",),
+        groups=(Group(suffix="_NET", resources={"VF": 1}),),
+    )
+)
+
+
+def test_each_reason_of_the_search_has_a_phrase() -> None:
+    reasons = Reasons(EVERYTHING, slots_of(EVERYTHING))
+    named = [one for code, one in enumerate(reasons.named) if code not in {0, reasons.unexplained}]
+    said = {(one.step, one.reason): phrase(one.step, one.reason) for one in named}
+    assert len(said) > 20
+    assert [which for which, words in said.items() if words.startswith("fell at")] == []
+    assert said["traits", "lacks one of B, C"] == "lack one of B, C"
+    assert said["group NET", "traits not met"] == "have no provider with the traits of group NET"
+
+
+def test_pins_have_phrases_too() -> None:
+    assert phrase("providers", "ignored") == "were to be ignored"
+    assert phrase("providers", "not among those asked for") == "are not among the hosts that were asked for"
