@@ -54,6 +54,9 @@ def flat(count: int) -> list[Host]:
 def flat_host(uuid: str, number: int, *, big: bool = False) -> Host:
     """One of them."""
     stocks = {"VCPU": VCPU, "MEMORY_MB": MEMORY, "DISK_GB": DISK}
+    # No two hosts report the same memory and disk: what a search keeps by inventory is of little use then.
+    for name in ("MEMORY_MB", "DISK_GB"):
+        stocks[name] = msgspec.structs.replace(stocks[name], total=stocks[name].total + number)
     if big:
         stocks = {name: msgspec.structs.replace(stock, total=100_000_000) for name, stock in stocks.items()}
     return Host(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,8 @@ from msgspec import Struct
 from benchmarks.rest_books import AGGREGATES, CELL, DEVICE, GOLD, LIKE_CHILDREN, NOWHERE, Host, flat_host
 from benchmarks.rest_client import Bound, Connection, Outcome, Work, request
 
-ASK = "resources=VCPU:1,MEMORY_MB:128,DISK_GB:1"
+ASK = "resources=VCPU:1,MEMORY_MB:{amount},DISK_GB:1"
+AMOUNTS = range(128, 3128)  # in turn, so that no search finds its answer from the last one
 WRITERS, TARGETS = 64, 4
 CONSUMERS_A_POST = 20
 OLDER = b"placement 1.37"  # from 1.38 the real one answers /usages with 500 on PostgreSQL
@@ -88,10 +90,11 @@ def value(phase: Phase, outcome: Outcome) -> float:
 
 
 def search(query: str) -> Callable[[Ground], Work]:
-    """GET /allocation_candidates."""
-    sent = request("GET", f"/allocation_candidates?{query}")
+    """GET /allocation_candidates, each with another amount where the query says `{amount}`."""
+    amounts = cycle(AMOUNTS)
 
     async def work(connection: Connection, _: int) -> int:
+        sent = request("GET", f"/allocation_candidates?{query.format(amount=next(amounts))}")
         return (await connection.ask(sent))[0]
 
     return lambda _: work
@@ -223,11 +226,12 @@ class _Answer(Struct):
 
 def boot(ground: Ground) -> Work:
     """A search and the claim of one candidate by chance."""
-    ask = request("GET", f"/allocation_candidates?{ASK}&limit=1000")
+    amounts = cycle(AMOUNTS)
     answers, requests = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Request)
 
     async def work(connection: Connection, _: int) -> int:
-        status, body = await connection.ask(ask)
+        query = f"{ASK}&limit=1000".format(amount=next(amounts))
+        status, body = await connection.ask(request("GET", f"/allocation_candidates?{query}"))
         if status != OK:
             return status
         chosen = requests.decode(ground.rng.choice(answers.decode(body).allocation_requests)).allocations
@@ -301,14 +305,15 @@ NESTED = (
     candidates(
         "same-subtree",
         "nested, 3 groups, same_subtree, limit=1000, 1 client",
-        f"resources=DISK_GB:10&resources_CPU=VCPU:2,MEMORY_MB:1024&required_CPU={CELL}&resources_NET=SRIOV_NET_VF:1"
+        "resources=DISK_GB:{amount}&resources_CPU=VCPU:2,MEMORY_MB:1024"
+        f"&required_CPU={CELL}&resources_NET=SRIOV_NET_VF:1"
         "&group_policy=none&same_subtree=_CPU,_NET&limit=1000",
         {0: 20},
     ),
     candidates(
         "isolate",
         "nested, 3 groups, isolate, limit=1000, 1 client",
-        "resources=DISK_GB:10&resources1=SRIOV_NET_VF:1&resources2=SRIOV_NET_VF:1&group_policy=isolate&limit=1000",
+        "resources=DISK_GB:{amount}&resources1=SRIOV_NET_VF:1&resources2=SRIOV_NET_VF:1&group_policy=isolate&limit=1000",
         {0: 20},
     ),
     Phase(key="put-tree", title="nested, PUT allocations, 8 clients", make=claim_in_tree),

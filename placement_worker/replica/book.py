@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bus.contracts.placement import Change, ProviderState
 from placement_worker.replica.assumptions import Assumptions
 from placement_worker.replica.columns import (
+    CAPACITY,
     Amounts,
     ClassColumns,
     Distinct,
@@ -213,7 +214,7 @@ class Book(Trees):
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
-        capacity = np.array([numbers.capacity for numbers in column.kinds.values], dtype=np.int64)
+        capacity = column.kinds.columns()[CAPACITY]
         return self._sum_over_trees(capacity[column.kind[: self.top]], roots)
 
     def usage(self, resource_class: str, roots: Rows) -> Amounts:
@@ -221,7 +222,7 @@ class Book(Trees):
         column = self._columns.get(resource_class)
         if column is None:
             return np.zeros(len(roots), dtype=np.int64)
-        capacity = np.array([numbers.capacity for numbers in column.kinds.values], dtype=np.int64)
+        capacity = column.kinds.columns()[CAPACITY]
         return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
 
     def inventory_of(self, row: int) -> dict[str, tuple[Numbers, int, int]]:

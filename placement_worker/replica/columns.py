@@ -8,11 +8,13 @@ per distinct set of traits and answered for a million rows by one gather.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sized
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from placement_worker.domain.values import MAX_CAPACITY
 
 Rows = NDArray[np.intp]
 Amounts = NDArray[np.int64]
@@ -59,21 +61,30 @@ class Distinct(Generic[T]):
         return moved
 
 
-class Looked:
-    """A function of a distinct value, evaluated once per value and gathered by number."""
+class LookupTable:
+    """A function of a distinct value, evaluated once per value and gathered by number.
 
-    def __init__(self, values: Distinct[T], answer: Callable[[T], int]) -> None:
-        self._values = values
-        self._answer = answer
+    answers: for a number, the answers of all values from that number on.
+    """
+
+    def __init__(self, values: Distinct[T], answers: Callable[[int], NDArray[np.int64]]) -> None:
+        self._values: Sized = values
+        self._answers_from = answers
         self._answers: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def __call__(self, numbers: Ids) -> NDArray[np.int64]:
         """The answers for rows that hold these numbers."""
         known = self._answers.size
         if known < len(self._values):
-            more = [self._answer(value) for value in self._values.values[known:]]
-            self._answers = np.concatenate([self._answers, np.array(more, dtype=np.int64)])
+            self._answers = np.concatenate([self._answers, self._answers_from(known)])
         return self._answers[numbers]
+
+
+def lookup_table(values: Distinct[T], answer: Callable[[T], int]) -> LookupTable:
+    """A table of a function that is asked value by value."""
+    return LookupTable(
+        values, lambda known: np.array([answer(value) for value in values.values[known:]], dtype=np.int64)
+    )
 
 
 class Numbers(NamedTuple):
@@ -90,6 +101,47 @@ class Numbers(NamedTuple):
 
 NO_INVENTORY = Numbers(0, 1, 0, 1, 0, 0, 1.0)
 
+# The columns of InventoryKinds.
+CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, UNRESERVED = range(6)
+
+
+class InventoryKinds(Distinct[Numbers]):
+    """The distinct inventories of one class, with their numbers as columns too: amounts vary from request to request,
+    and a site may have as many inventories as hosts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(NO_INVENTORY)
+        self._columns: NDArray[np.int64] = np.zeros((6, 16), dtype=np.int64)
+        self._filled = 0
+
+    def columns(self) -> NDArray[np.int64]:
+        """By number: CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, and UNRESERVED: capacity if none were reserved."""
+        many = len(self.values)
+        if self._filled < many:
+            if self._columns.shape[1] < many:
+                wider = np.zeros((6, 2 * many), dtype=np.int64)
+                wider[:, : self._filled] = self._columns[:, : self._filled]
+                self._columns = wider
+            capacity, low, high, step, total, _, ratio = zip(*self.values[self._filled :], strict=True)
+            for number, column in enumerate((capacity, low, high, step, total)):
+                self._columns[number, self._filled : many] = column
+            unreserved = np.minimum(np.array(total) * np.array(ratio), float(MAX_CAPACITY))
+            self._columns[UNRESERVED, self._filled : many] = unreserved.astype(np.int64)
+            self._filled = many
+        return self._columns[:, :many]
+
+    def copy(self) -> InventoryKinds:
+        """The same values, to look numbers up in."""
+        copy = InventoryKinds()
+        copy.values, copy._ids = list(self.values), dict(self._ids)
+        return copy
+
+    def keep(self, used: NDArray[np.int32]) -> Ids:
+        """Forget the values whose number is not in `used`; returns new numbers by old number."""
+        self._filled = 0
+        return super().keep(used)
+
 
 class ClassColumns:
     """One resource class over all rows. Arrays start as untouched zero pages, so a rare class costs little.
@@ -103,7 +155,7 @@ class ClassColumns:
     def __init__(self, name: str, number: int, size: int) -> None:
         self.name = name
         self.number = number
-        self.kinds: Distinct[Numbers] = Distinct(NO_INVENTORY)
+        self.kinds = InventoryKinds()
         self.kind: Ids = np.zeros(size, dtype=np.int32)
         self.used: Amounts = np.zeros(size, dtype=np.int64)
         self.free: Amounts = np.zeros(size, dtype=np.int64)

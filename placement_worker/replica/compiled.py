@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Flags, Looked, Rows
-from placement_worker.replica.predicates import ContendedClass, GroupRules, MemberRows, ResourceFit
+from placement_worker.replica.columns import Flags, LookupTable, Rows, lookup_table
+from placement_worker.replica.predicates import ContendedClass, MemberRows, ResourceFit, rules_of
 from placement_worker.replica.reasons import Reasons
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
 from placement_worker.replica.rows import NOBODY
@@ -136,9 +136,9 @@ class CompiledRequest:
     def _begin(self) -> None:
         book = self.book
         self._epoch = book.epoch
-        self.rules = {group.suffix: GroupRules(book, group) for group in self.request.groups}
-        self._root_traits: Looked | None = None
-        self._root_aggregates: Looked | None = None
+        self.rules = {group.suffix: rules_of(book, group) for group in self.request.groups}
+        self._root_traits: LookupTable | None = None
+        self._root_aggregates: LookupTable | None = None
         for fit in (*self._all_fits, *self._totals):
             fit.column = None
         for contended in self.contended:
@@ -167,8 +167,8 @@ class CompiledRequest:
         """What the roots' own traits and aggregates say, as verdict codes."""
         book = self.book
         if self._root_traits is None or self._root_aggregates is None:
-            self._root_traits = Looked(book.trait_sets, self.reasons.of_root_traits)
-            self._root_aggregates = Looked(book.aggregate_sets, self.reasons.of_root_aggregates)
+            self._root_traits = lookup_table(book.trait_sets, self.reasons.of_root_traits)
+            self._root_aggregates = lookup_table(book.aggregate_sets, self.reasons.of_root_aggregates)
         return np.minimum(self._root_traits(book.traits[roots]), self._root_aggregates(book.aggregates[roots]))
 
     # --- lone providers: roots without children that nothing is shared with
@@ -194,10 +194,10 @@ class CompiledRequest:
         left = roots
         for group in self.request.groups:
             left = self.rules[group.suffix].lone(left)
-        for fit in self._all_fits:
-            left = left[fit.by_inventory(left)]
-        for contended in self.contended:
-            left = left[contended.by_inventory(left)]
+        tables: list[ResourceFit | ContendedClass] = [*self._all_fits, *self.contended]
+        for table in tables:
+            if len(left):  # a table is filled when it is first asked
+                left = left[table.by_inventory(left)]
         return left
 
     def lone_has_room(self, rows: Rows) -> Flags:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Amounts, ClassColumns, Distinct, Flags, Looked, Numbers, Rows
+from placement_worker.replica.columns import (
+    CAPACITY,
+    MAX_UNIT,
+    MIN_UNIT,
+    STEP_SIZE,
+    TOTAL,
+    UNRESERVED,
+    Amounts,
+    ClassColumns,
+    Distinct,
+    Flags,
+    LookupTable,
+    Rows,
+    lookup_table,
+)
 from placement_worker.replica.request import UNNUMBERED, Group
 from placement_worker.replica.rows import NOBODY
 
 # Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
 MAX_SUMS = 64
+
+# Rules of groups that a book keeps, the least recently used forgotten first.
+RULES_KEPT = 256
 
 # Fit levels: how near a provider comes to giving what a slot asks, ascending.
 (
@@ -37,22 +56,22 @@ class ResourceFit:
         self.name = name
         self.amount = amount
         self.column: ClassColumns | None = None
-        self._levels: Looked | None = None
+        self._levels: LookupTable | None = None
 
     def look_up(self, book: Book) -> None:
         """Find the class's columns, once a provider has the class."""
         if self.column is None and (column := book.column(self.name)) is not None:
             self.column = column
-            self._levels = Looked(column.kinds, self._level_of)
+            self._levels = LookupTable(column.kinds, lambda known: self._levels_of(column.kinds.columns()[:, known:]))
 
-    def _level_of(self, numbers: Numbers) -> int:
-        if numbers.capacity <= 0 and numbers.total == 0:
-            return NOTHING
-        if numbers.capacity < self.amount:
-            # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
-            return RESERVED if int(numbers.total * numbers.allocation_ratio) >= self.amount else TOO_SMALL
-        able = numbers.min_unit <= self.amount <= numbers.max_unit and self.amount % numbers.step_size == 0
-        return GIVES if able else WRONG_UNIT
+    def _levels_of(self, kinds: Amounts) -> Amounts:
+        """Per kind of inventory, its fit level if it were empty."""
+        capacity, amount = kinds[CAPACITY], self.amount
+        able = (kinds[MIN_UNIT] <= amount) & (amount <= kinds[MAX_UNIT]) & (amount % kinds[STEP_SIZE] == 0)
+        # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
+        small = np.where(kinds[UNRESERVED] >= amount, RESERVED, TOO_SMALL)
+        levels = np.where(capacity < amount, small, np.where(able, GIVES, WRONG_UNIT))
+        return np.where((capacity <= 0) & (kinds[TOTAL] == 0), NOTHING, levels)
 
     def by_inventory(self, rows: Rows) -> Flags:
         """Which rows could give it if they were empty."""
@@ -89,13 +108,13 @@ class ContendedClass:
         self.total = sum(amounts)
         self.sums = np.array(sorted(sums), dtype=np.int64) if len(sums) <= MAX_SUMS else None
         self.column: ClassColumns | None = None
-        self._max_unit: Looked | None = None
+        self._max_unit: LookupTable | None = None
 
     def look_up(self, book: Book) -> None:
         """Find the class's columns, once a provider has the class."""
         if self.column is None and (column := book.column(self.name)) is not None:
             self.column = column
-            self._max_unit = Looked(column.kinds, lambda numbers: numbers.max_unit)
+            self._max_unit = LookupTable(column.kinds, lambda known: column.kinds.columns()[MAX_UNIT, known:])
 
     def limit(self, rows: Rows) -> Amounts:
         """The most that each row can give to all slots together, rounded down to a sum that can be asked."""
@@ -162,7 +181,7 @@ class GroupRules:
         self._all_traits = flags(book.trait_sets, lambda own: meets_all(own, every) and not meets_any(own, forbidden))
         self._member = flags(book.aggregate_sets, lambda own: meets_all(own, members))
         self._outcast = flags(book.aggregate_sets, lambda own: meets_any(own, outcasts))
-        self._covers = Looked(
+        self._covers = lookup_table(
             book.trait_sets,
             lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
         )
@@ -232,9 +251,9 @@ class GroupRules:
         return NOBODY if row is None else self._book.root_of(row)
 
 
-def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> Looked:
+def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> LookupTable:
     """A yes or no per distinct value, as 1 and 0."""
-    return Looked(values, lambda value: int(answer(value)))
+    return lookup_table(values, lambda value: int(answer(value)))
 
 
 def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
@@ -245,3 +264,21 @@ def meets_all(own: Sequence[str], groups: Iterable[frozenset[str]]) -> bool:
 def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
     """Whether one of these is among the names."""
     return not names.isdisjoint(own)
+
+
+class RulesCache(OrderedDict[tuple[int, bytes], GroupRules]):
+    """The rules that a book keeps: requests that differ in amounts alone share them."""
+
+
+def rules_of(book: Book, group: Group) -> GroupRules:
+    """The group's rules as the book numbers its distinct values now."""
+    cache = book.cache(RulesCache)
+    key = (book.epoch, msgspec.msgpack.encode(structs.replace(group, resources={})))
+    rules = cache.get(key)
+    if rules is None:
+        rules = cache[key] = GroupRules(book, group)
+        while len(cache) > RULES_KEPT:
+            cache.popitem(last=False)
+    else:
+        cache.move_to_end(key)
+    return rules

@@ -14,7 +14,7 @@ import numpy as np
 from placement_worker.domain.names import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet
-from placement_worker.replica.columns import Amounts, ClassColumns, Rows
+from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
 from placement_worker.replica.rows import NOBODY
 
 SINCE_TRAITS = 17
@@ -120,7 +120,6 @@ def _figures(rows: Rows, classes: Sequence[ClassColumns]) -> tuple[list[str], li
     """(the classes, for each a column of capacities and one of amounts used)."""
     figures: list[list[object]] = []
     for column in classes:
-        capacities = [numbers.capacity for numbers in column.kinds.values]
-        figures.append([capacities[number] for number in column.kind[rows].tolist()])
+        figures.append(column.kinds.columns()[CAPACITY][column.kind[rows]].tolist())
         figures.append(column.used[rows].tolist())
     return [column.name for column in classes], figures

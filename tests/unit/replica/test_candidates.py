@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from typing import Any
 
@@ -249,6 +250,42 @@ def test_tries_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = candidates(loaded(devices(30)), numbered(*[{"VF": 1}] * 20, group_policy="isolate"), limit=10**6, budget=1)
     assert 0 < len(answer) < 2000
     assert not answer.exhausted
+
+
+def calls_of_a_first_asking(hosts: int) -> int:
+    """Functions called by a search for amounts that were never asked; no two hosts have the same inventories or traits."""
+    states = [
+        provider(
+            number,
+            inventories={"VCPU": 8 + number, "MEMORY_MB": 1000 + number},
+            traits=("CUSTOM_A", f"CUSTOM_{number}"),
+            aggregates=(uuid(number),),
+        )
+        for number in range(hosts)
+    ]
+    book = loaded(states)
+    asked = Group(resources={"VCPU": 1, "MEMORY_MB": 1}, required=(("CUSTOM_A",),), forbidden=("CUSTOM_B",))
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    for amount in (1, 2):
+        request = CandidatesRequest(groups=(structs.replace(asked, resources={"VCPU": amount, "MEMORY_MB": amount}),))
+        calls = 0
+        sys.setprofile(count)
+        try:
+            found = candidates(book, request, limit=10)
+        finally:
+            sys.setprofile(None)
+        assert len(found) == 10
+    return calls
+
+
+def test_amounts_never_asked_before_cost_no_call_per_inventory() -> None:
+    """They cost a function call for each distinct inventory and set of traits: 5 to 8 ms at 10,000 hosts."""
+    assert calls_of_a_first_asking(1000) <= calls_of_a_first_asking(20) + 10
 
 
 # --- the rules, one by one, where they are easily got wrong
