@@ -253,7 +253,7 @@ def test_tries_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calls_of_a_first_asking(hosts: int) -> int:
-    """Functions called by a search for amounts that were never asked; no two hosts have the same inventories or traits."""
+    """Functions called by a search for new amounts where no two hosts have the same inventories and traits."""
     states = [
         provider(
             number,
