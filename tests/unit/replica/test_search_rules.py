@@ -179,7 +179,7 @@ def test_a_root_past_the_budget_is_called_unknown_and_hides_no_other(monkeypatch
     book = told(*states)
     answer = search(book, query, explain=True)
     assert [book.name_of(row) for row in answer.roots] == ["p100"]
-    assert answer.funnel[-1].fell == {"too many combinations to try": 1}
+    assert answer.funnel[-1].rejected == {"too many combinations to try": 1}
 
 
 def test_the_funnel_says_why() -> None:
@@ -228,7 +228,7 @@ def test_what_is_forbidden_on_a_child_is_not_called_absent(query: dict[str, obje
     """The host has VCPU: a trait or an aggregate stands in the way. It was said to have none."""
     book = told(provider(0, traits=("CUSTOM_ROOT",), aggregates=("az2",) if "az1" in str(query) else ()), CHILD)
     funnel = search(book, Query(resources={"VCPU": 1}, **query), explain=True).funnel  # type: ignore[arg-type]
-    assert [(one.step, one.fell) for one in funnel if one.fell] == [(step, {reason: 1})]
+    assert [(one.step, one.rejected) for one in funnel if one.rejected] == [(step, {reason: 1})]
 
 
 def test_the_only_child_with_the_trait_is_full() -> None:
@@ -240,7 +240,7 @@ def test_the_only_child_with_the_trait_is_full() -> None:
     ]
     query = Query(resources={"VCPU": 1, "VGPU": 1}, required=(("CUSTOM_FAST",),))
     funnel = search(told(*states), query, explain=True).funnel
-    assert [(one.step, one.fell) for one in funnel if one.fell] == [("VGPU", {"in use": 1})]
+    assert [(one.step, one.rejected) for one in funnel if one.rejected] == [("VGPU", {"in use": 1})]
 
 
 def test_a_reason_moves_with_the_host() -> None:
@@ -248,12 +248,12 @@ def test_a_reason_moves_with_the_host() -> None:
     host = provider(0, inventories={"VCPU": 4}, used={"VCPU": 4})
     book = told(host)
     query = Query(resources={"VCPU": 2})
-    assert search(book, query, explain=True).funnel[-1].fell == {"in use": 1}
+    assert search(book, query, explain=True).funnel[-1].rejected == {"in use": 1}
     smaller = structs.replace(host, generation=2, shape=2, inventories={"VCPU": inventory(1)}, used={})
     book.apply([changed(1, smaller)])
-    assert search(book, query, explain=True).funnel[-1].fell == {"capacity too small": 1}
+    assert search(book, query, explain=True).funnel[-1].rejected == {"capacity too small": 1}
     book.apply([removed(2, 0, 3)])
-    assert search(book, query, explain=True).funnel[-1].fell == {}
+    assert search(book, query, explain=True).funnel[-1].rejected == {}
 
 
 def test_what_is_held_back_is_not_called_too_small() -> None:
