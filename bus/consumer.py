@@ -45,6 +45,9 @@ NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
+# In so many deliveries before the broker gives it up a message is `exhausted`: its end can still be told.
+LAST_DELIVERIES = 3
+
 # So many batches of other messages may go before a suspect (what has been delivered too often without an end).
 MOST_PASSED_OVER = 8
 
@@ -221,11 +224,12 @@ class Consumer:
         parcel = Parcel(delivery, len(reads))
         self._in_hand.add(parcel)
         opened = self._suspects if parcel.is_suspect else self._items
+        exhausted = delivery.delivery_count > self._row.delivery_limit - LAST_DELIVERIES
         for read in reads:
             if isinstance(read, Malformed):
                 opened.append(Item(parcel, read))
                 continue
-            received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered)
+            received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted)
             opened.append(Item(parcel, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:

@@ -33,13 +33,18 @@ Outcome = Done | Retry | Refuse
 
 
 class Received(Struct, frozen=True):
-    """One message as a handler gets it: parsed, bounded, with what travelled beside it."""
+    """One message as a handler gets it: parsed, bounded, with what travelled beside it.
+
+    exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must tell
+    somebody of every end tells it now, and does nothing else for it: what it did before may be what ended its process.
+    """
 
     message: Message
     meta: Meta
     bus: str
     queue: str
     redelivered: bool = False
+    exhausted: bool = False
 
 
 # A handler gets all that has gathered (at least one) and answers for each, in the same order.

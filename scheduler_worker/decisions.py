@@ -25,6 +25,7 @@ from scheduler_worker.endings import ATTEMPT, Away, Contended, Ending, Placed, S
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
+EXHAUSTED = "delivery.exhausted"
 STRANDED = "claim.stranded"
 
 
@@ -63,6 +64,12 @@ def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author:
     """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
     reason = f"No host can take {request.flavor}: {why.reason}."
     return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))
+
+
+def exhausted(request: BuildRequest, author: Author) -> BuildDecision:
+    """A request that was delivered again and again without an end: its client is told before the broker gives it up."""
+    reason = "it was delivered to one scheduler after another, and none of them came to an end with it"
+    return _failed(request, EXHAUSTED, reason, author)
 
 
 def _placed(request: BuildRequest, ending: Placed, author: Author) -> BuildDecision:

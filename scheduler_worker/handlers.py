@@ -35,6 +35,7 @@ from scheduler_worker.decisions import (
     cell_build,
     decided_event,
     decision,
+    exhausted,
     to_clients,
     unsatisfiable,
     with_stages,
@@ -131,6 +132,7 @@ class RequestHandler:
 
     def _item(self, received: Received, now: float) -> Item:
         item = item_of(received, now)
+        item.doubtful = received.exhausted  # an earlier delivery may have claimed for it
         if item.request.flavor not in self._selector.asked:
             known = ", ".join(sorted(self._selector.asked))
             reason = f"there is no flavor {item.request.flavor} (there are: {known})"
@@ -210,8 +212,8 @@ class RequestHandler:
     async def _place(self, items: list[Item], ahead: Mapping[str, Work]) -> None:
         author = self._author()
         asking: list[tuple[Item, RequestSpec]] = []
-        decided: list[BuildDecision] = []
-        for item in items:
+        decided = [exhausted(item.request, author) for item in items if item.received.exhausted]
+        for item in [item for item in items if not item.received.exhausted]:
             chosen = ahead.get(item.request.instance_uuid)
             spec = self._selector.want(item.request) if chosen is None else chosen.spec
             if isinstance(spec, Unsatisfiable) and spec.code == HOST_UNKNOWN and self._may_wait(item):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
+from bus.contracts.catalogue import BY_QUEUE
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.service.database import Database
 from scheduler_worker import metrics
+from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.endings import Asking, Work
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -281,6 +285,41 @@ async def test_an_accepted_request_survives_its_scheduler(world: World, monkeypa
         held: {"CUSTOM_BAREMETAL_GOLD": 1}
     }
     assert await world.used() == {held: {"CUSTOM_BAREMETAL_GOLD": 1}}
+
+
+async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_terminal_event(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each scheduler that chooses a host for it dies; the broker would give it up, and its client hear nothing."""
+    await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
+    request, other = world.request("bm.gold"), world.request("bm.gold")
+    died = asyncio.Event()
+    place = Claiming.place
+
+    async def dies(claiming: Claiming, asking: Sequence[Asking], ahead: Mapping[str, Work]) -> object:
+        if any(one.request.instance_uuid == request.instance_uuid for one in asking):
+            died.set()
+            await asyncio.Event().wait()  # until the process dies
+        return await place(claiming, asking, ahead)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Claiming, "place", dies)
+        await world.scheduler("s0")
+        await world.ask(request)
+        for number in range(1, BY_QUEUE["scheduler.requests"].delivery_limit):
+            await world.eventually(lambda: died.is_set() or any(one.terminal for one in world.events))
+            if not died.is_set():
+                break
+            died.clear()
+            await world.kill(f"s{number - 1}")
+            await world.scheduler(f"s{number}")
+        failed = await world.ended(request.instance_uuid, BuildState.FAILED)
+        assert (failed.code, failed.terminal) == ("delivery.exhausted", True)
+        assert await world.used() == {}
+        await world.ask(other)
+        await world.ended(other.instance_uuid, BuildState.SCHEDULED)
+    ends = [one for one in world.events if one.terminal and one.instance_uuid == request.instance_uuid]
+    assert len(ends) == 1
 
 
 async def test_placement_away_is_waited_for_and_never_no_host(world: World) -> None:
