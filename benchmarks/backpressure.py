@@ -34,7 +34,6 @@ from benchmarks import probe
 from benchmarks.street_measure import MIX, all_hosts_known, connected
 from benchmarks.street_systems import BIG
 from berth.client import BuildClient
-from berth.crew import Crew
 from berth.gather import gather, rest
 from berth.invariants import judge
 from berth.load import LoadPlan, LoadRun, draw_requests, run_load
@@ -46,6 +45,7 @@ from berth.load.session import looking_on, recorded
 from berth.load.summary import percentiles
 from berth.servers import Plan, RealServers, real_servers, running_crew
 from berth.site import Site
+from berth.worker_processes import WorkerProcesses
 from bus.contracts.base import Meta
 from bus.contracts.catalogue import MAX_WAITING_BYTES, MAX_WAITING_MESSAGES, MOST_REQUESTS_A_MESSAGE
 from bus.service.telemetry import configure_logging
@@ -157,7 +157,7 @@ class MemoryWatch:
 
 
 async def measure(
-    servers: RealServers, crew: Crew, here: Site, client: BuildClient, options: argparse.Namespace
+    servers: RealServers, processes: WorkerProcesses, here: Site, client: BuildClient, options: argparse.Namespace
 ) -> Result:
     """Find the rate, offer too much of it, look."""
     rng = random.Random(1)
@@ -178,7 +178,7 @@ async def measure(
     )
     pids = {
         "broker": servers.broker.pid, "postgresql": servers.postgres.pid, "client": os.getpid(),
-        **{name: worker.process.pid for name, worker in crew.workers.items()},
+        **{name: worker.process.pid for name, worker in processes.workers.items()},
     }  # fmt: skip
     memory = MemoryWatch(pids)
     watching = asyncio.create_task(memory.watch())
@@ -354,8 +354,8 @@ async def run(options: argparse.Namespace) -> Result:
         compute=ComputeConfig(hosts=options.hosts // len(cells), gpu_share=0.0, sizes=(BIG,)),
     )
     with real_servers(cells, durable=True) as servers:
-        async with running_crew(servers, plan) as (crew, here), connected(here, keep_events=False) as client:
-            return await measure(servers, crew, here, client, options)
+        async with running_crew(servers, plan) as (processes, here), connected(here, keep_events=False) as client:
+            return await measure(servers, processes, here, client, options)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ import ironic_sync.app
 import placement_worker.app
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.ensemble import Ensemble
+from berth.in_process import InProcessWorkers
 from berth.ironic_stand_in import AmqpAnnouncer, Announcer, IronicStandIn, MemoryAnnouncer
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker
@@ -94,14 +94,14 @@ async def measure(
     ironic = IronicStandIn(announcer, clock=SystemClock(), rng=random.Random(1))
     ironic.farm.plan(nodes)
     url = await ironic.start()
-    ensemble = Ensemble()
+    in_process = InProcessWorkers()
     sync = IronicSyncConfig(url=url, resync_s=3600.0, bind_retry_s=0.1)
 
     def environment(process: str) -> Environment:
         return Environment(process, transports=transports, database_url=database_url)
 
-    await ensemble.start(("placement", placement_worker.app.build(environment("placement"), PlacementConfig(), ())))
-    await ensemble.start(("ironic-sync", ironic_sync.app.build(environment("ironic-sync"), sync)))
+    await in_process.start(("placement", placement_worker.app.build(environment("placement"), PlacementConfig(), ())))
+    await in_process.start(("ironic-sync", ironic_sync.app.build(environment("ironic-sync"), sync)))
     watch = Watch(environment("watch"))
     await watch.open()
     uuids = list(ironic.farm.nodes)
@@ -120,7 +120,7 @@ async def measure(
     for what, figures in found.items():
         print(f"{name:>8}  {what}: " + "  ".join(f"{word} {value:.2f} ms" for word, value in figures.items()))
     await watch.close()
-    await ensemble.stop()
+    await in_process.stop()
     await ironic.stop()
     return found
 

@@ -24,12 +24,12 @@ from msgspec import Struct
 from benchmarks import probe, rest_books
 from benchmarks.rest_books import Host
 from benchmarks.rest_client import Connection
-from berth.crew import Crew
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, ServerMissing, free_port
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.servers import variables
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.worker_processes import WorkerProcesses
 from bus.contracts.catalogue import EVENTS
 
 Counts = dict[str, tuple[float, ...]]  # {statement: (calls, planning ms, execution ms)}
@@ -141,18 +141,18 @@ async def berth(
     lines.write_bytes(b"".join(rest_books.as_lines(hosts)))
     await _run([sys.executable, "-m", "berth", "placement", "import", str(lines)], environment, directory)
     await _analyze(url)
-    crew = Crew(directory, environment)
+    processes = WorkerProcesses(directory, environment)
     port = free_port()
     try:
-        worker = crew.start("placement", "placement", "--api", f"127.0.0.1:{port}")
-        await crew.ready(timeout_s=READY_TIMEOUT_S)
+        worker = processes.start("placement", "placement", "--api", f"127.0.0.1:{port}")
+        await processes.ready(timeout_s=READY_TIMEOUT_S)
         async with _listener(bus):
-            await _announced(crew)  # the book itself
+            await _announced(processes)  # the book itself
             pids = {"server": worker.process.pid, "postgres": postgres.pid, "broker": broker.pid}
             yield System(name="berth", port=port, database=url, pids=pids, keep_alive=True)
-            await _announced(crew)
+            await _announced(processes)
     finally:
-        await asyncio.to_thread(crew.stop)
+        await asyncio.to_thread(processes.stop)
 
 
 @contextlib.asynccontextmanager
@@ -168,13 +168,13 @@ async def _listener(url: str) -> AsyncIterator[None]:
         yield
 
 
-async def _announced(crew: Crew) -> None:
+async def _announced(processes: WorkerProcesses) -> None:
     """Wait until every change that was committed is on the bus. Raises ServerFailed."""
     head, published = "berth_placement_feed_head", "berth_placement_feed_published"
     found: dict[str, float] = {}
     for _ in range(int(ANNOUNCED_TIMEOUT_S / ANNOUNCED_POLL_S)):
         before = found.get(head)
-        found = dict(probe.counters(await crew.metrics("placement"), (head, published)))
+        found = dict(probe.counters(await processes.metrics("placement"), (head, published)))
         if found.get(head) and found[head] == found.get(published) == before:
             return
         await asyncio.sleep(ANNOUNCED_POLL_S)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks import probe
 from benchmarks.street_report import Costs
-from berth.crew import Crew
 from berth.servers import RealServers
+from berth.worker_processes import WorkerProcesses
 
 CLAIMS = "berth_scheduler_claims"
 LOST = tuple(
@@ -23,14 +23,14 @@ COUNTED = ("berth_bus_published", "berth_bus_items", "berth_bus_consumed", CLAIM
 class Instruments:
     """Reads what every process has used, before and after; the difference is what the load cost."""
 
-    def __init__(self, servers: RealServers, crew: Crew, *, profiles: Path | None) -> None:
-        self._crew = crew
+    def __init__(self, servers: RealServers, processes: WorkerProcesses, *, profiles: Path | None) -> None:
+        self._processes = processes
         self._profiles = profiles
         self._url = servers.database_url
         self._pids = {
             "broker": servers.broker.pid,
             "postgresql": servers.postgres.pid,
-            **{name: worker.process.pid for name, worker in crew.workers.items()},
+            **{name: worker.process.pid for name, worker in processes.workers.items()},
         }
         self._cpu: dict[str, float] = {}
         self._messages: dict[str, Counter[str]] = {}
@@ -43,7 +43,7 @@ class Instruments:
         self._statements = await probe.statements(self._url)
         self._transactions = await probe.transactions(self._url)
         if self._profiles is not None:
-            workers = {name: worker.process.pid for name, worker in self._crew.workers.items()}
+            workers = {name: worker.process.pid for name, worker in self._processes.workers.items()}
             probe.profile({"client": os.getpid(), **workers}, self._profiles)
             self._profiles = None  # the first load is the full one
         self._cpu = self._used()
@@ -80,7 +80,7 @@ class Instruments:
         return {name: probe.cpu_s(pid) for name, pid in self._pids.items()} | {"client": time.process_time()}
 
     async def _counters(self) -> dict[str, Counter[str]]:
-        pages = {name: await self._crew.metrics(name) for name in self._crew.workers}
+        pages = {name: await self._processes.metrics(name) for name in self._processes.workers}
         found = {name: probe.counters(page, COUNTED) for name, page in pages.items()}
         return found | {"client": probe.own_counters(COUNTED)}
 

@@ -20,7 +20,7 @@ from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.servers import Plan, RealServers, running_crew
 from berth.settings import Settings, UpSettings
-from berth.up import Street, site
+from berth.up import LocalSystem, site
 from compute_sim.config import ComputeConfig, HostSize
 
 BARE_BOOTS = 4000
@@ -37,8 +37,8 @@ async def in_memory(options: argparse.Namespace) -> Result:
         compute=ComputeConfig(hosts=per_cell, gpu_share=0.0, sizes=(BIG,)),
     )
     async with site(settings, directory=None) as here:
-        street = Street(here)
-        await street.start()
+        system = LocalSystem(here)
+        await system.start()
         try:
             async with connected(here) as client:
                 what = Measured(
@@ -46,7 +46,7 @@ async def in_memory(options: argparse.Namespace) -> Result:
                 )
                 return await measure(client, here, "memory", what)
         finally:
-            await street.ensemble.stop()
+            await system.in_process.stop()
 
 
 async def on_real_servers(options: argparse.Namespace) -> Result:
@@ -70,8 +70,8 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
             progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")
         plain = await bare.measure(servers.urls["berth"], BARE_BOOTS, options.idle) if options.bare else None
         progress("starting the workers")
-        async with running_crew(servers, plan) as (crew, here), connected(here) as client:
-            reads = Instruments(servers, crew, profiles=options.profiles)
+        async with running_crew(servers, plan) as (processes, here), connected(here) as client:
+            reads = Instruments(servers, processes, profiles=options.profiles)
             what = Measured(
                 boots=options.boots,
                 hosts=per_cell * len(cells),

@@ -42,7 +42,7 @@ from berth.load.trace import WHOLE_GPU, Asked, Request, arrivals_of, read_reques
 from berth.servers import Plan, real_servers, running_crew, variables
 from berth.settings import Settings
 from berth.site import Site
-from berth.up import Street, site
+from berth.up import LocalSystem, site
 from bus.clock import Clock
 from bus.service.database import Database
 from bus.service.telemetry import configure_logging
@@ -318,12 +318,12 @@ def summed_up(
 async def in_memory(settings: Settings) -> AsyncIterator[Site]:
     """Every worker in this process."""
     async with site(settings, directory=None) as here:
-        street = Street(here)
-        await street.start()
+        system = LocalSystem(here)
+        await system.start()
         try:
             yield here
         finally:
-            await street.ensemble.stop()
+            await system.in_process.stop()
 
 
 @contextlib.asynccontextmanager

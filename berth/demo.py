@@ -1,4 +1,4 @@
-"""The demonstration: 1,000 machines through the whole street with planned faults, judged at the end.
+"""The demonstration: 1,000 machines through the whole system with planned faults, judged at the end.
 
 `scripts/demo` runs it: embedded PostgreSQL, memory buses, two cells, 200 simulated hypervisors, 40 bare-metal nodes
 behind a simulated Ironic, recorded notifications of a real Ironic replayed, every worker real.
@@ -35,7 +35,7 @@ from berth.recordings import Deviation, compare, expected_nodes, scenario_names
 from berth.render import render_load, render_verdicts
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
-from berth.up import Street, site
+from berth.up import LocalSystem, site
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
@@ -115,21 +115,21 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
     began = time.monotonic()
     async with site(settings(seed), directory=None, seed=seed) as here, simulated_ironic(here, behaviour) as ironic:
         assert ironic is not None
-        street = Street(here)
-        await street.start(ironic_url=ironic.url)
+        system = LocalSystem(here)
+        await system.start(ironic_url=ironic.url)
         client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("demo"), keep_events=True)
         watch = FeedWatch(here.bus("feed-watch"))
         await asyncio.gather(client.open(), watch.open())
         try:
-            console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(street, ironic)}")
+            console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(system, ironic)}")
             replayed = await _replay(here, ironic, recordings, console)
-            report, accident = await _load(client, street, plan, seed, console)
+            report, accident = await _load(client, system, plan, seed, console)
             calm = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
             verdicts = await _judge(here, client, watch)
         finally:
             await asyncio.gather(client.close(), watch.close())
-            await street.ensemble.stop()
+            await system.in_process.stop()
     return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, calm=calm)
 
 
@@ -162,10 +162,10 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
 
 
 async def _load(
-    client: BuildClient, street: Street, plan: LoadPlan, seed: int, console: Console
+    client: BuildClient, system: LocalSystem, plan: LoadPlan, seed: int, console: Console
 ) -> tuple[LoadReport, Accident]:
     """Fire everything at once; halfway one compute service dies, and comes back a little later."""
-    victim = street.computes[0]
+    victim = system.computes[0]
     happened = Accident(victim)
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -177,10 +177,10 @@ async def _load(
         async def accident() -> None:
             await client.until(lambda: 0 < client.unfinished <= plan.boots // 2, plan.timeout_s)
             happened.at = client.bus.clock.monotonic()
-            await street.kill_compute(victim)
+            await system.kill_compute(victim)
             bar.update(task, description=f"compute service {victim} has died")
             await client.bus.clock.sleep(DEAD_FOR_S)
-            await street.revive_compute(victim)
+            await system.revive_compute(victim)
             bar.update(task, description=f"compute service {victim} is back")
 
         trouble = asyncio.create_task(accident())
@@ -248,11 +248,11 @@ def _counter(name: str, label: str) -> dict[str, int]:
     return {key: count for key, count in totals.items() if count}
 
 
-def _inventory(street: Street, ironic: IronicStandIn) -> str:
-    hypervisors = sum(sum(1 for _ in fleet.hosts) for fleet in street.fleets.values())
+def _inventory(system: LocalSystem, ironic: IronicStandIn) -> str:
+    hypervisors = sum(sum(1 for _ in fleet.hosts) for fleet in system.fleets.values())
     return (
-        f"{len(street.site.cells)} cells, {hypervisors} hypervisors, {len(ironic.farm.nodes)} bare-metal nodes, "
-        f"{len(street.ensemble.members)} workers"
+        f"{len(system.site.cells)} cells, {hypervisors} hypervisors, {len(ironic.farm.nodes)} bare-metal nodes, "
+        f"{len(system.in_process.members)} workers"
     )
 
 

@@ -1,4 +1,4 @@
-"""Real servers and a whole crew on them: what tests, benchmarks and chaos runs start from."""
+"""Real servers and a whole set of worker processes on them: what tests, benchmarks and chaos runs start from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.crew import Crew
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site
+from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 
 API_VHOST = "berth"
@@ -78,31 +78,31 @@ def variables(settings: Settings) -> dict[str, str]:
 @contextlib.asynccontextmanager
 async def running_crew(
     servers: RealServers, plan: Plan, *, extra: Mapping[str, str] | None = None
-) -> AsyncIterator[tuple[Crew, Site]]:
+) -> AsyncIterator[tuple[WorkerProcesses, Site]]:
     """Every worker of the plan as a process on these servers, ready."""
     settings = servers.settings(plan)
-    with tempfile.TemporaryDirectory(prefix="berth-crew-") as name:
+    with tempfile.TemporaryDirectory(prefix="berth-processes-") as name:
         directory = Path(name)
         compute = msgspec.structs.replace(settings.compute, state_dir=str(directory / "machines"))
         settings = msgspec.structs.replace(settings, compute=compute)
-        crew = Crew(directory, {**variables(settings), **(extra or {})})
+        processes = WorkerProcesses(directory, {**variables(settings), **(extra or {})})
         try:
-            start_all(crew, plan)
-            await crew.ready()
-            yield crew, Site(settings)
+            start_all(processes, plan)
+            await processes.ready()
+            yield processes, Site(settings)
         finally:
-            await asyncio.to_thread(crew.stop)
+            await asyncio.to_thread(processes.stop)
 
 
-def start_all(crew: Crew, plan: Plan) -> None:
+def start_all(processes: WorkerProcesses, plan: Plan) -> None:
     """Start what the plan counts, what others lean on first."""
     for number in range(1, plan.placements + 1):
-        crew.start(f"placement{number}", "placement")
+        processes.start(f"placement{number}", "placement")
     for cell in plan.cells:
         for number in range(1, plan.conductors_per_cell + 1):
-            crew.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
+            processes.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
         for number in range(1, plan.computes_per_cell + 1):
             service = f"{cell}-c{number}"
-            crew.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
+            processes.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
     for number in range(1, plan.schedulers + 1):
-        crew.start(f"scheduler{number}", "scheduler")
+        processes.start(f"scheduler{number}", "scheduler")

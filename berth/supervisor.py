@@ -1,4 +1,4 @@
-"""Keeps a crew alive: a worker that died is started again, a bounded number of times."""
+"""Keeps worker processes alive: a worker that died is started again, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from berth.crew import Crew
 from berth.embedded.process import ServerFailed
+from berth.worker_processes import WorkerProcesses
 from bus.clock import Clock
 
 LOOK_S = 0.2
@@ -20,10 +20,10 @@ LONGEST_PAUSE_S = 8.0
 
 
 class Supervisor:
-    """Watches a crew. `say`: told of each death and restart, one sentence."""
+    """Watches worker processes. `say`: told of each death and restart, one sentence."""
 
-    def __init__(self, crew: Crew, *, clock: Clock, say: Callable[[str], None]) -> None:
-        self._crew = crew
+    def __init__(self, processes: WorkerProcesses, *, clock: Clock, say: Callable[[str], None]) -> None:
+        self._processes = processes
         self._clock = clock
         self._say = say
         self._deaths: dict[str, deque[float]] = {}
@@ -38,18 +38,18 @@ class Supervisor:
     def look(self) -> None:
         """Note who died, start again whose pause is over."""
         now = self._clock.monotonic()
-        for name, worker in list(self._crew.workers.items()):
+        for name, worker in list(self._processes.workers.items()):
             if worker.process.running:
                 continue
             if name not in self._again_at:
                 self._again_at[name] = now + self._died(name, now)
             if self._again_at[name] <= now:
                 del self._again_at[name]
-                self._crew.restart(name)
+                self._processes.restart(name)
 
     def _died(self, name: str, now: float) -> float:
         """Count a death; returns how long to wait before the restart."""
-        worker = self._crew.workers[name]
+        worker = self._processes.workers[name]
         deaths = self._deaths.setdefault(name, deque(maxlen=MAX_DEATHS))
         while deaths and deaths[0] < now - WITHIN_S:
             deaths.popleft()

@@ -16,7 +16,7 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.embedded.postgres import Postgres
-from berth.ensemble import Ensemble
+from berth.in_process import InProcessWorkers
 from berth.settings import EMBEDDED, MEMORY, Settings
 from berth.site import Brokers, Runtime, Site, write_runtime
 from bus.clock import SystemClock
@@ -56,19 +56,19 @@ async def site(settings: Settings, *, directory: Path | None, seed: int | None =
                 broker.stop()
 
 
-class Street:
+class LocalSystem:
     """All workers of one process, as the settings count them. Fleets outlive their services, as machines do."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.ensemble = Ensemble()
+        self.in_process = InProcessWorkers()
         self.fleets: dict[str, Fleet] = {}
         self._computes: dict[str, Callable[[], Service]] = {}
 
     async def start(self, *, ironic_url: str | None = None) -> None:
         """Start everything, what others lean on first. ironic_url: also ironic-sync and a bare-metal compute a cell."""
         settings, up = self.site.settings, self.site.settings.up
-        start = self.ensemble.start
+        start = self.in_process.start
         await start(*((name, self._placement(name)) for name in _numbered("placement", up.placements)))
         await start(*((f"conductor-{cell}", self._conductor(cell)) for cell in self.site.cells))
         for number, cell in enumerate(self.site.cells):
@@ -91,11 +91,11 @@ class Street:
 
     async def kill_compute(self, service: str) -> None:
         """The compute service dies; its machines run on."""
-        await self.ensemble.kill(service)
+        await self.in_process.kill(service)
 
     async def revive_compute(self, service: str) -> None:
         """A new process of the same compute service, over the same machines."""
-        await self.ensemble.start((service, self._computes[service]()))
+        await self.in_process.start((service, self._computes[service]()))
 
     def _placement(self, name: str) -> Service:
         config = self.site.settings.placement

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.crew import Crew
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.metal import kept_in, simulated_ironic
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
 from berth.site import Runtime, Site, process_name, write_runtime
 from berth.up import database
+from berth.worker_processes import WorkerProcesses
 from bus.bus import API
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.faults import Fault
@@ -71,7 +71,7 @@ def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | Non
 class Running(Struct, frozen=True, kw_only=True):
     """What runs: for saying so, and for watching it."""
 
-    crew: Crew
+    processes: WorkerProcesses
     site: Site
     logs: Path
     ironic_url: str
@@ -93,41 +93,41 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
         here = Site(real)
         async with simulated_ironic(here, kept=kept_in(here)) as ironic:
             ironic_url = ironic.url if ironic is not None else ""
-            crew = Crew(logs, variables(real))
+            processes = WorkerProcesses(logs, variables(real))
             try:
-                start(crew, real, count, ironic_url)
-                await crew.ready()
+                start(processes, real, count, ironic_url)
+                await processes.ready()
                 await _hosts_known(here)
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
-                    yield Running(crew=crew, site=here, logs=logs, ironic_url=ironic_url)
+                    yield Running(processes=processes, site=here, logs=logs, ironic_url=ironic_url)
                 finally:
                     forget()
             finally:
-                await asyncio.to_thread(crew.stop)
+                await asyncio.to_thread(processes.stop)
 
 
-def start(crew: Crew, settings: Settings, count: Numbers, ironic_url: str) -> None:
+def start(processes: WorkerProcesses, settings: Settings, count: Numbers, ironic_url: str) -> None:
     """Start all, what others lean on first."""
     cells = list(settings.cells)
     no_rest = {"BERTH_PLACEMENT__REST": msgspec.json.encode(RestConfig()).decode()}
     for number in range(1, count.placements + 1):  # one of them has the address of the REST API
-        crew.start(f"placement{number}", "placement", settings=no_rest if number > 1 else None)
+        processes.start(f"placement{number}", "placement", settings=no_rest if number > 1 else None)
     for position, cell in enumerate(cells):
         for number in range(1, count.conductors + 1):
-            crew.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
+            processes.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
         for number in range(1, count.computes + 1):
             service = f"{cell}-c{number}"
-            crew.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
+            processes.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
         if ironic_url:
             share = _metal(settings, ironic_url, position, len(cells))
             name = f"{cell}-metal"
-            crew.start(f"compute-{name}", "compute", "--cell", cell, "--service", name, settings=share)
+            processes.start(f"compute-{name}", "compute", "--cell", cell, "--service", name, settings=share)
     if ironic_url:
-        crew.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
+        processes.start("ironic-sync", "ironic-sync", settings={"BERTH_IRONIC_SYNC__URL": ironic_url})
     for number in range(1, count.schedulers + 1):
-        crew.start(f"scheduler{number}", "scheduler")
+        processes.start(f"scheduler{number}", "scheduler")
 
 
 async def _hosts_known(here: Site) -> None:

@@ -83,7 +83,7 @@ class Saboteur:
         """Start workers again that ended by themselves; until cancelled."""
         while True:
             await self._clock.sleep(WATCH_EVERY_S)
-            for name, worker in list(self._scene.crew.workers.items()):
+            for name, worker in list(self._scene.processes.workers.items()):
                 if worker.process.running or name in self._busy:
                     continue
                 death = Death(name, worker.process.status or 0, last_words(worker.log), self._clock.monotonic())
@@ -91,7 +91,7 @@ class Saboteur:
                 log.warning("chaos.death", worker=name, status=death.status, last_words=death.last_words)
                 await self._clock.sleep(RESTART_AFTER_S)
                 if name not in self._busy:
-                    await asyncio.to_thread(self._scene.crew.restart, name)
+                    await asyncio.to_thread(self._scene.processes.restart, name)
 
     async def settle(self) -> None:
         """Wait until every fault is undone and every worker is ready (`watch` runs). Raises ServerFailed."""
@@ -100,7 +100,7 @@ class Saboteur:
         until = self._clock.monotonic() + UNDO_TIMEOUT_S
         while True:
             try:
-                await self._scene.crew.ready()
+                await self._scene.processes.ready()
                 return
             except ServerFailed:  # it ended by itself: `watch` has written it down and starts it again
                 if self._clock.monotonic() > until:
@@ -133,18 +133,18 @@ class Saboteur:
             log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
 
     async def _worker(self, fault: Fault) -> None:
-        crew, name = self._scene.crew, fault.target
-        process = crew.workers[name].process
+        processes, name = self._scene.processes, fault.target
+        process = processes.workers[name].process
         if fault.kind is Kind.PAUSE:
             with contextlib.suppress(ProcessLookupError):  # it had ended by itself a moment ago
-                crew.pause(name)
+                processes.pause(name)
             await self._clock.sleep(fault.lasts_s)
             with contextlib.suppress(ProcessLookupError):
-                crew.resume(name)
+                processes.resume(name)
             return
         await asyncio.to_thread(process.kill if fault.kind is Kind.KILL else process.stop)
         await self._clock.sleep(fault.lasts_s)
-        await asyncio.to_thread(crew.restart, name)
+        await asyncio.to_thread(processes.restart, name)
 
     async def _server(self, server: RabbitMQ | Postgres, fault: Fault) -> None:
         if fault.kind is Kind.PAUSE:

@@ -145,7 +145,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
         default_factory=lambda: {"m1.tiny": 4.0, "m1.small": 4.0, "m1.medium": 2.0}
     )
     deck: tuple[Card, ...] = DECK
-    crew: Plan = Plan(
+    processes: Plan = Plan(
         schedulers=2,
         placements=2,
         conductors_per_cell=2,

@@ -65,7 +65,7 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
         try:
             await wait_registered(stage)
             await run.hosts_known()
-            console.print(f"seed {plan.seed}; up: {', '.join(stage.crew.workers)}", soft_wrap=True)
+            console.print(f"seed {plan.seed}; up: {', '.join(stage.processes.workers)}", soft_wrap=True)
             return run.summed_up(await run.through())
         finally:
             await run.watch.close()
@@ -90,11 +90,11 @@ class Run:
 
     async def hosts_known(self) -> None:
         """Return when the schedulers know every host: a build before that is told, rightly, that there is none."""
-        crew = self.plan.crew
-        count = len(crew.cells) * crew.computes_per_cell * crew.compute.hosts
+        processes = self.plan.processes
+        count = len(processes.cells) * processes.computes_per_cell * processes.compute.hosts
         async with asyncio.timeout(HOSTS_KNOWN_S):
             in_a_row = 0
-            while in_a_row < ANSWERS_IN_A_ROW * crew.schedulers:
+            while in_a_row < ANSWERS_IN_A_ROW * processes.schedulers:
                 with contextlib.suppress(Transient, BusError):
                     page = await self.client.hosts(limit=count, timeout_s=HOSTS_KNOWN_S)
                     in_a_row = in_a_row + 1 if sum(host.up for host in page.hosts) == count else 0

@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from berth.chaos.plan import BROKER, DATABASE, ChaosPlan
 from berth.chaos.proxy import TcpProxy
-from berth.crew import Crew
 from berth.servers import API_VHOST, RealServers, real_servers, start_all, variables
 from berth.settings import Settings
 from berth.site import Site
+from berth.worker_processes import WorkerProcesses
 from bus.bus import API
 
 CLUES = ("invariant_broken", "process.died", "cannot_start", "Traceback")
@@ -30,35 +30,37 @@ class Scene(Struct):
 
     servers: RealServers
     proxies: dict[str, TcpProxy]
-    crew: Crew
+    processes: WorkerProcesses
     site: Site
     directory: Path
 
     def workers(self, role: str) -> list[str]:
         """Names of the workers of a role."""
-        return [name for name, worker in self.crew.workers.items() if worker.arguments[0] == role]
+        return [name for name, worker in self.processes.workers.items() if worker.arguments[0] == role]
 
 
 @contextlib.asynccontextmanager
 async def scene(plan: ChaosPlan, directory: Path) -> AsyncIterator[Scene]:
     """Everything up and ready; all of it gone at the end."""
-    servers_context = real_servers(plan.crew.cells, durable=plan.crew.durable)
+    servers_context = real_servers(plan.processes.cells, durable=plan.processes.durable)
     servers = await asyncio.to_thread(servers_context.__enter__)
     try:
-        direct = _tuned(servers.settings(plan.crew), directory)
+        direct = _tuned(servers.settings(plan.processes), directory)
         proxies = {
             BROKER: TcpProxy(port=servers.broker.port),
             DATABASE: TcpProxy(path=_socket_of(servers.database_url)),
         }
         for proxy in proxies.values():
             await proxy.open()
-        crew = Crew(directory, {**variables(_through(direct, proxies)), "BERTH_TELEMETRY__LOG_FORMAT": "json"})
+        processes = WorkerProcesses(
+            directory, {**variables(_through(direct, proxies)), "BERTH_TELEMETRY__LOG_FORMAT": "json"}
+        )
         try:
-            start_all(crew, plan.crew)
-            await crew.ready()
-            yield Scene(servers=servers, proxies=proxies, crew=crew, site=Site(direct), directory=directory)
+            start_all(processes, plan.processes)
+            await processes.ready()
+            yield Scene(servers=servers, proxies=proxies, processes=processes, site=Site(direct), directory=directory)
         finally:
-            await asyncio.to_thread(crew.stop)
+            await asyncio.to_thread(processes.stop)
             for proxy in proxies.values():
                 await proxy.close()
     finally:

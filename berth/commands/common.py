@@ -21,7 +21,7 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
-from berth.ensemble import MemberFailed
+from berth.in_process import WorkerEnded
 from berth.render import printable
 from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
@@ -169,7 +169,7 @@ def explain(fault: BaseException) -> Stop | None:
         return fault
     if isinstance(fault, BaseExceptionGroup):
         return explain(fault.exceptions[0])
-    if isinstance(fault, MemberFailed):
+    if isinstance(fault, WorkerEnded):
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
         status = EXIT_NO if why is None else why.status
         return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")

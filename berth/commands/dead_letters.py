@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
-from berth.commands.outlived import send_back
+from berth.commands.expired import send_back
 from berth.render import printable, render_rows
 from berth.site import Site
 from bus import dead_letters as letters

@@ -35,14 +35,14 @@ from berth.commands.common import (
     settings_of,
     tell,
 )
-from berth.commands.up_said import as_processes, block, one_process
-from berth.ensemble import MemberFailed
+from berth.commands.up_messages import as_processes, block, one_process
+from berth.in_process import WorkerEnded
 from berth.metal import kept_in, simulated_ironic
 from berth.rest_address import AtHttp, AtUp, at_http, for_up, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
 from berth.supervisor import Supervisor, supervised
-from berth.up import Street, serve, site
+from berth.up import LocalSystem, serve, site
 from berth.up_processes import numbers, running
 from bus.contracts.base import Word
 from bus.service.environment import Environment
@@ -111,24 +111,24 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
         simulated_ironic(here, kept=kept_in(here)) as ironic,
     ):
         ironic_url = ironic.url if ironic is not None else None
-        street = Street(here)
+        system = LocalSystem(here)
         stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(street.start(ironic_url=ironic_url))
+        starting = asyncio.create_task(system.start(ironic_url=ironic_url))
         try:
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 await starting
                 async with serve(here, ironic_url):
-                    _say(one_process(here, street.computes, ironic_url, rest), as_json)
-                    waiting: set[asyncio.Future[Any]] = {stopped, street.ensemble.failed}
+                    _say(one_process(here, system.computes, ironic_url, rest), as_json)
+                    waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (starting, stopped):
                 task.cancel()
             await asyncio.gather(starting, stopped, return_exceptions=True)
-            failed = street.ensemble.failed.exception() if street.ensemble.failed.done() else None
-            with contextlib.suppress(MemberFailed):  # the first one says it
-                await street.ensemble.stop()
+            failed = system.in_process.failed.exception() if system.in_process.failed.done() else None
+            with contextlib.suppress(WorkerEnded):  # the first one says it
+                await system.in_process.stop()
     if failed is not None:
         raise failed
     return 0
@@ -160,7 +160,7 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
             async with running(rest.settings, count) as started:
                 starting.cancel()
                 supervisor = Supervisor(
-                    started.crew,
+                    started.processes,
                     clock=started.site.clock,
                     say=lambda said: err.print(said, soft_wrap=True, markup=False),
                 )

@@ -266,7 +266,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 
 
 def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a crew's fifteen servers two had the same port, once in a hundred starts: the second one died of it."""
+    """Of fifteen servers two had the same port, once in a hundred starts: the second one died of it."""
     draw(monkeypatch, 7, 7, 7)
     assert free_port() != free_port()
 

@@ -17,7 +17,7 @@ from berth.gather import gather, rest
 from berth.invariants import Facts, judge
 from berth.settings import CellSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
-from berth.up import Street, site
+from berth.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
 from bus.contracts.placement import InventoryResult, InventoryUpdate
@@ -59,11 +59,11 @@ def page_settings(directory: Path) -> Settings:
 class Example:
     """What a test holds in its hands: a client, and eyes on the book."""
 
-    def __init__(self, street: Street, client: BuildClient, old: Fleet) -> None:
-        self.street = street
+    def __init__(self, system: LocalSystem, client: BuildClient, old: Fleet) -> None:
+        self.system = system
         self.client = client
         self._old = old
-        self.rng = street.site.rng
+        self.rng = system.site.rng
 
     def requests(self, flavor: str, count: int) -> list[BuildRequest]:
         """So many builds of one flavor."""
@@ -80,7 +80,7 @@ class Example:
     async def ended(self) -> None:
         """Everything asked for has ended, and everybody knows."""
         assert await self.client.wait(PATIENCE_S), [t.state for t in self.client.tracks.values() if not t.ended_at]
-        assert await rest(self.street.site, timeout_s=PATIENCE_S)
+        assert await rest(self.system.site, timeout_s=PATIENCE_S)
 
     async def delete(self, tracks: list[Track]) -> None:
         """Delete those that run."""
@@ -92,7 +92,7 @@ class Example:
 
     async def looked_at(self) -> Facts:
         """Everything from outside, the invariants judged."""
-        facts = await gather(self.street.site, accepted=list(self.client.tracks), events=self.client.events)
+        facts = await gather(self.system.site, accepted=list(self.client.tracks), events=self.client.events)
         assert [verdict for verdict in judge(facts) if not verdict.holds] == []
         return facts
 
@@ -108,7 +108,7 @@ class Example:
 
     async def names(self) -> dict[str, str]:
         """{provider: its name}, of hosts without the host's own."""
-        book = self.street.site.environment("names").database("placement", pool_size=1)
+        book = self.system.site.environment("names").database("placement", pool_size=1)
         try:
             async with book.raw() as connection:
                 rows = await connection.fetch("SELECT uuid::text, name FROM providers")
@@ -118,30 +118,30 @@ class Example:
 
     async def old_service(self, *, nested: bool) -> None:
         """Start the service of the host that is upgraded; killed first, if it runs."""
-        if OLD in self.street.ensemble.members:
-            await self.street.ensemble.kill(OLD)
+        if OLD in self.system.in_process.members:
+            await self.system.in_process.kill(OLD)
         config = replace(FLAT, nested=nested)
-        environment = self.street.site.environment(OLD)
+        environment = self.system.site.environment(OLD)
         service = compute_sim.app.build(environment, config, CELL, OLD, fleet=self._old)
-        await self.street.ensemble.start((OLD, service))
+        await self.system.in_process.start((OLD, service))
 
 
 @contextlib.asynccontextmanager
 async def example(directory: Path) -> AsyncIterator[Example]:
-    """The street of the page: one host an example, the pools told by plain messages."""
+    """The system of the page: one host an example, the pools told by plain messages."""
     async with site(page_settings(directory), directory=None, seed=3) as here:
-        street = Street(here)
+        system = LocalSystem(here)
         client = BuildClient(here.bus("client"), clock=here.clock, process=process_name("nested"), keep_events=True)
-        await street.start()
+        await system.start()
         await client.open()
         try:
             for body in blocks("json"):
                 update = msgspec.json.decode(body, type=InventoryUpdate)
                 result = await client.bus.request(update, InventoryResult, timeout_s=PATIENCE_S)
                 assert result.outcome == "applied"
-            made = Example(street, client, Fleet.planned(FLAT, CELL, OLD))
+            made = Example(system, client, Fleet.planned(FLAT, CELL, OLD))
             await made.old_service(nested=False)
             yield made
         finally:
             await client.close()
-            await street.ensemble.stop()
+            await system.in_process.stop()

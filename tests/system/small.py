@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.crew import Crew
 from berth.servers import API_VHOST, Plan, RealServers, real_servers, start_all, variables
 from berth.settings import Settings
 from berth.site import Site
+from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 
 PLAN = Plan(
@@ -26,7 +26,7 @@ class Small(Struct):
     """What a test holds in its hands."""
 
     servers: RealServers
-    crew: Crew
+    processes: WorkerProcesses
     settings: Settings
 
     @property
@@ -41,11 +41,11 @@ class Small(Struct):
 
     def ready(self, *names: str) -> None:
         """Wait until all workers (or those named) are ready."""
-        asyncio.run(self.crew.ready(names or None))
+        asyncio.run(self.processes.ready(names or None))
 
     def pids(self) -> dict[str, int]:
         """Which process every worker is."""
-        return {name: worker.process.pid for name, worker in self.crew.workers.items() if worker.process.running}
+        return {name: worker.process.pid for name, worker in self.processes.workers.items() if worker.process.running}
 
 
 @contextlib.contextmanager
@@ -55,11 +55,11 @@ def small_crew(*, start: bool = True) -> Iterator[Small]:
         settings = servers.settings(PLAN)
         compute = msgspec.structs.replace(settings.compute, state_dir=f"{name}/machines")
         settings = msgspec.structs.replace(settings, compute=compute)
-        small = Small(servers, Crew(Path(name), variables(settings)), settings)
+        small = Small(servers, WorkerProcesses(Path(name), variables(settings)), settings)
         try:
             if start:
-                start_all(small.crew, PLAN)
+                start_all(small.processes, PLAN)
                 small.ready()
             yield small
         finally:
-            small.crew.stop()
+            small.processes.stop()

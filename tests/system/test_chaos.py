@@ -23,7 +23,7 @@ DECK = (
 
 async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -> None:
     whole = ChaosPlan()
-    crew = msgspec.structs.replace(whole.crew, cells=("cell1",), computes_per_cell=1)
+    processes = msgspec.structs.replace(whole.processes, cells=("cell1",), computes_per_cell=1)
     plan = ChaosPlan(
         boots=400,
         in_flight=40,
@@ -32,7 +32,7 @@ async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -
         most_faults=len(DECK),
         seed=1,
         deck=DECK,
-        crew=crew,
+        processes=processes,
         early_deletes=0.05,
     )
     said = Console(file=io.StringIO(), width=120)

@@ -23,9 +23,9 @@ import httpx
 import pytest
 from msgspec import Struct
 
-from berth.crew import Crew
 from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
+from berth.worker_processes import WorkerProcesses
 
 # Nobody has built this one. Fixed: every process of a test run must collect the same tests.
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
@@ -433,15 +433,17 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_says_who_may_call(ber
 
 async def test_a_placement_worker_of_a_crew_answers_for_its_health_only(berth: Berth) -> None:
     """Nobody asked for more doors, and each would hold a copy of the book."""
-    crew = Crew(berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")})
+    processes = WorkerProcesses(
+        berth.directory, {name: value for name, value in berth.env.items() if name.startswith("BERTH_")}
+    )
     try:
-        worker = crew.start("placement2", "placement")
-        await crew.ready()
+        worker = processes.start("placement2", "placement")
+        await processes.ready()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.port}") as client:
             answer = await client.get("/resource_providers", headers={"x-auth-token": "admin"})
         assert (answer.status_code, "there are /healthz" in answer.text) == (404, True)
     finally:
-        await asyncio.to_thread(crew.stop)
+        await asyncio.to_thread(processes.stop)
 
 
 def ready(url: str) -> bool:

@@ -23,7 +23,7 @@ Held = tuple[str, str, int]  # (provider, class, amount)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def street(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Example]:
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Example]:
     path: Path = tmp_path_factory.mktemp("nested")
     async with example(path) as made:
         yield made
@@ -89,37 +89,37 @@ PORT: dict[Held, int] = {("host-br-public", f"NET_BW_{way}_KILOBIT_PER_SEC", 400
         ),
     ],
 )
-async def test_a_host_takes_what_it_has_and_says_what_is_missing(street: Example, fills: Sequence[Fill]) -> None:
+async def test_a_host_takes_what_it_has_and_says_what_is_missing(system: Example, fills: Sequence[Fill]) -> None:
     running = []
     for fill in fills:
-        tracks = await street.boot(fill.flavor, fill.fit)
+        tracks = await system.boot(fill.flavor, fill.fit)
         assert [(track.state, track.last and track.last.reason) for track in tracks] == [("active", "")] * fill.fit
-        assert await street.where(tracks) == Counter(fill.held)
-        (refused,) = await street.boot(fill.flavor)
+        assert await system.where(tracks) == Counter(fill.held)
+        (refused,) = await system.boot(fill.flavor)
         assert refused.state == "failed"
         assert refused.last is not None
         assert fill.words in refused.last.reason, refused.last.reason
         running += tracks
-    await street.delete(running)
-    assert await street.where(running) == Counter()
-    (again,) = await street.boot(fills[-1].flavor)
+    await system.delete(running)
+    assert await system.where(running) == Counter()
+    (again,) = await system.boot(fills[-1].flavor)
     assert again.state == "active"
-    await street.delete([again])
+    await system.delete([again])
 
 
-async def test_a_flat_host_turns_nested_while_boots_go_on(street: Example) -> None:
-    flat = await street.boot("upgraded", 4)
+async def test_a_flat_host_turns_nested_while_boots_go_on(system: Example) -> None:
+    flat = await system.boot("upgraded", 4)
     before: dict[Held, int] = {**small(4), ("host", "PGPU", 1): 4}
-    assert await street.where(flat) == Counter(before)
+    assert await system.where(flat) == Counter(before)
 
-    under_way = await street.client.boot(street.requests("upgraded", 6))
-    await street.old_service(nested=True)
-    meanwhile = await street.client.boot(street.requests("upgraded", 6))
-    await street.ended()
+    under_way = await system.client.boot(system.requests("upgraded", 6))
+    await system.old_service(nested=True)
+    meanwhile = await system.client.boot(system.requests("upgraded", 6))
+    await system.ended()
     everybody = [*flat, *under_way, *meanwhile]
     assert [track.state for track in everybody] == ["active"] * 16, [t.last and t.last.reason for t in everybody]
 
-    held = await street.where(everybody)
+    held = await system.where(everybody)
     assert Counter({key[:2]: count * key[2] for key, count in held.items() if key[1] == "PGPU"}) == {
         ("host-card0", "PGPU"): 8,
         ("host-card1", "PGPU"): 8,
@@ -127,9 +127,9 @@ async def test_a_flat_host_turns_nested_while_boots_go_on(street: Example) -> No
     assert sum(count for (_, name, _), count in held.items() if name == "VCPU") == 16
     assert {name for name, _, _ in held} == {"host-numa0", "host-numa1", "host-card0", "host-card1"}
 
-    (refused,) = await street.boot("upgraded")
+    (refused,) = await system.boot("upgraded")
     assert refused.last is not None
     assert "PGPU" in refused.last.reason
-    await street.delete(everybody)
-    assert await street.where(everybody) == Counter()
-    assert not [row for row in (await street.looked_at()).inventories if row.used]
+    await system.delete(everybody)
+    assert await system.where(everybody) == Counter()
+    assert not [row for row in (await system.looked_at()).inventories if row.used]

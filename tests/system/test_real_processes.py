@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from berth.crew import Crew
 from berth.servers import Plan
+from berth.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildPage, BuildQuery
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
-from tests.system.crew import Rig, rig
+from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
@@ -57,9 +57,9 @@ async def load_while(whole: Rig, boots: int, disturb):  # type: ignore[no-untype
 
 async def kill_each_role(whole: Rig) -> None:
     for name in ROLES[:4]:
-        await asyncio.to_thread(whole.crew.kill, name)
-        await asyncio.to_thread(whole.crew.restart, name)
-    await whole.crew.ready(ROLES[:4])
+        await asyncio.to_thread(whole.processes.kill, name)
+        await asyncio.to_thread(whole.processes.restart, name)
+    await whole.processes.ready(ROLES[:4])
 
 
 async def restart_the_broker(whole: Rig) -> None:
@@ -82,7 +82,7 @@ async def test_two_schedulers_race_for_few_hosts() -> None:
             assert report.failures_by_code == {"no_valid_host": 160}
             assert all(failure.funnel for failure in report.failures)
             await whole.assert_invariants()
-            outcomes = await claim_outcomes(whole.crew)
+            outcomes = await claim_outcomes(whole.processes)
             assert outcomes["claimed"] == 40 * races
             if outcomes.get("full", 0.0) > 0:
                 return
@@ -99,13 +99,13 @@ async def delete_all(whole: Rig) -> None:
     assert await whole.client.wait(PATIENCE_S)
 
 
-async def claim_outcomes(crew: Crew) -> dict[str, float]:
+async def claim_outcomes(processes: WorkerProcesses) -> dict[str, float]:
     """Claims by outcome, over all schedulers."""
     totals: dict[str, float] = {}
-    for name in crew.workers:
+    for name in processes.workers:
         if name.startswith("scheduler"):
             for outcome, value in re.findall(
-                r'^berth_scheduler_claims_total\{outcome="(\w+)"\} (\S+)$', await crew.metrics(name), re.MULTILINE
+                r'^berth_scheduler_claims_total\{outcome="(\w+)"\} (\S+)$', await processes.metrics(name), re.MULTILINE
             ):
                 totals[outcome] = totals.get(outcome, 0.0) + float(value)
     return totals

@@ -27,7 +27,7 @@ def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() 
     with small_crew(start=False) as small:
         small.servers.broker.shut_down()
         small.servers.postgres.shut_down()
-        start_all(small.crew, PLAN)
+        start_all(small.processes, PLAN)
         says(small, "placement1", "database.waiting")
         says(small, "scheduler1", "database.waiting", "bus.away")
         says(small, "conductor-cell1-1", "database.waiting", "bus.away")
@@ -76,7 +76,7 @@ async def hosts_known(client: BuildClient) -> None:
 
 def says(small: Small, name: str, *events: str) -> None:
     """Wait until a worker's log holds one of these events, and the worker lives."""
-    worker = small.crew.workers[name]
+    worker = small.processes.workers[name]
     until(lambda: any(f'"event":"{event}"' in worker.log.read_text() for event in events), f"{name} says {events}")
     assert worker.process.running, worker.process.tail()
 

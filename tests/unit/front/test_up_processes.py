@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from berth import supervisor as supervisor_module
-from berth.crew import Crew, Worker
 from berth.embedded.process import Account, GuardedProcess, ServerFailed
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
 from berth.up_processes import HOSTS_WAIT_S, Numbers, _hosts_known, numbers
+from berth.worker_processes import Worker, WorkerProcesses
 from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts
@@ -44,8 +44,8 @@ def test_settings_come_before_what_suits_and_options_before_both() -> None:
     assert found.total(2) == 14
 
 
-class ShortLived(Crew):
-    """A crew whose workers end at once, in the same kind of process as real ones."""
+class ShortLived(WorkerProcesses):
+    """Worker processes that end at once, in the same kind of process as real ones."""
 
     def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
         log = self.directory / f"{name}.log"
@@ -63,60 +63,60 @@ class ShortLived(Crew):
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[ShortLived]:
-    crew = ShortLived(tmp_path, {})
-    crew.start("scheduler1", "scheduler", settings={"BERTH_X": "1"})
+def processes(tmp_path: Path) -> Iterator[ShortLived]:
+    processes = ShortLived(tmp_path, {})
+    processes.start("scheduler1", "scheduler", settings={"BERTH_X": "1"})
     try:
-        yield crew
+        yield processes
     finally:
-        crew.stop()
+        processes.stop()
 
 
-async def died(crew: Crew, name: str = "scheduler1") -> Worker:
+async def died(processes: WorkerProcesses, name: str = "scheduler1") -> Worker:
     async with asyncio.timeout(20):
-        while crew.workers[name].process.running:  # noqa: ASYNC110  (a process does not announce its end)
+        while processes.workers[name].process.running:  # noqa: ASYNC110  (a process does not announce its end)
             await asyncio.sleep(0.01)
-    return crew.workers[name]
+    return processes.workers[name]
 
 
-async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(crew: ShortLived) -> None:
+async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(processes: ShortLived) -> None:
     clock, said = HandClock(), list[str]()
-    supervisor = Supervisor(crew, clock=clock, say=said.append)
-    before = await died(crew)
+    supervisor = Supervisor(processes, clock=clock, say=said.append)
+    before = await died(processes)
     supervisor.look()
-    again = crew.workers["scheduler1"]
+    again = processes.workers["scheduler1"]
     assert again.process is not before.process
     assert (again.arguments, again.settings) == (("scheduler",), {"BERTH_X": "1"})
     for _ in range(MAX_DEATHS - 1):
-        fallen = await died(crew)
+        fallen = await died(processes)
         supervisor.look()
-        assert crew.workers["scheduler1"] is fallen, "a pause first"
+        assert processes.workers["scheduler1"] is fallen, "a pause first"
         clock.now += supervisor_module.LONGEST_PAUSE_S
         supervisor.look()
-        assert crew.workers["scheduler1"] is not fallen
-    await died(crew)
+        assert processes.workers["scheduler1"] is not fallen
+    await died(processes)
     with pytest.raises(ServerFailed, match=r"(?s)status 7, 5 times within 60 s.*I fell"):
         supervisor.look()
     assert len(said) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in said)
 
 
-async def test_deaths_long_ago_are_forgiven(crew: ShortLived) -> None:
+async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
     clock = HandClock()
-    supervisor = Supervisor(crew, clock=clock, say=lambda said: None)
+    supervisor = Supervisor(processes, clock=clock, say=lambda said: None)
     for _ in range(MAX_DEATHS + 2):
-        fallen = await died(crew)
+        fallen = await died(processes)
         supervisor.look()
-        assert crew.workers["scheduler1"] is not fallen, "at once: it had lived long enough"
+        assert processes.workers["scheduler1"] is not fallen, "at once: it had lived long enough"
         clock.now += WITHIN_S + 1
 
 
-async def test_supervision_ends_when_asked_or_when_it_fails(crew: ShortLived) -> None:
+async def test_supervision_ends_when_asked_or_when_it_fails(processes: ShortLived) -> None:
     stop = asyncio.Event()
     stop.set()
-    await supervised(Supervisor(crew, clock=HandClock(), say=lambda said: None), stop)
+    await supervised(Supervisor(processes, clock=HandClock(), say=lambda said: None), stop)
     clock = HandClock()
     with pytest.raises(ServerFailed):
-        await supervised(Supervisor(crew, clock=clock, say=lambda said: None), asyncio.Event())
+        await supervised(Supervisor(processes, clock=clock, say=lambda said: None), asyncio.Event())
 
 
 async def test_every_cell_has_hosts_however_many_another_one_has() -> None:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.crew import Crew
 from berth.gather import gather, rest
 from berth.invariants import Verdict, judge
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.servers import Plan, RealServers, real_servers, running_crew
 from berth.site import Site, process_name
+from berth.worker_processes import WorkerProcesses
 
 REST_TIMEOUT_S = 60.0
 
@@ -24,7 +24,7 @@ class Rig(Struct):
     """What a test of the whole system holds in its hands."""
 
     servers: RealServers
-    crew: Crew
+    processes: WorkerProcesses
     site: Site
     client: BuildClient
     rng: random.Random
@@ -52,12 +52,12 @@ async def rig(plan: Plan, *, seed: int = 1) -> AsyncIterator[Rig]:
     servers_context = real_servers(plan.cells, durable=plan.durable)
     servers = await asyncio.to_thread(servers_context.__enter__)
     try:
-        async with running_crew(servers, plan) as (crew, site):
+        async with running_crew(servers, plan) as (processes, site):
             process = process_name("test")
             client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
             await client.open()
             try:
-                yield Rig(servers=servers, crew=crew, site=site, client=client, rng=random.Random(seed))
+                yield Rig(servers=servers, processes=processes, site=site, client=client, rng=random.Random(seed))
             finally:
                 await client.close()
     finally:

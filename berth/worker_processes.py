@@ -38,7 +38,7 @@ class Worker(Struct):
     settings: Mapping[str, str]
 
 
-class Crew:
+class WorkerProcesses:
     """Worker processes of one system. `settings`: `BERTH_...` variables that all of them get."""
 
     def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:

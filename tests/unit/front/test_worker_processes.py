@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from berth.crew import Crew, Worker
 from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
+from berth.worker_processes import Worker, WorkerProcesses
 from bus.service.health import Health
 
 LIVES = ("/bin/sh", "-c", "exec sleep 600")
@@ -32,8 +32,8 @@ SOON_S = 0.3
 PATIENCE_S = 30.0
 
 
-class Given(Crew):
-    """A crew whose workers run the given command, at the given port."""
+class Given(WorkerProcesses):
+    """Worker processes that run the given command, at the given port."""
 
     def begin(self, name: str, command: tuple[str, ...], port: int) -> Worker:
         log = self.directory / f"{name}.log"
@@ -44,7 +44,7 @@ class Given(Crew):
 
 
 @pytest.fixture
-async def crew(tmp_path: Path) -> AsyncIterator[Given]:
+async def processes(tmp_path: Path) -> AsyncIterator[Given]:
     made = Given(tmp_path, {})
     yield made
     await asyncio.to_thread(made.stop)
@@ -59,35 +59,35 @@ async def somebody() -> AsyncIterator[Health]:
     await health.close()
 
 
-async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(crew: Given, somebody: Health) -> None:
+async def test_a_worker_at_whose_port_another_process_answers_is_not_ready(processes: Given, somebody: Health) -> None:
     """Two workers had drawn one port; the second died of it, and the first one's answer passed for both.
 
     Seen: four cells with 2,500 hosts each, all workers "ready", and 7,500 hosts in the book for ever.
     """
-    crew.begin("compute-cell4-c1", LIVES, somebody.port)
+    processes.begin("compute-cell4-c1", LIVES, somebody.port)
     with pytest.raises(ServerFailed, match=f"compute-cell4-c1 was not ready.*process {os.getpid()} answers"):
-        await crew.ready(timeout_s=SOON_S)
+        await processes.ready(timeout_s=SOON_S)
 
 
-async def test_a_worker_that_ended_is_not_ready_whoever_answers_at_its_port(crew: Given, somebody: Health) -> None:
-    crew.begin("compute-cell4-c1", FALLS, somebody.port)
+async def test_a_worker_that_ended_is_not_ready_whoever_answers_at_its_port(processes: Given, somebody: Health) -> None:
+    processes.begin("compute-cell4-c1", FALLS, somebody.port)
     with pytest.raises(ServerFailed, match=r"(?s)compute-cell4-c1 ended.*cannot listen"):
-        await crew.ready(timeout_s=PATIENCE_S)
+        await processes.ready(timeout_s=PATIENCE_S)
 
 
-async def test_a_worker_that_answers_itself_is_ready(crew: Given) -> None:
+async def test_a_worker_that_answers_itself_is_ready(processes: Given) -> None:
     port = free_port()
-    crew.begin("compute-cell4-c1", (sys.executable, "-c", ANSWERS, str(port)), port)
-    await crew.ready(timeout_s=PATIENCE_S)
+    processes.begin("compute-cell4-c1", (sys.executable, "-c", ANSWERS, str(port)), port)
+    await processes.ready(timeout_s=PATIENCE_S)
 
 
 def test_no_two_workers_of_a_crew_get_one_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = itertools.chain([5, 5, 5], itertools.count(9))
     monkeypatch.setattr(secrets, "randbelow", lambda _: next(drawn))
-    crew = Crew(tmp_path, {})
+    processes = WorkerProcesses(tmp_path, {})
     monkeypatch.setattr(sys, "executable", "/bin/true")
     try:
-        ports = [crew.start(name, "compute").port for name in ("one", "two")]
+        ports = [processes.start(name, "compute").port for name in ("one", "two")]
     finally:
-        crew.stop()
+        processes.stop()
     assert len(set(ports)) == 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from berth.commands.outlived import is_outlived, send_back
+from berth.commands.expired import is_expired, send_back
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.contracts.catalogue import BY_QUEUE, DEAD
@@ -51,7 +51,7 @@ def items(*ages_s: float) -> bytes:
     ],
 )
 def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: bool) -> None:
-    assert is_outlived(one, Settings(), NOW) is expected
+    assert is_expired(one, Settings(), NOW) is expected
 
 
 @pytest.mark.parametrize(("old", "sent"), [(False, ["young"]), (True, ["ancient", "young"])])

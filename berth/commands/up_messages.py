@@ -30,7 +30,7 @@ def one_process(here: Site, computes: Sequence[str], ironic_url: str | None, res
 
 def as_processes(started: Running, count: Numbers, cpus: int, rest: AtUp) -> dict[str, Any]:
     """Each worker a process."""
-    workers = started.crew.workers.values()
+    workers = started.processes.workers.values()
     settings = started.site.settings
     return {
         "up": True,

@@ -15,11 +15,11 @@ from bus.service.settings import SettingsError
 READY_TIMEOUT_S = 60.0
 
 
-class MemberFailed(Exception):
+class WorkerEnded(Exception):
     """A worker ended though it was not stopped, or was not ready in time. The cause is what it died of, if known."""
 
 
-class Member(Struct):
+class InProcessWorker(Struct):
     """One running worker."""
 
     name: str
@@ -28,19 +28,19 @@ class Member(Struct):
     task: asyncio.Task[None]
 
 
-class Ensemble:
+class InProcessWorkers:
     """Starts, kills and stops workers of this process. `failed` is set with the first that dies unasked."""
 
     def __init__(self) -> None:
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, InProcessWorker] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, *services: tuple[str, Service]) -> None:
-        """Start workers side by side and wait until all are ready. Raises MemberFailed when one dies first."""
+        """Start workers side by side and wait until all are ready. Raises WorkerEnded when one dies first."""
         for name, service in services:
             stop = asyncio.Event()
             task = asyncio.create_task(service.run(stop), name=name)
-            self.members[name] = Member(name=name, service=service, stop=stop, task=task)
+            self.members[name] = InProcessWorker(name=name, service=service, stop=stop, task=task)
             task.add_done_callback(self._ended)
         ready = asyncio.gather(*(service.ready.wait() for _, service in services))
         try:
@@ -48,7 +48,7 @@ class Ensemble:
             await asyncio.wait(waiting, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done() and not self.failed.done():
                 late = "; ".join(f"{name}: {', '.join(s.not_ready())}" for name, s in services if s.not_ready())
-                raise MemberFailed(f"not ready within {READY_TIMEOUT_S:g} s: {late}")
+                raise WorkerEnded(f"not ready within {READY_TIMEOUT_S:g} s: {late}")
         finally:
             if not ready.done():
                 ready.cancel()
@@ -63,7 +63,7 @@ class Ensemble:
         await asyncio.gather(member.task, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Drain and stop all, those started last first. Raises MemberFailed when one fails at that."""
+        """Drain and stop all, those started last first. Raises WorkerEnded when one fails at that."""
         faults: list[BaseException] = []
         while self.members:
             _, member = self.members.popitem()
@@ -72,10 +72,10 @@ class Ensemble:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 faults.append(result)
         if self.failed.done():
-            with contextlib.suppress(MemberFailed):
+            with contextlib.suppress(WorkerEnded):
                 await self.failed  # seen: nobody is warned about it
         if faults:
-            raise MemberFailed(str(faults[0])) from faults[0]
+            raise WorkerEnded(str(faults[0])) from faults[0]
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         member = self.members.get(task.get_name())
@@ -83,7 +83,7 @@ class Ensemble:
             return
         error = None if task.cancelled() else task.exception()
         why = str(error) if isinstance(error, Fault | SettingsError) else repr(error)
-        fault = MemberFailed(f"worker {member.name} ended: {why}")
+        fault = WorkerEnded(f"worker {member.name} ended: {why}")
         fault.__cause__ = error
         self.failed.set_exception(fault)
         self.failed.exception()

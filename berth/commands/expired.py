@@ -58,7 +58,7 @@ async def send_back(
     kept: list[str] = []
 
     def may_go(letter: DeadLetter) -> bool:
-        if old or not is_outlived(letter, settings, now):
+        if old or not is_expired(letter, settings, now):
             return True
         kept.append(letter.id)
         return False
@@ -66,7 +66,7 @@ async def send_back(
     return SentBack(await dead_letters.replay(transport, queue, ids, may_go=may_go), kept)
 
 
-def is_outlived(letter: DeadLetter, settings: Settings, now: float) -> bool:
+def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be."""
     for name, sent_at in _messages(letter):
         if name in KEPT_S:

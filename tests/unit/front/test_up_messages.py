@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from berth.commands.up_said import as_processes, block, one_process
-from berth.crew import Crew
+from berth.commands.up_messages import as_processes, block, one_process
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
 from berth.up_processes import Numbers, Running
+from berth.worker_processes import WorkerProcesses
 from placement_worker.rest.config import RestConfig
 
 URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"
@@ -74,7 +74,9 @@ def test_servers_are_said_without_their_passwords(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     settings = replace(settings, bus=replace(settings.bus, url="amqp://berth:hunter2@127.0.0.1:5672/berth"))
     here = Site(settings, database_url=URL)
-    running = Running(crew=Crew(tmp_path, {}), site=here, logs=tmp_path / "logs", ironic_url="http://127.0.0.1:6385")
+    running = Running(
+        processes=WorkerProcesses(tmp_path, {}), site=here, logs=tmp_path / "logs", ironic_url="http://127.0.0.1:6385"
+    )
     count = Numbers(schedulers=1, placements=1, conductors=1, computes=1)
     told = as_processes(running, count, 2, AtUp(settings=settings))
     assert (told["bus"], told["database"]) == (
