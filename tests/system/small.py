@@ -49,7 +49,7 @@ class Small(Struct):
 
 
 @contextlib.contextmanager
-def small_crew(*, start: bool = True) -> Iterator[Small]:
+def small_processes(*, start: bool = True) -> Iterator[Small]:
     """The system, ready; with start=False nothing but the servers runs yet."""
     with real_servers(PLAN.cells, durable=False) as servers, tempfile.TemporaryDirectory(prefix="berth-small-") as name:
         settings = servers.settings(PLAN)

@@ -15,7 +15,7 @@ from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from bus import dead_letters
 from bus.bus import API
 from bus.dead_letters import DeadLetter
-from tests.system.small import Small, small_crew
+from tests.system.small import Small, small_processes
 
 PATIENCE_S = 60.0
 PROJECT = "bad"
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Small]:
-    with small_crew() as found:
+    with small_processes() as found:
         before = found.pids()
         yield found
         assert found.pids() == before, "no worker died of anything it was sent"

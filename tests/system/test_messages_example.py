@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.small import small_crew
+from tests.system.small import small_processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 TIMEOUT_S = 120.0
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 
 def test_the_example_publishes_a_build_and_receives_its_events(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    with small_crew() as small:
+    with small_processes() as small:
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", script],
             env={"PATH": os.environ["PATH"], "AMQP_URL": small.amqp_url},

@@ -21,10 +21,10 @@ import msgspec
 import pytest
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
 
-from berth.crew import Crew
 from berth.permissions import Grant, Role, of_project, of_role
 from berth.servers import API_VHOST, RealServers, real_servers, variables
 from berth.settings import BusSettings, CellSettings, Settings
+from berth.worker_processes import WorkerProcesses
 from bus.port import BusForbidden
 from bus.rabbitmq import RabbitTransport
 from tests.system.small import PLAN
@@ -49,7 +49,7 @@ class Guarded:
         grants = [grant for role in Role for grant in of_role(role, self.settings)]
         grants += [of_project(project, self.settings) for project in (MINE, THEIRS)]
         define(servers, grants)
-        self.crew = Crew(directory, {})
+        self.processes = WorkerProcesses(directory, {})
 
     def url(self, user: str, vhost: str = API_VHOST) -> str:
         return self.servers.broker.url(vhost, user=user, password=PASSWORD)
@@ -60,15 +60,15 @@ class Guarded:
         return msgspec.structs.replace(self.settings, bus=BusSettings(url=self.url(user)), cells=cells)
 
     def start(self) -> None:
-        crew = self.crew
+        processes = self.processes
         for name, *arguments in (
             ("placement", "placement"),
             ("conductor-cell1", "conductor", "--cell", "cell1"),
             ("compute-cell1", "compute", "--cell", "cell1", "--service", "cell1-c1"),
             ("scheduler", "scheduler"),
         ):
-            crew.start(name, *arguments, settings=variables(self.settings_of(f"berth-{name}")))
-        asyncio.run(crew.ready())
+            processes.start(name, *arguments, settings=variables(self.settings_of(f"berth-{name}")))
+        asyncio.run(processes.ready())
 
     def berth(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of the operator's."""
@@ -114,7 +114,7 @@ def system() -> Iterator[Guarded]:
             guarded.start()
             yield guarded
         finally:
-            guarded.crew.stop()
+            guarded.processes.stop()
 
 
 class Tenant:
@@ -441,8 +441,8 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
 
 def test_no_worker_was_refused_anything(system: Guarded) -> None:
     """The last of this module: what the workers did for all the others, they were allowed to."""
-    said = {name: worker.log.read_text() for name, worker in system.crew.workers.items()}
+    said = {name: worker.log.read_text() for name, worker in system.processes.workers.items()}
     assert len(said) == 4
     for name, text in said.items():
         assert "ACCESS_REFUSED" not in text and "bus.forbidden" not in text, (name, text[-4000:])
-        assert system.crew.workers[name].process.running
+        assert system.processes.workers[name].process.running

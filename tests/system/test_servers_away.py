@@ -15,7 +15,7 @@ from berth.invariants import judge
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.servers import start_all
 from berth.site import process_name
-from tests.system.small import PLAN, Small, small_crew
+from tests.system.small import PLAN, Small, small_processes
 
 PATIENCE_S = 60.0
 BOOTS = 150
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 
 
 def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() -> None:
-    with small_crew(start=False) as small:
+    with small_processes(start=False) as small:
         small.servers.broker.shut_down()
         small.servers.postgres.shut_down()
         start_all(small.processes, PLAN)

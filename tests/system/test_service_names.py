@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from berth.crew import Worker
+from berth.worker_processes import Worker
 from bus.service.main import EXIT_SETTINGS
-from tests.system.small import Small, small_crew
+from tests.system.small import Small, small_processes
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
@@ -20,14 +20,14 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Small]:
-    with small_crew() as made:
+    with small_processes() as made:
         yield made
 
 
 def second(small: Small, name: str, *, wait_s: float) -> Worker:
     settings = {"BERTH_COMPUTE__NAME_WAIT_S": str(wait_s)}
-    arguments = small.crew.workers[FIRST].arguments
-    return small.crew.start(name, *arguments, settings=settings)
+    arguments = small.processes.workers[FIRST].arguments
+    return small.processes.start(name, *arguments, settings=settings)
 
 
 def until(condition: Callable[[], object], worker: Worker) -> None:
@@ -45,7 +45,7 @@ def test_the_second_service_of_a_name_ends_with_a_sentence_and_the_first_goes_on
     assert late.process.status == EXIT_SETTINGS, said
     assert "another process runs the compute service 'c1' of cell1" in said.replace("cell1-c1", "c1"), said
     assert "compute.name_taken" in said and "Traceback" not in said
-    assert small.crew.workers[FIRST].process.running
+    assert small.processes.workers[FIRST].process.running
     small.ready(FIRST)
 
 
@@ -53,5 +53,5 @@ def test_a_service_that_is_started_before_the_former_one_is_gone_takes_over(smal
     """A supervisor starts the next one while the broker still has the connection of the one that died."""
     next_one = second(small, "next", wait_s=PATIENCE_S)
     until(lambda: "compute.name_waits" in next_one.log.read_text(), next_one)
-    small.crew.kill(FIRST)
-    asyncio.run(small.crew.ready(["next"]))
+    small.processes.kill(FIRST)
+    asyncio.run(small.processes.ready(["next"]))

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FRAGMENTS = sorted((ROOT / "changelog.d").iterdir())
+FRAGMENTS = sorted((ROOT / "changelog.d").glob("*.*.md"))
 
 
 def changelog(root: Path, *arguments: str) -> str:
@@ -34,14 +34,16 @@ def test_every_fragment_is_in_the_changelog() -> None:
 def test_a_release_takes_the_fragments_into_the_file_above_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "changelog", tmp_path / "scripts")
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\nIntroduction.\n")
     (tmp_path / "changelog.d").mkdir()
+    (tmp_path / "changelog.d" / "README.md").write_text("How to write one.\n")
     (tmp_path / "changelog.d" / "one.added.md").write_text("One thing,\nin two lines.\n")
     changelog(tmp_path, "1.0.0")
     (tmp_path / "changelog.d" / "two.fixed.md").write_text("Another.\n")
     changelog(tmp_path, "1.1.0")
     written = re.sub(r"\(\d{4}-\d\d-\d\d\)", "(day)", (tmp_path / "CHANGELOG.md").read_text())
-    assert written == (
-        "# Changelog\n\n## 1.1.0 (day)\n\n### Fixed\n\n- Another.\n\n"
-        "## 1.0.0 (day)\n\n### Added\n\n- One thing,\n  in two lines.\n"
+    assert written.replace("\n\n\n", "\n\n") == (
+        "# Changelog\n\nIntroduction.\n\n## 1.1.0 (day)\n\n### Fixed\n\n- Another.\n\n"
+        "## 1.0.0 (day)\n\n### Added\n\n- One thing,\n  in two lines.\n\n"
     )
-    assert list((tmp_path / "changelog.d").iterdir()) == []
+    assert [path.name for path in (tmp_path / "changelog.d").iterdir()] == ["README.md"]
