@@ -12,7 +12,7 @@ from bus.contracts.catalogue import COMMANDS
 from compute_sim.config import ComputeConfig
 from tests.contract.rig import until
 from tests.kit.raw_amqp import raw_publisher
-from tests.system.crew import rig
+from tests.system.worker_processes import rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
