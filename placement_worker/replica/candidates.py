@@ -1,8 +1,8 @@
 """Allocation candidates: what a request could be claimed as, over all trees (P-1.10 to P-1.39).
 
 The order is stated and stable: first one candidate of every root, by the root's row in the book, then a second of
-every root that has one, and so on, so that a limit never hides a root (trap 12). On one root those with most room
-come first, from few providers, and the slot with the widest choice changes first.
+every root that has one, and so on, so that a limit never hides a root (trap 12). On one root, providers that can give
+most slots come first, of like ones those with most room, and the slot with the widest choice changes first.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CandidateSet:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Candidate:
-        """One candidate, whole. To render many, go over `columns()` instead."""
+        """One candidate. `columns()` is cheaper for rendering many."""
         allocations: dict[str, dict[str, int]] = {}
         mappings: dict[str, list[str]] = {}
         shapes: dict[str, int] = {}
@@ -98,13 +98,13 @@ class CandidateSet:
 
     @property
     def one_provider(self) -> bool:
-        """Whether in every candidate one provider gives all, as on flat hosts: then each column tells everything."""
+        """Whether in every candidate one provider gives all, as on flat hosts: then one column is the whole answer."""
         return bool((self.rows == self.rows[:, :1]).all())
 
     def touched(self) -> Rows:
         """Rows for the provider summaries, ascending: every member of each tree that gives resources.
 
-        Only the giving providers themselves when the request knows nothing of trees (`one_per_tree`).
+        Only the providers that give resources when the request is of a version before trees (`one_per_tree`).
         """
         giving = [at for at, slot in enumerate(self.slots) if slot.resources]
         given = np.unique(self.rows[:, giving])
@@ -176,7 +176,7 @@ class _CandidateSearch:
         self.exhausted = True
 
     def rows(self, limit: int | None) -> Rows:
-        """The candidates' providers."""
+        """Per candidate and slot, the row of the provider that gives it."""
         book = self._book
         if limit is not None and limit <= 0:
             self.exhausted = False
@@ -273,7 +273,7 @@ class _CandidateSearch:
         return self._once(np.concatenate(rows)[order])
 
     def _once(self, rows: Rows) -> Rows:
-        """Leave out repetitions: only what sharing providers give alone can be found on more roots than one."""
+        """Leave out repetitions: a candidate of sharing providers alone is found on each root that they serve."""
         if not self._may_repeat or not len(rows):
             return rows
         shared = np.flatnonzero(sharing_of(self._book).are_sharers(rows).all(axis=1))

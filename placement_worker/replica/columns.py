@@ -38,7 +38,7 @@ class Distinct(Generic[T]):
         return len(self.values)
 
     def id_of(self, value: T) -> int:
-        """The value's number, new when it is new."""
+        """The value's number; a new value gets the next."""
         found = self._ids.get(value)
         if found is None:
             found = self._ids[value] = len(self.values)
@@ -183,7 +183,7 @@ class Moves:
         self.end += 1
 
     def forget(self) -> None:
-        """Everything may have moved: nobody's position is good any more."""
+        """Make all positions too old: every row may have moved."""
         self.end += 1
         self.start = self.end
 

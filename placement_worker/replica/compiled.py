@@ -46,7 +46,7 @@ NO, YES, UNKNOWN = 0, 1, 2
 
 
 class TreePattern:
-    """A tree as the request sees it, and all the trees that look so: `rows[t, m]` is member m of the tree t."""
+    """Trees that are equal as far as the request can tell: `rows[t, m]` is member m of tree t."""
 
     def __init__(self, solver: TreeSolver) -> None:
         self.solver = solver
@@ -107,7 +107,7 @@ class CompiledRequest:
         return Reasons(self.request, self.slots)
 
     def _subtrees(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of two slots and more; of one alone there is nothing to say."""
+        """The sets of slots that `same_subtree` names; a set of one slot asks nothing."""
         sets = [
             tuple(at for at, slot in enumerate(self.slots) if slot.suffix in suffixes and slot.suffix != UNNUMBERED)
             for suffixes in self.request.same_subtree
@@ -145,7 +145,7 @@ class CompiledRequest:
             contended.column = None
 
     def refresh(self) -> None:
-        """Make the tables right for the book as it is now."""
+        """Bring the tables up to date with the book."""
         if self._epoch != self.book.epoch:
             self._begin()
         for fit in (*self._all_fits, *self._totals):
@@ -201,7 +201,7 @@ class CompiledRequest:
         return left
 
     def lone_has_room(self, rows: Rows) -> Flags:
-        """Which rows have as much free as is asked in all."""
+        """Which rows have free what all slots ask together."""
         room = np.ones(len(rows), dtype=np.bool_)
         for total in self._totals:
             if total.column is None:

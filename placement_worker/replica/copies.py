@@ -1,6 +1,6 @@
-"""A copy of a book that stays as it is while the book moves on: for reads that take longer than the loop may stand.
+"""A read-only copy of a book, for reads that would hold the event loop for too long.
 
-Numbers are copied, strings are shared. What only writing needs is left out: a copy is for reading.
+Numbers are copied, strings are shared, and what only writing needs is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SPARSE = 8
 
 
 def copy_of(book: Book) -> Book:
-    """The book as it is now. Call it where nobody writes meanwhile; then any one thread may read the copy."""
+    """The book as it is now. Call it on the thread that writes the book; one thread at a time may read the copy."""
     copy = Book.__new__(Book)
     vars(copy).update(vars(book))
     copy.texts = {}

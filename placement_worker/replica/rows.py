@@ -1,4 +1,4 @@
-"""Which row is whose: a provider's uuid and name by row, and rows that are used again."""
+"""The rows of providers: their uuids and names, and reuse of the rows of removed providers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NOBODY = -1
 class RowTable:
     """Rows by uuid. A row is kept while its provider exists or another one names it as its parent or root.
 
-    Whoever adds columns names them in `_filled`, or hears of it in `_grown` and `_emptied`.
+    A subclass that adds columns names them in `_filled`, or extends `_grown` and `_emptied`.
     """
 
-    # Columns by name, and what a place holds that was never used.
+    # Columns by name, and the value of a row that was never used.
     _filled: tuple[tuple[str, int], ...] = (("live", 0), ("named_by", 0))
 
     def _clear_rows(self) -> None:
@@ -90,7 +90,7 @@ class RowTable:
         self.size = size
 
     def _grown(self, size: int) -> None:
-        """Every column has room for so many rows now."""
+        """Columns have been made this long."""
 
     def _emptied(self, row: int) -> None:
-        """Nobody has this row any more."""
+        """The row is free for another provider."""

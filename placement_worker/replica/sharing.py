@@ -1,7 +1,7 @@
-"""Who shares with which trees (P-45): a provider with the sharing trait serves every tree that any member of is in an
-aggregate of it.
+"""Sharing providers and the trees that they serve (P-45).
 
-Shapes alone decide it, so it is worked out once and kept until a shape moves.
+A provider with the sharing trait serves each tree with a member in one of its aggregates. Shapes alone decide this, so
+the pairs are kept until a shape moves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sharing:
         self.givers = np.unique(self._sharers)  # those that serve any tree
 
     def serving(self, roots: Rows) -> tuple[Rows, Rows]:
-        """The sharing providers from elsewhere that serve these trees, and beside each the position of its root."""
+        """The sharing providers from other trees that serve these; per provider, the position of the root it serves."""
         first = np.searchsorted(self._roots, roots, side="left")
         many = np.searchsorted(self._roots, roots, side="right") - first
         owners = np.repeat(np.arange(len(roots)), many)
@@ -35,7 +35,7 @@ class Sharing:
         return self._sharers[np.repeat(first, many) + within], owners
 
     def serves(self, roots: Rows) -> Flags:
-        """Which of these trees a sharing provider from elsewhere serves."""
+        """Which of these trees a sharing provider of another tree serves."""
         if not len(self._roots):
             return np.zeros(len(roots), dtype=np.bool_)
         place = np.minimum(np.searchsorted(self._roots, roots), len(self._roots) - 1)
@@ -43,14 +43,14 @@ class Sharing:
         return served
 
     def serves_root(self, root: int) -> bool:
-        """Whether a sharing provider from elsewhere serves this tree."""
+        """Whether a sharing provider of another tree serves this one."""
         if not len(self._roots):
             return False
         place = int(np.searchsorted(self._roots, root))
         return place < len(self._roots) and int(self._roots[place]) == root
 
     def served_by(self, rows: Rows) -> Rows:
-        """Roots of the trees elsewhere that any of these rows serves, ascending."""
+        """Roots of the other trees that these rows serve, ascending."""
         return np.unique(self._roots[np.isin(self._sharers, rows)])
 
     def same_pairs(self, other: Sharing) -> bool:

@@ -1,9 +1,9 @@
 """All assignments of one tree's members to a request's slots, lazily, within a budget of dead ends.
 
-Before a member is taken, a look ahead says whether the rest can still be satisfied. It asks once per kind of member,
-not once per member: like members in like condition are one kind, and what was found out about a situation holds for
+Before the solver takes a member, it looks ahead whether the remaining slots can still be satisfied. It asks once per
+kind of member: members that are alike and in the same condition are one kind, and the answer for a situation holds for
 every situation that differs only in which of the like members were taken. Eight like devices for eight groups cost
-as much as eight steps, not as 8^8.
+eight steps, not 8^8.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _State(NamedTuple):
 
 
 class OutOfBudget(Exception):
-    """So many steps led nowhere that the search stops without knowing."""
+    """The budget of dead ends is used up: whether there are further assignments is not known."""
 
 
 class TreeSolver:

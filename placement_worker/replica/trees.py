@@ -1,4 +1,4 @@
-"""Which provider is whose child: parents, roots, and the members of every tree, as columns."""
+"""Provider trees as columns: parents, roots, and the members of each tree."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Trees(RowTable):
         return sorted(members, key=lambda row: (self._depth(row), self._names[row], self._uuids[row]))
 
     def members(self, roots: Rows) -> tuple[Rows, Rows]:
-        """All rows of these trees, the roots first, and beside each the position of its root in `roots`."""
-        if len(roots) == 1:  # one walk costs less than columns of one
+        """All rows of these trees, the roots first; per row, the position of its root in `roots`."""
+        if len(roots) == 1:  # following one list costs less than columns of length one
             tree = np.array(self._members(int(roots[0])), dtype=np.intp)
             return tree, np.zeros(len(tree), dtype=np.intp)
         rows, owners = [roots], [np.arange(len(roots))]

@@ -1,4 +1,4 @@
-"""One query's verdict on each root, kept right by looking again only at what moved.
+"""One query's verdict on each root, kept up to date by judging only the roots that moved.
 
 A verdict is a small number: a reason to reject the root (see `reasons`), or `passes`. Everything but usage is decided
 once per distinct set of traits, set of aggregates and kind of inventory, so a full evaluation is a few gathers, and
@@ -61,7 +61,7 @@ class RootVerdicts:
         return self._roots
 
     def refresh(self) -> None:
-        """Make the verdicts right for the book as it is now."""
+        """Bring the verdicts up to date with the book."""
         book = self.book
         if self._epoch != book.epoch:
             self._begin()
@@ -133,7 +133,7 @@ class RootVerdicts:
         self._set(moved, self._judge(moved))
 
     def _set(self, rows: Rows, after: Codes) -> None:
-        """Change these rows' verdicts, and what is counted and listed of them."""
+        """Change these rows' verdicts, their counts and the list of passing roots."""
         before = self.verdicts[rows]
         if np.array_equal(before, after):
             return
@@ -143,7 +143,7 @@ class RootVerdicts:
         self._move_roots(rows, before == self.passes, after == self.passes)
 
     def _move_roots(self, moved: Rows, passed: Flags, pass_now: Flags) -> None:
-        """Carry the list of passing roots along: two copies instead of a scan of all rows."""
+        """Update the list of passing roots: two copies instead of a scan of all rows."""
         if self._roots is None:
             return
         gone, come = moved[passed & ~pass_now], moved[pass_now & ~passed]

@@ -111,7 +111,7 @@ def test_growing_keeps_everything() -> None:
     assert book.free("VCPU", book.rows_of_roots()).tolist() == list(range(1, count + 1))
 
 
-def test_values_that_nobody_has_any_more_are_forgotten() -> None:
+def test_values_that_no_provider_has_any_more_are_dropped() -> None:
     book = Book()
     for turn in range(1, 3 * SWEEP_FROM):
         state = provider(0, generation=turn, traits=(f"T{turn}",), inventories={"VCPU": turn})

@@ -245,7 +245,7 @@ def test_more_candidates_than_the_budget_are_cut_after_each_root_has_one() -> No
 
 
 def test_tries_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No dead end anywhere, and more candidates than anybody can wait for."""
+    """No dead end anywhere, and more candidates than a client can wait for."""
     monkeypatch.setattr(module, "LEAST_TRIES", 2000)
     answer = candidates(loaded(devices(30)), numbered(*[{"VF": 1}] * 20, group_policy="isolate"), limit=10**6, budget=1)
     assert 0 < len(answer) < 2000
@@ -398,7 +398,7 @@ def test_nothing_asked_and_an_empty_book_find_nothing() -> None:
 
 
 class CountedSolver(TreeSolver):
-    """Refuses to try forever."""
+    """Fails when it tries too often."""
 
     tries = 0
 

@@ -1,4 +1,4 @@
-"""A copy of a book answers as the book did, whatever the book does next; a search ends when its time is over."""
+"""A copy of a book keeps its answers while the book moves on; a search ends when its time budget is used up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def answers(book: Book) -> list[object]:
     ]
 
 
-def test_a_copy_answers_as_the_book_did_whatever_the_book_does_next() -> None:
+def test_a_copy_keeps_its_answers_while_the_book_moves_on() -> None:
     made = book()
     before = answers(made)
     assert before[0]
@@ -80,7 +80,7 @@ def test_a_copy_answers_as_the_book_did_whatever_the_book_does_next() -> None:
     assert answers(copy) == before
 
 
-def test_a_search_whose_time_is_over_takes_what_it_has_or_nothing() -> None:
+def test_a_search_over_its_time_budget_returns_what_it_has_or_nothing() -> None:
     made = book()
     times = iter(range(10**6))
     whole = len(candidates(made, REQUEST))

@@ -55,7 +55,7 @@ def by_root(states: list[ProviderState], query: Query) -> dict[str, set[frozense
             continue
         if set(query.root_forbidden_aggregates) & set(root.aggregates):
             continue
-        # Only this root may anchor: the others are told apart by a trait that nobody has.
+        # Only this root may anchor: the others are told apart by a trait that no provider has.
         marked = [
             structs.replace(state, traits=(*state.traits, "CUSTOM_HERE")) if state is root else state
             for state in states
@@ -170,7 +170,9 @@ def test_a_pool_that_leaves_the_aggregate_leaves_its_hosts() -> None:
         ({"traits": ()}, "group NET", "traits not met"),
     ],
 )
-def test_the_funnel_names_the_group_that_nobody_satisfies(change: dict[str, object], step: str, reason: str) -> None:
+def test_the_funnel_names_the_group_that_no_provider_satisfies(
+    change: dict[str, object], step: str, reason: str
+) -> None:
     device = provider(1, root=0, parent=0, inventories={"VF": 4}, traits=("CUSTOM_FAST",))
     book = loaded([provider(0, inventories={"VCPU": 8}), structs.replace(device, **change)])
     group = Group(suffix="_NET", resources={"VF": 1}, required=(("CUSTOM_FAST",),))
