@@ -1,0 +1,320 @@
+"""What is not ours, or not proved to be over, is never changed: conductor, compute service and Ironic stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest_asyncio
+
+import cell_conductor.app
+import compute_sim.app
+from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, InstanceSpec, ReportHosts, Selection
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
+from bus.memory import MemoryBroker
+from bus.outcome import Done, Outcome, Received
+from bus.service.environment import Environment
+from bus.service.service import Service
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import State
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.fleet import Fleet
+
+WAIT_S = 60.0
+LOOKS = 4  # whole reports after which a conductor that wants to destroy something has said so
+QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.005)
+CONDUCTOR = ConductorConfig(report_grace_s=0.001, sweep_every_s=0.05, destroy_again_s=0.2)
+
+
+class Life:
+    """One life of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stop = asyncio.Event()
+        self._task = asyncio.create_task(service.run(self._stop))
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self._service.ready.wait()
+
+    async def stop(self) -> None:
+        self._stop.set()
+        async with asyncio.timeout(WAIT_S):
+            await self._task
+
+
+class Cell:
+    """A cell's bus, its database, its compute service's memory, and a placement that agrees to everything."""
+
+    def __init__(self, name: str, ironic: IronicStandIn) -> None:
+        self.name = name
+        self.ironic = ironic
+        self.clock = SystemClock()
+        self.rng = random.Random(name)
+        self.broker = MemoryBroker(self.clock)
+        self.bus = Bus(name, self.broker.transport("ears"), process="ears", clock=self.clock, rng=self.rng)
+        self.table = MemoryInstanceTable(self.clock)
+        self.fleet: Fleet | None = None
+        self.reports: list[ComputeHosts] = []
+        self.events: list[BuildEvent] = []
+        self._news = asyncio.Condition()
+        self._lives: list[Life] = []
+        self._stack = AsyncExitStack()
+
+    async def open(self) -> None:
+        await self.bus.open()
+        for queue in ("placement.requests", "scheduler.builds", "conductor.hosts.{process}"):
+            consumer = self.bus.consumer(queue, self._hear, concurrency=1)
+            await consumer.start()
+            task = asyncio.create_task(consumer.run())
+            self._stack.push_async_callback(_cancel, task)
+            self._stack.push_async_callback(consumer.drain, 1.0)
+
+    async def close(self) -> None:
+        await self.stop()
+        await self._stack.aclose()
+        await self.bus.close()
+
+    async def start(self, *, share: int = 0, shares: int = 1) -> None:
+        """A conductor on the table, and a compute service; what the latter remembers is kept over its lives."""
+        store = MemoryInstances(self.table.session())
+        conductor = cell_conductor.app.build(self._environment("conductor"), CONDUCTOR, self.name, store=store)
+        ironic = IronicConfig(url=self.ironic.url, poll_s=0.005, watch_s=0.02, share=share, shares=shares)
+        config = ComputeConfig(driver="ironic", hosts=0, ironic=ironic, heartbeat_s=0.2, report_s=60.0)
+        service = f"{self.name}-a"
+        if self.fleet is None:
+            self.fleet = Fleet.planned(config, self.name, service)
+        compute = compute_sim.app.build(self._environment("compute"), config, self.name, service, fleet=self.fleet)
+        self._lives = [Life(conductor), Life(compute)]
+        for life in self._lives:
+            await life.ready()
+        await self.look()
+
+    async def stop(self) -> None:
+        while self._lives:
+            await self._lives.pop().stop()
+
+    def _environment(self, process: str) -> Environment:
+        def transport(_: str) -> Any:
+            return self.broker.transport(process)
+
+        return Environment(f"{process}-{self.name}", transports=transport, clock=self.clock, rng=self.rng)
+
+    async def _hear(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        async with self._news:
+            outcomes = [Done(self._answer(received.message)) for received in batch]
+            self._news.notify_all()
+        return outcomes
+
+    def _answer(self, message: Message) -> Message | None:
+        if isinstance(message, ComputeHosts):
+            self.reports.append(message)
+            return None
+        if isinstance(message, BuildEvent):
+            self.events.append(message)
+            return None
+        return (
+            ClaimResult(outcome=ClaimOutcome.FULL) if isinstance(message, Claim) else ReleaseResult(outcome="released")
+        )
+
+    async def until(self, there: Any) -> Any:
+        async with asyncio.timeout(WAIT_S), self._news:
+            await self._news.wait_for(there)
+        return there()
+
+    async def look(self) -> ComputeHosts:
+        """Some whole reports more, and what a conductor did about them; returns the last."""
+        for _ in range(LOOKS):
+            heard = len(self.reports)
+            await self.bus.publish(ReportHosts(why="test"))
+            await self.until(lambda heard=heard: any(report.complete for report in self.reports[heard:]))
+        while not self.ironic.farm.idle:  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
+            await asyncio.sleep(0.01)
+        return [report for report in self.reports if report.complete][-1]
+
+    def hosts(self) -> set[str]:
+        """The nodes of the newest whole report."""
+        return {host.uuid for host in [report for report in self.reports if report.complete][-1].hosts}
+
+    async def build(self, node: str, uuid: str | None = None) -> tuple[str, BuildState]:
+        """Ask for an instance on this node; returns its uuid and how that ended."""
+        uuid = uuid or new_uuid(self.rng)
+        here = Selection(host_uuid=node, host=node, service=f"{self.name}-a", allocations={node: {"CUSTOM_X": 1}})
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        await self.bus.publish(CellBuild(spec=spec, selections=(here,), consumer_generation=1))
+        ended = await self.until(lambda: [e for e in self.events if e.instance_uuid == uuid and e.terminal])
+        return uuid, ended[0].state
+
+    async def delete(self, uuid: str) -> None:
+        await self.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+
+    async def over(self, uuid: str, state: BuildState) -> None:
+        await self.until(lambda: any(e.instance_uuid == uuid and e.state is state for e in self.events))
+
+    def state(self, uuid: str) -> State:
+        return self.table.instances[uuid].state
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest_asyncio.fixture
+async def ironic() -> AsyncIterator[IronicStandIn]:
+    stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1), behaviour=QUICK)
+    await stand_in.start()
+    yield stand_in
+    await stand_in.stop()
+
+
+@pytest_asyncio.fixture
+async def cells(ironic: IronicStandIn) -> AsyncIterator[list[Cell]]:
+    made = [Cell(f"c{number}", ironic) for number in range(3)]
+    for cell in made:
+        await cell.open()
+    yield made
+    for cell in made:
+        await cell.close()
+
+
+def carried(ironic: IronicStandIn) -> dict[str, tuple[str, str]]:
+    """The nodes with an instance: which, and in which state."""
+    nodes = ironic.farm.nodes.values()
+    return {n["uuid"]: (n["instance_uuid"], n["provision_state"]) for n in nodes if n["instance_uuid"]}
+
+
+FOREIGN = "70000000-0000-4000-8000-000000000000"
+
+
+async def test_foreign_nodes_are_never_changed(ironic: IronicStandIn, cells: list[Cell]) -> None:
+    """Item 2: an active node with an instance that berth never gave was undeployed and cleaned within seconds."""
+    cell = cells[0]
+    ironic.farm.plan(2)
+    foreign, own = sorted(ironic.farm.nodes)
+    ironic.farm.nodes[foreign].update(instance_uuid=FOREIGN, provision_state="active", instance_info={"a": "b"})
+    before = dict(ironic.farm.nodes[foreign])
+    await cell.start()
+    assert ironic.farm.nodes[foreign] == before
+    # A client may name its uuid, and ask for the delete of what failed.
+    assert await cell.build(foreign, FOREIGN) == (FOREIGN, BuildState.FAILED)
+    await cell.delete(FOREIGN)
+    await cell.over(FOREIGN, BuildState.DELETED)
+    uuid, state = await cell.build(own)
+    assert state is BuildState.ACTIVE
+    await cell.look()
+    await cell.stop()
+    await cell.start()
+    assert ironic.farm.nodes[foreign] == before
+    assert foreign not in {node for _, node in ironic.asked}, "no request that changes it was ever sent"
+    assert carried(ironic)[own] == (uuid, "active")
+
+
+async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(
+    ironic: IronicStandIn, cells: list[Cell]
+) -> None:
+    """Item 3: of 10 active nodes 8 were cleaned when a third cell came."""
+    ironic.farm.plan(16)
+    for share, cell in enumerate(cells[:2]):
+        await cell.start(share=share, shares=2)
+    built: dict[str, str] = {}
+    for node in sorted(ironic.farm.nodes)[:10]:
+        (cell,) = (cell for cell in cells[:2] if node in cell.hosts())
+        assert (await cell.build(node))[1] is BuildState.ACTIVE
+        built[node] = cell.name
+    before = carried(ironic)
+    for cell in cells[:2]:
+        await cell.stop()
+    for share, cell in enumerate(cells):
+        await cell.start(share=share, shares=3)
+    for cell in cells:
+        await cell.look()
+    assert carried(ironic) == before and len(before) == 10
+    assert all(state is State.ACTIVE for cell in cells for state in map(cell.state, cell.table.instances))
+    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in ironic.farm.nodes}
+    assert all(len(names) == 1 for names in owners.values()), owners
+    assert {node: owners[node][0] for node in built} == built
+    assert any(names == ["c2"] for names in owners.values()), "free ones have moved"
+
+
+async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(
+    ironic: IronicStandIn, cells: list[Cell]
+) -> None:
+    """Item 4: a node of ours in rescue, service or rebuild was lost, then undeployed and offered."""
+    cell = cells[0]
+    ironic.farm.plan(1)
+    (node,) = ironic.farm.nodes
+    await cell.start()
+    uuid, _ = await cell.build(node)
+    for state in ("rescue", "rescue failed", "servicing", "service failed", "deploying", "deploy failed", "error"):
+        ironic.farm.nodes[node]["provision_state"] = state
+        await cell.look()
+        assert (cell.state(uuid), carried(ironic)) == (State.ACTIVE, {node: (uuid, state)})
+    ironic.farm.nodes[node]["provision_state"] = "active"
+    await cell.stop()
+    ironic.farm.nodes[node]["provision_state"] = "deploying"  # ... and over a restart of both
+    await cell.start()
+    assert (cell.state(uuid), carried(ironic)) == (State.ACTIVE, {node: (uuid, "deploying")})
+    ironic.farm.nodes[node].update(provision_state="available", instance_uuid=None, instance_info={})
+    await cell.look()
+    await cell.over(uuid, BuildState.FAILED)
+    assert cell.state(uuid) is State.FAILED, "carrying nobody's instance it is lost"
+
+
+async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
+    ironic: IronicStandIn, cells: list[Cell]
+) -> None:
+    """Item 5: it destroyed every machine of its cell within seconds."""
+    cell, other = cells[:2]
+    ironic.farm.plan(4)
+    await cell.start()
+    for node in list(ironic.farm.nodes):
+        assert (await cell.build(node))[1] is BuildState.ACTIVE
+    before, table = carried(ironic), cell.table
+    await cell.stop()
+    for wrong in (MemoryInstanceTable(cell.clock), other.table):
+        for fleet in (cell.fleet, None):  # with and without what the compute service remembers
+            cell.table, cell.fleet = wrong, fleet
+            await cell.start()
+            assert carried(ironic) == before
+            await cell.stop()
+    cell.table = table
+    await cell.start()
+    assert carried(ironic) == before
+    assert all(cell.state(uuid) is State.ACTIVE for uuid, _ in before.values())
+
+
+async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
+    ironic: IronicStandIn, cells: list[Cell]
+) -> None:
+    """Item 5: what was built since the backup has no record there, and what was deleted since has one."""
+    cell = cells[0]
+    ironic.farm.plan(3)
+    first, second, third = sorted(ironic.farm.nodes)
+    await cell.start()
+    kept, deleted = (await cell.build(first))[0], (await cell.build(second))[0]
+    backup = dict(cell.table.instances)
+    await cell.delete(deleted)
+    await cell.over(deleted, BuildState.DELETED)
+    await cell.look()
+    newer, also_newer = (await cell.build(second))[0], (await cell.build(third))[0]
+    before = carried(ironic)
+    assert {uuid for uuid, _ in before.values()} == {kept, newer, also_newer}
+    await cell.stop()
+    cell.table.instances = backup
+    await cell.start()
+    await cell.over(deleted, BuildState.FAILED)
+    await cell.look()
+    assert carried(ironic) == before
+    assert (cell.state(kept), cell.state(deleted)) == (State.ACTIVE, State.FAILED)
+    assert newer not in cell.table.instances and also_newer not in cell.table.instances
