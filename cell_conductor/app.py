@@ -42,7 +42,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
     requests = RequestHandlers(engine, env.clock)
-    hosts = HostHandlers(engine, store, env.clock, config)
+    hosts = HostHandlers(engine, store, env.clock, config, bus)
     reporter = Reporter(bus, env.clock, config)
 
     async def declare() -> None:

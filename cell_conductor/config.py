@@ -18,6 +18,8 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     a host that does not confirm, at first; destroy_longest_s: later. report_grace_s: a host's report only counts
     against an instance when it was made this long after the instance's last command, so that a report on its way
     cannot kill a young build.
+    breaker_limit: so many machines of one compute service may be lost, newly quarantined or found over in one report;
+    more trip its breaker, and nothing of it is destroyed or taken for lost until an operator says go.
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
     deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
     than any message can be under way. failed_keep_s: the same of a failed one; longer than the schedulers keep its
@@ -36,6 +38,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
+    breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
     deleted_keep_s: Seconds = 86_400.0
     failed_keep_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
     forget_every_s: Seconds = 60.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
 from bus.outcome import Done, Outcome, Received, Refuse
@@ -14,14 +15,12 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
 from .domain.instance import Look
-from .domain.report import Newest, Unexplained, differences
+from .domain.report import Differences, Newest, differences
 from .engine import Arrival, Engine
+from .guard import Guard
 from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
-
-MAX_KNOWN = 200_000  # unexplained machines remembered: twice as many as a neighbour may have nodes
-LOGGED_PER_REPORT = 20  # new ones logged of one page; the others are counted in one line
 
 
 class RequestHandlers:
@@ -58,13 +57,13 @@ class RequestHandlers:
 class HostHandlers:
     """Queue conductor.hosts.{process}: compare what hosts run with what is on record, and repair the difference."""
 
-    def __init__(self, engine: Engine, store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
+    def __init__(self, engine: Engine, store: InstanceStore, clock: Clock, config: ConductorConfig, bus: Bus) -> None:
         self._engine = engine
         self._store = store
         self._clock = clock
         self._config = config
         self._newest = Newest()
-        self._known = Known()
+        self._guard = Guard(store, bus, clock, config)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts; heartbeats say nothing about instances."""
@@ -77,61 +76,33 @@ class HostHandlers:
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
         said = [host for host in report.hosts if host.running is not None]
-        if not said:
-            return
-        running = sorted({one.instance_uuid for host in said for one in host.running or ()})
-        briefs = await self._store.briefs([host.uuid for host in said], running)
-        found = differences(
-            report,
-            briefs,
-            now=self._clock.time(),
-            # A report without a time could be of any age: it proves what runs, never what is missing.
-            seen_at=seen_at,
-            grace_s=self._config.report_grace_s,
-            deployment=self._store.deployment,
-        )
-        self._report(report.service, found.unexplained)
-        arrivals = [Arrival(uuid, event) for uuid, event in found.events]
+        if said:
+            running = sorted({one.instance_uuid for host in said for one in host.running or ()})
+            briefs = await self._store.briefs([host.uuid for host in said], running)
+            found = differences(
+                report,
+                briefs,
+                now=self._clock.time(),
+                # A report without a time could be of any age: it proves what runs, never what is missing.
+                seen_at=seen_at,
+                grace_s=self._config.report_grace_s,
+                deployment=self._store.deployment,
+            )
+        else:
+            found = Differences()
+        await self._take(report.service, found.events)
+        harmful = await self._guard.judge(report, found)
+        await self._take(report.service, harmful)
+
+    async def _take(self, service: str, events: Sequence[tuple[str, Event]]) -> None:
+        arrivals = [Arrival(uuid, event) for uuid, event in events]
         for start in range(0, len(arrivals), self._config.max_batch):
             piece = arrivals[start : start + self._config.max_batch]
             for arrival in piece:
                 kind = "runs" if isinstance(arrival.event, HostRuns) else "missing"
                 metrics.REPAIRED.labels(kind).inc()
-                log.info("instance.differs", instance=arrival.uuid, kind=kind, service=report.service)
+                log.info("instance.differs", instance=arrival.uuid, kind=kind, service=service)
             await self._engine.take(piece, source="reports")
-
-    def _report(self, service: str, machines: Sequence[Unexplained]) -> None:
-        """Count what no record explains, and log what was not known before; nothing else happens to it here."""
-        news = [one for one in machines if self._known.add(one)]
-        for one in news[:LOGGED_PER_REPORT]:
-            log.warning(
-                "machine.unexplained",
-                instance=one.uuid,
-                host=one.host_uuid,
-                attempt=one.attempt,
-                kind=one.kind,
-                why=one.why,
-                service=service,
-            )
-        if len(news) > LOGGED_PER_REPORT:
-            log.warning("machine.unexplained_more", service=service, machines=len(news) - LOGGED_PER_REPORT)
-        for one in news:
-            metrics.UNEXPLAINED.labels(one.kind).inc()
-
-
-class Known:
-    """Machines that were reported before, the last so many: each is logged when it first appears."""
-
-    def __init__(self) -> None:
-        self._keys: dict[Unexplained, None] = {}
-
-    def add(self, machine: Unexplained) -> bool:
-        """Remember it; says whether it is new."""
-        is_new = self._keys.pop(machine, self) is self
-        self._keys[machine] = None
-        if len(self._keys) > MAX_KNOWN:
-            del self._keys[next(iter(self._keys))]
-        return is_new
 
 
 def _arrival(received: Received, at: float) -> Arrival | None:

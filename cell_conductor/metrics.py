@@ -19,6 +19,9 @@ REPAIRED = Counter("berth_conductor_repaired", "Differences between hosts' repor
 UNEXPLAINED = Counter(
     "berth_conductor_unexplained", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
 )
+QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
+TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
+HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 

@@ -52,6 +52,8 @@ CONDUCTOR = ConductorConfig(
     report_every_s=30.0,
     sweep_every_s=1.0,
     forget_every_s=5.0,
+    # A host that is reinstalled loses all its machines at once, and no operator is simulated who says go.
+    breaker_limit=10_000,
 )
 IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, republish_s=60.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
 METAL_LIMIT_S = 120.0

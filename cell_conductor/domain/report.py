@@ -12,7 +12,7 @@ from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
 from .instance import Look, State
-from .proof import OnRecord, is_over
+from .proof import DELETE_ASKED, OnRecord, is_over
 
 
 class Recorded(OnRecord, Protocol):
@@ -57,9 +57,13 @@ ELSEWHERE = "its record has this attempt on another host"
 
 
 class Differences(Struct, frozen=True):
-    """What does not agree: events for instances, and machines that are only reported."""
+    """What does not agree: events for instances, and machines that are only reported.
+
+    harmful: of the events those that end or destroy a machine although no client asked for it; see `breaker`.
+    """
 
     events: tuple[tuple[str, Event], ...] = ()
+    harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
 
 
@@ -83,6 +87,7 @@ def differences(
     by_uuid = {record.uuid: record for record in recorded}
     said = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
+    harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
     for host_uuid, running in said.items():
         for one in running:
@@ -93,7 +98,9 @@ def differences(
             elif not one.leaving and (why := _unexplained(record, one, host_uuid)):
                 unexplained.append(Unexplained(one.instance_uuid, one.attempt, host_uuid, Kind.QUARANTINED, why))
             elif record is not None and not one.leaving and not _agrees(record, host_uuid, one, report.service):
-                events.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
+                unwanted = record.state not in DELETE_ASKED and is_over(record, one.attempt, host_uuid)
+                into = harmful if unwanted else events
+                into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
     for record in by_uuid.values():
         if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
@@ -104,8 +111,8 @@ def differences(
             gone = HostMissing(
                 at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, look=_look(report)
             )
-            events.append((record.uuid, gone))
-    return Differences(tuple(events), tuple(unexplained))
+            (harmful if record.state is State.ACTIVE else events).append((record.uuid, gone))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained))
 
 
 def _is_known_at(record: Recorded | None, host_uuid: str) -> bool:

@@ -12,9 +12,12 @@ from bus.persistence.conflict import Conflict, PreconditionFailed
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 
+from .memory_safety import MemorySafety
 from .port import Brief
+from .safety import Noted
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 HANDLER = "conductor"
@@ -23,12 +26,14 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (*MemoryDatabase.ROWS, "instances")
+    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers")
 
     def __init__(self, *arguments: object, deployment: str | None = None, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.deployment = str(uuid4()) if deployment is None else deployment
         self.instances: dict[str, Instance] = {}
+        self.unexplained: dict[tuple[str, str], Noted] = {}
+        self.breakers: dict[str, Breaker] = {}
 
 
 class MemoryTransaction:
@@ -150,6 +155,7 @@ class MemoryInstances:
         self._session = session
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
+        self.safety = MemorySafety(session.database, session)
         self.ready = False
 
     @property

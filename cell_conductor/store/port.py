@@ -11,6 +11,8 @@ from msgspec import Struct
 from bus.outbox import Addressed, Rows
 from cell_conductor.domain.instance import Instance, State
 
+from .safety import Safety
+
 
 class Brief(Struct, frozen=True):
     """As much of an instance as comparing it with a host's report takes."""
@@ -69,6 +71,10 @@ class InstanceStore(Protocol):
     @property
     def ready(self) -> bool:
         """Whether it is open (for /readyz)."""
+
+    @property
+    def safety(self) -> Safety:
+        """What is reported and left alone, and the breakers, in the same schema."""
 
     @property
     def deployment(self) -> str:

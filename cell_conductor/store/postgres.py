@@ -21,6 +21,7 @@ from cell_conductor.domain.instance import Instance, State
 
 from . import rows
 from .port import Brief
+from .safety import PostgresSafety
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 MIGRATIONS = "cell_conductor.store.migrations"
@@ -135,6 +136,7 @@ class PostgresInstances:
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
         self._deployment = ""
+        self.safety = PostgresSafety(database)
         self.outbox = outbox.PostgresRows(database)
 
     @property

@@ -25,7 +25,9 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.report import Kind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
 
@@ -318,3 +320,38 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     assert carried(ironic) == before
     assert (cell.state(kept), cell.state(deleted)) == (State.ACTIVE, State.FAILED)
     assert newer not in cell.table.instances and also_newer not in cell.table.instances
+    quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unexplained.values()}
+    assert quarantined == {newer: Kind.QUARANTINED, also_newer: Kind.QUARANTINED}
+    safety = MemoryInstances(cell.table.session()).safety
+    assert await safety.decide(newer, DESTROY, "an operator", cell.clock.time()) == 1
+    assert await safety.decide(also_newer, KEEP, "an operator", cell.clock.time()) == 1
+    await cell.look()
+    assert carried(ironic) == {node: what for node, what in before.items() if what[0] != newer}
+    await cell.look()
+    assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still told"
+
+
+async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, cells: list[Cell]) -> None:
+    """Another's script clears `instance_uuid` of all nodes, or the service is pointed at the wrong Ironic."""
+    cell = cells[0]
+    ironic.farm.plan(8)
+    await cell.start()
+    built = {(await cell.build(node))[0] for node in list(ironic.farm.nodes)}
+    for node in ironic.farm.nodes.values():
+        node.update(instance_uuid=None, instance_info={}, provision_state="available")
+    await cell.look()
+    assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}, "none of them is lost"
+    breaker = cell.table.breakers["c0-a"]
+    assert breaker.is_open and breaker.lost == 8
+    await cell.stop()
+    await cell.start()  # another conductor, too, reads it from the cell's schema
+    assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}
+    # A delete that a client asks for is no part of it.
+    first = min(built)
+    await cell.delete(first)
+    await cell.over(first, BuildState.DELETED)
+    safety = MemoryInstances(cell.table.session()).safety
+    assert await safety.reset("c0-a", "an operator", cell.clock.time())
+    await cell.look()
+    for uuid in built - {first}:
+        await cell.over(uuid, BuildState.FAILED)

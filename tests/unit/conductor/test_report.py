@@ -40,7 +40,8 @@ def compared(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> Diff
 
 
 def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> list[Event]:
-    return [event for _, event in compared(made, *briefs, seen_at=seen_at).events]
+    differs = compared(made, *briefs, seen_at=seen_at)
+    return [event for _, event in (*differs.events, *differs.harmful)]
 
 
 def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
@@ -60,7 +61,7 @@ def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None
     for deployment in (None, ANOTHER):
         for record in ([], [brief(State.BUILDING)], [brief(State.ACTIVE, OTHER)], [brief(State.FAILED)]):
             differs = compared(report((A, UNKNOWN_ATTEMPT), deployment=deployment), *record)
-            assert [event for _, event in differs.events if isinstance(event, HostRuns)] == []
+            assert [event for _, event in (*differs.events, *differs.harmful) if isinstance(event, HostRuns)] == []
             (one,) = differs.unexplained
             assert (one.kind, one.uuid, one.host_uuid) == (Kind.FOREIGN, A, HOST)
 
@@ -78,7 +79,9 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
         ([brief(State.FAILED, attempt=2)], "newer than its record"),
         ([brief(State.ACTIVE, OTHER, attempt=3)], "its record has this attempt on another host"),
     ):
-        assert compared(report((A, 3)), *record) == Differences((), (Unexplained(A, 3, HOST, Kind.QUARANTINED, why),))
+        assert compared(report((A, 3)), *record) == Differences(
+            (), (), (Unexplained(A, 3, HOST, Kind.QUARANTINED, why),)
+        )
 
 
 def test_what_its_host_is_destroying_already_is_no_difference() -> None:

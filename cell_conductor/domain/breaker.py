@@ -1,0 +1,97 @@
+"""The breaker of one compute service: too much that is lost, unexplained or over in one report stops destruction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec import Struct
+
+from .events import Event, HostMissing
+from .report import Unexplained
+
+# Machines named in the record of a breaker; the others are counted.
+MAX_NAMED = 10_000
+
+
+class Finding(Struct, frozen=True):
+    """One event that ends or destroys a machine because of a report, not because a client asked."""
+
+    uuid: str
+    event: Event
+
+    @property
+    def key(self) -> str:
+        """Names the machine: its instance, on this host."""
+        return f"{self.uuid}@{getattr(self.event, 'host_uuid', '')}"
+
+
+class Breaker(Struct, frozen=True, kw_only=True):
+    """What is on record of one service's breaker. machines: the keys of those that tripped it.
+
+    reset_at, reset_by: when and by whom an operator said go, for these machines and no others (0, "": not yet).
+    """
+
+    service: str
+    tripped_at: float
+    lost: int = 0
+    quarantined: int = 0
+    over: int = 0
+    machines: tuple[str, ...] = ()
+    reset_at: float = 0.0
+    reset_by: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it stops destruction."""
+        return not self.reset_at
+
+
+class Verdict(Struct, frozen=True):
+    """What one report may do: these findings go on. tripped: the breaker to put on record, if it trips now."""
+
+    go: tuple[Finding, ...] = ()
+    held: int = 0
+    tripped: Breaker | None = None
+
+
+def judge(
+    service: str,
+    findings: Sequence[Finding],
+    quarantined: Sequence[Unexplained],
+    breaker: Breaker | None,
+    *,
+    limit: int,
+    now: float,
+) -> Verdict:
+    """What of one report's findings may be done. quarantined: machines that were put on record with this report.
+
+    All or nothing: up to the limit is what a bad day may bring, more of it at once looks like a wrong database.
+    """
+    if breaker is not None and breaker.is_open:
+        return Verdict(held=len(findings))
+    passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
+    new = [finding for finding in findings if finding.key not in passed]
+    unknown = [f"{one.uuid}@{one.host_uuid}" for one in quarantined]
+    if len(new) + len(unknown) <= limit:
+        return Verdict(go=tuple(findings))
+    lost = sum(isinstance(finding.event, HostMissing) for finding in new)
+    machines = sorted({*(finding.key for finding in new), *unknown})[:MAX_NAMED]
+    tripped = Breaker(
+        service=service,
+        tripped_at=now,
+        lost=lost,
+        quarantined=len(unknown),
+        over=len(new) - lost,
+        machines=tuple(machines),
+    )
+    return Verdict(held=len(findings), tripped=tripped)
+
+
+class Look:
+    """What the pages of one look at a service's hosts have brought so far: it is judged as a whole."""
+
+    def __init__(self, key: tuple[int, int, int]) -> None:
+        self.key = key
+        self.pages = 0
+        self.findings: list[Finding] = []
+        self.quarantined: list[Unexplained] = []

@@ -1,0 +1,159 @@
+"""Stands before everything that a host's report alone would end or destroy: the breakers and the quarantine.
+
+A report in which nothing is harmful and everything is explained costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.contracts.cell import ComputeHosts, Destroy
+
+from . import metrics
+from .config import ConductorConfig
+from .domain.breaker import Finding, Look, judge
+from .domain.events import Event
+from .domain.report import MAX_SERVICES, Differences, Kind, Unexplained
+from .store.port import InstanceStore
+from .store.safety import DESTROY, Noted, Place
+
+log = structlog.get_logger(__name__)
+
+# Foreign machines kept on record of one service; a neighbour may have a hundred thousand. The others are counted.
+MAX_FOREIGN = 1_000
+MAX_KNOWN = 200_000  # unexplained machines remembered here, so that each is logged and counted once
+LOGGED_PER_PAGE = 20  # new ones logged of one page; the others are counted in one line
+
+
+class Guard:
+    """One conductor's; what it knows of breakers and quarantine is in the cell's schema, for all conductors."""
+
+    def __init__(self, store: InstanceStore, bus: Bus, clock: Clock, config: ConductorConfig) -> None:
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._limit = config.breaker_limit
+        self._looks: dict[str, Look] = {}
+        self._known: dict[Unexplained, None] = {}
+        self._noted: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
+
+    async def judge(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
+        """What may be done of what this page, with those of the same look before it, found to be harmful."""
+        self._log(report.service, found.unexplained)
+        new = await self._note(report, found.unexplained)
+        look = self._look(report)
+        look.pages += 1
+        look.findings += [Finding(uuid, event) for uuid, event in found.harmful]
+        look.quarantined += new
+        is_whole = bool(report.look and report.began)
+        if is_whole and look.pages < report.pages:
+            return ()  # judged with the last page; should one be lost, the next look brings it all again
+        del self._looks[report.service]
+        if not look.findings and not look.quarantined:
+            return ()
+        return await self._decide(report.service, look)
+
+    def _look(self, report: ComputeHosts) -> Look:
+        key = (report.epoch, report.look, report.began)
+        look = self._looks.pop(report.service, None)
+        if look is None or look.key != key or not report.look:
+            look = Look(key)
+        self._looks[report.service] = look
+        if len(self._looks) > MAX_SERVICES:
+            del self._looks[next(iter(self._looks))]
+        return look
+
+    async def _decide(self, service: str, look: Look) -> Sequence[tuple[str, Event]]:
+        safety, now = self._store.safety, self._clock.time()
+        breaker = await safety.breaker(service)
+        verdict = judge(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
+        if verdict.tripped is not None:
+            await safety.trip(verdict.tripped)
+            metrics.TRIPPED.labels(service).inc()
+            log.error(
+                "breaker.tripped",
+                service=service,
+                lost=verdict.tripped.lost,
+                quarantined=verdict.tripped.quarantined,
+                over=verdict.tripped.over,
+                limit=self._limit,
+                hint="nothing of this service is destroyed or taken for lost until `berth breaker reset`",
+            )
+        if verdict.held:
+            metrics.HELD.labels(service).inc(verdict.held)
+        return [(finding.uuid, finding.event) for finding in verdict.go]
+
+    async def _note(self, report: ComputeHosts, machines: Sequence[Unexplained]) -> list[Unexplained]:
+        """Keep what is unexplained on record, and carry out an operator's word; returns what is new in quarantine."""
+        if self._noted is None:
+            self._noted = {noted.place: noted.service for noted in await self._store.safety.noted()}
+        here = {(one.host_uuid, one.uuid) for one in machines}
+        seen = {host.uuid for host in report.hosts if host.running is not None}
+        gone = [place for place in self._noted if place[0] in seen and place not in here] if self._noted else []
+        if gone:
+            await self._store.safety.forget(gone)
+            for place in gone:
+                del self._noted[place]
+        room = MAX_FOREIGN - sum(service == report.service for service in self._noted.values())
+        kept: list[Unexplained] = []
+        for one in machines:
+            if one.kind is Kind.FOREIGN and (one.host_uuid, one.uuid) not in self._noted:
+                room -= 1
+                if room < 0:
+                    continue
+            kept.append(one)
+        if not kept:
+            return []
+        noted = await self._store.safety.note(report.service, kept, self._clock.time())
+        self._noted.update({row.place: report.service for row in noted})
+        quarantined = [row for row in noted if row.machine.kind is Kind.QUARANTINED]
+        for row in quarantined:
+            if row.verdict == DESTROY:
+                await self._destroy(row)
+        new = [row.machine for row in quarantined if row.is_new]
+        if new:
+            metrics.QUARANTINED.labels(report.service).inc(len(new))
+        return new
+
+    async def _destroy(self, noted: Noted) -> None:
+        """An operator has released it to be destroyed: said with every report, until its host has taken the order."""
+        machine = noted.machine
+        log.warning(
+            "quarantine.destroyed",
+            instance=machine.uuid,
+            host=machine.host_uuid,
+            by=noted.decided_by,
+            cause=machine.uuid,
+        )
+        order = Destroy(
+            instance_uuid=machine.uuid,
+            attempt=machine.attempt,
+            host_uuid=machine.host_uuid,
+            service=noted.service,
+            deployment=self._store.deployment,
+        )
+        await self._bus.publish(order, cause=machine.uuid)
+
+    def _log(self, service: str, machines: Sequence[Unexplained]) -> None:
+        news = [one for one in machines if one not in self._known]
+        self._known.update(dict.fromkeys(news))
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        for one in news[:LOGGED_PER_PAGE]:
+            log.warning(
+                "machine.unexplained",
+                instance=one.uuid,
+                host=one.host_uuid,
+                attempt=one.attempt,
+                kind=one.kind,
+                why=one.why,
+                service=service,
+            )
+        if len(news) > LOGGED_PER_PAGE:
+            log.warning("machine.unexplained_more", service=service, machines=len(news) - LOGGED_PER_PAGE)
+        for one in news:
+            metrics.UNEXPLAINED.labels(one.kind).inc()

@@ -1,0 +1,105 @@
+"""Machines that no record explains, and breakers, in memory. It passes the same suite as PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from bus.service.memory_database import Session
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Kind, Unexplained
+
+from .safety import Noted, Place
+
+
+class Tables(Protocol):
+    """The committed rows."""
+
+    unexplained: dict[Place, Noted]
+    breakers: dict[str, Breaker]
+
+
+class MemorySafety:
+    """In a cell's tables."""
+
+    def __init__(self, table: Tables, session: Session) -> None:
+        self._table = table
+        self._session = session
+
+    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            made: dict[Place, Noted] = {}
+            for machine in machines:
+                noted = Noted(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
+                before = self._table.unexplained.get(noted.place)
+                if before is not None:
+                    is_same = (before.machine.attempt, before.machine.kind) == (machine.attempt, machine.kind)
+                    verdict = before.verdict if is_same else ""
+                    noted = replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
+                made[noted.place] = noted
+            kept = {place: replace(noted, is_new=False) for place, noted in made.items()}
+            transaction.will(partial(self._table.unexplained.update, kept))
+            return list(made.values())
+
+    async def noted(self) -> list[Noted]:
+        """All of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [noted for _, noted in sorted(self._table.unexplained.items())]
+
+    async def forget(self, places: Sequence[Place]) -> None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            transaction.will(partial(_drop, self._table.unexplained, places))
+
+    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            decided = {
+                place: replace(noted, verdict=verdict, decided_by=by, decided_at=now)
+                for place, noted in self._table.unexplained.items()
+                if noted.machine.uuid == uuid and noted.machine.kind is Kind.QUARANTINED
+            }
+            transaction.will(partial(self._table.unexplained.update, decided))
+            return len(decided)
+
+    async def breaker(self, service: str) -> Breaker | None:
+        """One of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return self._table.breakers.get(service)
+
+    async def breakers(self) -> list[Breaker]:
+        """All of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [breaker for _, breaker in sorted(self._table.breakers.items())]
+
+    async def trip(self, breaker: Breaker) -> None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            transaction.will(partial(self._table.breakers.update, {breaker.service: breaker}))
+
+    async def reset(self, service: str, by: str, now: float) -> bool:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            breaker = self._table.breakers.get(service)
+            if breaker is None or not breaker.is_open:
+                return False
+            made = replace(breaker, reset_at=now, reset_by=by)
+            transaction.will(partial(self._table.breakers.update, {service: made}))
+            return True
+
+
+def _drop(rows: dict[Place, Noted], places: Sequence[Place]) -> None:
+    for place in places:
+        rows.pop(place, None)

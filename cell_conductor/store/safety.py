@@ -1,0 +1,181 @@
+"""What is kept of machines that no record explains, and of the breakers: a port, PostgreSQL and memory.
+
+Machines are noted with each report that has them, and forgotten when their host is seen without them. An operator's
+word on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.service.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Unexplained
+
+DESTROY = "destroy"
+KEEP = "keep"
+
+Place = tuple[str, str]  # (host uuid, instance uuid)
+
+
+class Noted(Struct, frozen=True, kw_only=True):
+    """One machine on record. verdict: an operator's word, "" until there is one. is_new: with this very note."""
+
+    machine: Unexplained
+    service: str
+    first_seen: float
+    last_seen: float
+    verdict: str = ""
+    decided_by: str = ""
+    decided_at: float = 0.0
+    is_new: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return self.machine.host_uuid, self.machine.uuid
+
+
+class Safety(Protocol):
+    """Machines that no record explains, and breakers."""
+
+    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
+        """Put these on record, or note that they are still there. Another attempt asks for another verdict."""
+
+    async def noted(self) -> list[Noted]:
+        """All on record, by host and instance."""
+
+    async def forget(self, places: Sequence[Place]) -> None:
+        """These are not there any more."""
+
+    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
+        """An operator's word on the quarantined machines of this instance; returns how many there are."""
+
+    async def breaker(self, service: str) -> Breaker | None:
+        """What is on record of this service's breaker."""
+
+    async def breakers(self) -> list[Breaker]:
+        """All of them, by service."""
+
+    async def trip(self, breaker: Breaker) -> None:
+        """Put a breaker on record."""
+
+    async def reset(self, service: str, by: str, now: float) -> bool:
+        """An operator says go; False when it is not open."""
+
+
+_ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"
+_WORD = "verdict, decided_by, decided_at"
+NOTE = f"""
+INSERT INTO unexplained AS u (host_uuid, instance_uuid, attempt, service, kind, why, first_seen, last_seen)
+SELECT h, i, a, $5, k, w, $6, $6
+FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $7::text[]) AS n (h, i, a, k, w)
+ORDER BY h, i
+ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
+    attempt = excluded.attempt, service = excluded.service, kind = excluded.kind, why = excluded.why,
+    last_seen = excluded.last_seen,
+    verdict = CASE WHEN (u.attempt, u.kind) = (excluded.attempt, excluded.kind) THEN u.verdict ELSE '' END
+RETURNING {_ROW}, {_WORD}, xmax = 0 AS is_new
+"""
+NOTED = f"SELECT {_ROW}, {_WORD}, false FROM unexplained ORDER BY host_uuid, instance_uuid"
+FORGET = """
+DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
+WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
+"""
+DECIDE = """
+UPDATE unexplained SET verdict = $2, decided_by = $3, decided_at = $4
+WHERE instance_uuid = $1::uuid AND kind = 'quarantined' RETURNING 1
+"""
+TRIP = """
+INSERT INTO breakers (service, record) VALUES ($1, $2::text::json)
+ON CONFLICT (service) DO UPDATE SET record = excluded.record
+"""
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Breaker).decode
+
+
+class PostgresSafety:
+    """In the cell's schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
+        """One statement."""
+        rows = {(one.host_uuid, one.uuid): one for one in machines}.values()
+        columns = (
+            [one.host_uuid for one in rows],
+            [one.uuid for one in rows],
+            [one.attempt for one in rows],
+            [one.kind.value for one in rows],
+        )
+        async with self._database.raw() as connection:
+            found = await connection.fetch(NOTE, *columns, service, now, [one.why for one in rows])
+        return [_noted(row) for row in found]
+
+    async def noted(self) -> list[Noted]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return [_noted(row) for row in await connection.fetch(NOTED)]
+
+    async def forget(self, places: Sequence[Place]) -> None:
+        """One statement."""
+        async with self._database.raw() as connection:
+            await connection.execute(FORGET, [host for host, _ in places], [instance for _, instance in places])
+
+    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return len(await connection.fetch(DECIDE, uuid, verdict, by, now))
+
+    async def breaker(self, service: str) -> Breaker | None:
+        """One statement."""
+        async with self._database.raw() as connection:
+            record = await connection.fetchval("SELECT record::text FROM breakers WHERE service = $1", service)
+        return None if record is None else _decode(record)
+
+    async def breakers(self) -> list[Breaker]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return [
+                _decode(row[0]) for row in await connection.fetch("SELECT record::text FROM breakers ORDER BY service")
+            ]
+
+    async def trip(self, breaker: Breaker) -> None:
+        """One statement."""
+        async with self._database.raw() as connection:
+            await connection.execute(TRIP, breaker.service, _encode(breaker).decode())
+
+    async def reset(self, service: str, by: str, now: float) -> bool:
+        """Read with a lock and written back in one transaction."""
+        async with self._database.raw() as connection:
+            record = await connection.fetchval(
+                "SELECT record::text FROM breakers WHERE service = $1 FOR UPDATE", service
+            )
+            if record is None or not (breaker := _decode(record)).is_open:
+                return False
+            await connection.execute(TRIP, service, _encode(replace(breaker, reset_at=now, reset_by=by)).decode())
+        return True
+
+
+def _noted(row: Sequence[object]) -> Noted:
+    host, instance, attempt, service, kind, why, first, last, verdict, by, at, is_new = row
+    return msgspec.convert(
+        {
+            "machine": {"uuid": instance, "attempt": attempt, "host_uuid": host, "kind": kind, "why": why},
+            "service": service,
+            "first_seen": first,
+            "last_seen": last,
+            "verdict": verdict,
+            "decided_by": by,
+            "decided_at": at,
+            "is_new": is_new,
+        },
+        Noted,
+    )

@@ -1,0 +1,73 @@
+"""One suite for both keepers of unexplained machines and breakers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.service.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.postgres import PostgresInstances
+from cell_conductor.store.safety import DESTROY, KEEP, Safety
+
+A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
+OURS = Unexplained(A, 3, HOST, Kind.QUARANTINED, "no record")
+FOREIGN = Unexplained(B, 0, HOST, Kind.FOREIGN, "no mark of this deployment")
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
+    made: InstanceStore
+    if request.param == "memory":
+        made = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    else:
+        made = PostgresInstances(Database(request.getfixturevalue("postgres_url"), "cell_safety"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def safety(store: InstanceStore) -> Safety:
+    return store.safety
+
+
+async def test_the_identity_is_the_schemas_own(store: InstanceStore) -> None:
+    first = store.deployment
+    await store.open()
+    assert store.deployment == first and len(first) == 36
+
+
+async def test_what_is_noted_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
+    first = await safety.note("s", [OURS, FOREIGN], 1.0)
+    assert {(one.machine.uuid, one.is_new, one.first_seen) for one in first} == {(A, True, 1.0), (B, True, 1.0)}
+    (again,) = await safety.note("t", [OURS], 2.0)
+    assert (again.is_new, again.service, again.first_seen, again.last_seen) == (False, "t", 1.0, 2.0)
+    assert [(one.machine.uuid, one.is_new) for one in await safety.noted()] == [(A, False), (B, False)]
+    await safety.forget([(HOST, A), (HOST, HOST)])
+    assert [one.machine for one in await safety.noted()] == [FOREIGN]
+
+
+async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(safety: Safety) -> None:
+    await safety.note("s", [OURS, FOREIGN], 1.0)
+    assert await safety.decide(B, DESTROY, "op", 2.0) == 0, "a foreign machine is not for berth to destroy"
+    assert await safety.decide(A, KEEP, "op", 2.0) == 1
+    (kept,) = await safety.note("s", [OURS], 3.0)
+    assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
+    (newer,) = await safety.note("s", [replace(OURS, attempt=4)], 4.0)
+    assert newer.verdict == ""
+
+
+async def test_a_breaker_is_reset_once(safety: Safety) -> None:
+    assert await safety.breaker("s") is None and not await safety.reset("s", "op", 1.0)
+    tripped = Breaker(service="s", tripped_at=1.0, lost=6, machines=("x@y",))
+    await safety.trip(tripped)
+    assert await safety.breaker("s") == tripped and await safety.breakers() == [tripped]
+    assert await safety.reset("s", "op", 2.0) and not await safety.reset("s", "op", 3.0)
+    assert await safety.breaker("s") == replace(tripped, reset_at=2.0, reset_by="op")
