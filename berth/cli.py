@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands import builds, check, dead_letters, load, permissions, placement, processes, trace
+from berth.commands import builds, check, dead_letters, load, permissions, placement, processes, safety, trace
 
 app = typer.Typer(
     name="berth",
@@ -43,6 +43,8 @@ app.command("check")(check.check)
 app.command("permissions")(permissions.permissions)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(placement.app, name="placement")
+app.add_typer(safety.quarantine, name="quarantine")
+app.add_typer(safety.breaker, name="breaker")
 
 
 def main() -> None:

@@ -19,18 +19,21 @@ from berth.commands.common import (
     Stop,
     Timeout,
     client,
+    database_of,
     out,
     parse_uuid,
     print_json,
     run,
     settings_of,
 )
+from berth.commands.safety import show_unexplained, unexplained
 from berth.render import printable, render_funnel, render_rows, render_stages
 from berth.site import Site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
+from cell_conductor.domain.report import Kind
 
 QUERY_TIMEOUT_S = 10.0
 MAX_COUNT = 100_000
@@ -173,12 +176,18 @@ def hosts(
     up: Annotated[
         bool | None, typer.Option("--up/--down", help="Only those whose compute service is up, or not.")
     ] = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List hosts as a scheduler sees them: up or not, and what is used of each resource."""
 
     async def body() -> None:
         settings = settings_of(context)
+        if unknown:
+            show_unexplained(await unexplained(database_of(settings), cell, tuple(Kind)), as_json)
+            return
         if cell is not None:
             Site(settings).check_cell(cell)
         async with client(settings) as berth:

@@ -1,0 +1,199 @@
+"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's word on it.
+
+They read and write the cells' schemas; every conductor goes by what is there.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Annotated
+
+import asyncpg
+import typer
+
+from berth.commands.common import (
+    EXIT_AWAY,
+    EXIT_NO,
+    AsJson,
+    Stop,
+    database_of,
+    out,
+    parse_uuid,
+    print_json,
+    run,
+    settings_of,
+)
+from berth.render import render_rows
+from berth.site import Site
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Kind
+from cell_conductor.store.safety import DESTROY, KEEP, Noted, PostgresSafety, Safety
+
+quarantine = typer.Typer(
+    no_args_is_help=True, help="Machines of ours that no record explains: kept until an operator decides."
+)
+breaker = typer.Typer(
+    no_args_is_help=True, help="Breakers: a service of which too much was lost or unexplained in one report."
+)
+
+CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
+By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+
+
+@quarantine.command("list")
+def list_quarantine(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
+    """List the machines in quarantine, with what was decided about them."""
+
+    async def body() -> None:
+        show_unexplained(await unexplained(database_of(settings_of(context)), cell, (Kind.QUARANTINED,)), as_json)
+
+    run(body)
+
+
+@quarantine.command("release")
+def release(
+    context: typer.Context,
+    uuid: Annotated[str, typer.Argument(help="The instance.")],
+    destroy: Annotated[
+        bool | None, typer.Option("--destroy/--keep", help="Have its host destroy it, or leave it for good.")
+    ] = None,
+    cell: CellName = None,
+    by: By = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide about a machine in quarantine. Destroying begins with its host's next report."""
+    instance = parse_uuid(uuid)
+    if destroy is None:
+        raise typer.BadParameter("say --destroy or --keep", param_hint="--destroy/--keep")
+    verdict = DESTROY if destroy else KEEP
+
+    async def body() -> None:
+        here, decided = database_of(settings_of(context)), 0
+        for name in _cells(here, cell):
+            async with _safety(here, name) as safety:
+                decided += await safety.decide(instance, verdict, by or _who(), here.clock.time())
+        if not decided:
+            raise Stop(EXIT_NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
+        if as_json:
+            print_json({"instance": instance, "verdict": verdict, "machines": decided})
+        else:
+            out.print(f"{instance}: {verdict}, {decided} machine{'s' if decided > 1 else ''}", soft_wrap=True)
+
+    run(body)
+
+
+@breaker.command("list")
+def list_breakers(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
+    """List the breakers that ever tripped. Exit status 1 when one is open."""
+
+    async def body() -> int:
+        here = database_of(settings_of(context))
+        found: list[tuple[str, Breaker]] = []
+        for name in _cells(here, cell):
+            async with _safety(here, name) as safety:
+                found += [(name, one) for one in await safety.breakers()]
+        if as_json:
+            print_json([{"cell": name, "breaker": one} for name, one in found])
+        else:
+            rows = [
+                [
+                    name,
+                    one.service,
+                    "open" if one.is_open else f"reset by {one.reset_by}",
+                    str(one.lost),
+                    str(one.quarantined),
+                    str(one.over),
+                    _when(one.tripped_at),
+                ]
+                for name, one in found
+            ]
+            render_rows(out, ["cell", "service", "", "lost", "quarantined", "over", "tripped"], rows)
+        return EXIT_NO if any(one.is_open for _, one in found) else 0
+
+    run(body)
+
+
+@breaker.command("reset")
+def reset(
+    context: typer.Context,
+    service: Annotated[str, typer.Argument(help="The compute service.")],
+    cell: CellName = None,
+    by: By = None,
+) -> None:
+    """Say go: what tripped the breaker may be destroyed or taken for lost. What comes later is judged anew."""
+
+    async def body() -> None:
+        here, done = database_of(settings_of(context)), []
+        for name in _cells(here, cell):
+            async with _safety(here, name) as safety:
+                if await safety.reset(service, by or _who(), here.clock.time()):
+                    done.append(name)
+        if not done:
+            raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
+        out.print(f"{service}: go, in {', '.join(done)}", soft_wrap=True)
+
+    run(body)
+
+
+async def unexplained(here: Site, cell: str | None, kinds: Sequence[Kind]) -> list[tuple[str, Noted]]:
+    """The machines of these kinds that are on record, with their cells."""
+    found: list[tuple[str, Noted]] = []
+    for name in _cells(here, cell):
+        async with _safety(here, name) as safety:
+            found += [(name, one) for one in await safety.noted() if one.machine.kind in kinds]
+    return found
+
+
+def show_unexplained(found: Sequence[tuple[str, Noted]], as_json: bool) -> None:
+    """As JSON, or as a table."""
+    if as_json:
+        print_json([{"cell": name, "noted": one} for name, one in found])
+        return
+    rows = [
+        [
+            one.machine.kind.value,
+            name,
+            one.service,
+            one.machine.host_uuid,
+            one.machine.uuid,
+            str(one.machine.attempt or ""),
+            one.machine.why,
+            _when(one.first_seen),
+            f"{one.verdict} ({one.decided_by}, {_when(one.decided_at)})" if one.verdict else "",
+        ]
+        for name, one in found
+    ]
+    render_rows(out, ["", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"], rows)
+
+
+def _cells(here: Site, cell: str | None) -> Sequence[str]:
+    if cell is None:
+        return here.cells
+    here.check_cell(cell)
+    return (cell,)
+
+
+@asynccontextmanager
+async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
+    database = here.environment("operator").database(f"cell_{cell}", pool_size=1)
+    await database.open()
+    try:
+        yield PostgresSafety(database)
+    except asyncpg.UndefinedTableError as error:
+        raise Stop(
+            EXIT_AWAY, "cell.never_started", f"cell {cell} has never been started here with this release"
+        ) from error
+    finally:
+        await database.close()
+
+
+def _who() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,68 @@
+"""`berth hosts --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from bus.service.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.store.postgres import PostgresInstances
+
+pytestmark = pytest.mark.postgres
+
+CELL = "cell1"
+A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
+
+
+async def berth(url: str, *words: str) -> tuple[int, Any]:
+    env = {**os.environ, "BERTH_DATABASE__URL": url}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "berth", *words),
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    said, complaint = await process.communicate()
+    text = said.decode()
+    data = json.loads(text) if text[:1] in ("[", "{") else text + complaint.decode()
+    return process.returncode or 0, data
+
+
+async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> None:
+    stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
+    for store in stores:
+        await store.open()
+    safety = stores[0].safety
+    ours = Unexplained(A, 3, HOST, Kind.QUARANTINED, "no record")
+    await safety.note("s", [ours, Unexplained(B, 0, HOST, Kind.FOREIGN, "no mark of this deployment")], 1.0)
+    await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
+
+    status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL, "--json")
+    assert status == 0 and [one["noted"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL, "--json")
+    assert status == 0 and [one["noted"]["machine"]["uuid"] for one in listed] == [A]
+    status, said = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL)
+    assert status == 1 and "quarantine" in said, "a foreign machine is not for berth to destroy"
+    status, said = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL)
+    assert status == 2 and "--keep" in said
+    status, _ = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL)
+    assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.noted()} == {
+        ("destroy", "op"),
+        ("", ""),
+    }
+
+    status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL, "--json")
+    assert status == 1 and listed[0]["breaker"]["lost"] == 6
+    status, _ = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL)
+    assert status == 0 and (await safety.breakers())[0].reset_by == "op"
+    status, said = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL)
+    assert (status == 1 and "not_open" in said) or "is open" in said
+    for store in stores:
+        await store.close()
