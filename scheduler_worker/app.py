@@ -18,12 +18,13 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from scheduler_worker import metrics, plugins
 from scheduler_worker.announcements import AnnouncementHandler
-from scheduler_worker.claiming import Claiming
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.decisions import refused_event
+from scheduler_worker.domain.decisions import refused_event
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
@@ -96,12 +97,11 @@ def build(
     replica, and what is heard of the hosts, for whoever wants to look into them.
     """
     service = Service("scheduler", clock=env.clock)
-    asked = {name: parse(name, flavor) for name, flavor in config.flavors.items()}
     selector = Selector(
         Book() if book is None else book,
         HostTable() if table is None else table,
         config,
-        asked=asked,
+        flavors={name: parse(name, flavor) for name, flavor in config.flavors.items()},
         filters=plugins.filters(config),
         weighings=plugins.weighings(config),
     )
@@ -110,8 +110,15 @@ def build(
     relay = Relay(store.outbox, buses, clock=env.clock)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
-    claiming = Claiming(
-        buses[API], selector, follower, clock=env.clock, rng=random.Random(env.rng.getrandbits(64)), config=config
+    engine = SchedulingEngine(
+        store,
+        BusClaims(buses[API], timeout_s=config.claim_timeout_s),
+        selector,
+        follower,
+        clock=env.clock,
+        rng=random.Random(env.rng.getrandbits(64)),
+        config=config,
+        process=f"scheduler {env.process}".strip(),
     )
 
     service.resource(store.open, store.close)
@@ -126,7 +133,7 @@ def build(
 
     links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
     service.prepare(lambda: wait_for(links, config.cell_wait_s))
-    _requests(service, env, buses[API], store=store, selector=selector, claiming=claiming, config=config)
+    _requests(service, env, buses[API], store=store, selector=selector, engine=engine, config=config)
     return service
 
 
@@ -175,13 +182,11 @@ def _requests(
     *,
     store: SchedulerStore,
     selector: Selector,
-    claiming: Claiming,
+    engine: SchedulingEngine,
     config: SchedulerConfig,
 ) -> None:
     queries = QueryHandler(store, selector, clock=env.clock, service_down_time_s=config.service_down_time_s)
-    requests = RequestHandler(
-        store, bus, selector, claiming, clock=env.clock, config=config, process=f"scheduler {env.process}".strip()
-    )
+    requests = RequestHandler(engine, tuple(config.flavors), clock=env.clock, config=config)
     service.consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
     service.consumer(
         bus.consumer(

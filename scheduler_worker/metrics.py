@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import Stamps
+from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
 
 FAST_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 HOSTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000)
 
-REQUESTS = Counter(
-    "berth_scheduler_requests", "Build and delete requests, by what became of them.", ["kind", "outcome"]
-)
+REQUESTS = Counter("berth_scheduler_requests", "Build and delete requests, by outcome.", ["kind", "outcome"])
 DECISIONS = Counter("berth_scheduler_decisions", "Decisions, by result.", ["result"])
 CLAIMS = Counter("berth_scheduler_claims", "Claims, by outcome.", ["outcome"])
-RETRIES = Counter("berth_scheduler_claim_retries", "Claims asked again, by why.", ["why"])
+RETRIES = Counter("berth_scheduler_claim_retries", "Claims after which a request claims again, by outcome.", ["why"])
 CANDIDATES = Histogram("berth_scheduler_candidates", "Hosts left to choose from.", buckets=HOSTS)
 STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one stage.", ["stage"], buckets=FAST_S)
-ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by what became of them.", ["outcome"])
+ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by outcome.", ["outcome"])
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
+
+
+def request(kind: str, outcome: str, count: int = 1) -> None:
+    """Build or delete requests with the same outcome; those without a name are not counted."""
+    if outcome and count:
+        REQUESTS.labels(kind, outcome).inc(count)
+
+
+def decided_round(chosen: int, rankings: Iterable[Sized]) -> None:
+    """One pass of decisions: how many hosts it has chosen, and the candidates of each ranking that it made."""
+    if chosen:
+        DECISIONS.labels("chosen").inc(chosen)
+    for ranking in rankings:
+        CANDIDATES.observe(len(ranking))
+
+
+def claimed(answer: ClaimResult | Fault, *, retried: bool) -> None:
+    """One answer to a claim; whether the request claims again."""
+    if isinstance(answer, ClaimResult):
+        CLAIMS.labels(answer.outcome.value).inc()
+        if retried:
+            RETRIES.labels(answer.outcome.value).inc()
+    else:
+        CLAIMS.labels(answer.code).inc()
 
 
 def decided(builds: Sequence[Stamps]) -> None:
@@ -37,4 +61,4 @@ def announced(builds: Sequence[Stamps]) -> None:
     BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])
 
 
-FORGOTTEN = Counter("berth_scheduler_forgotten", "Records of builds that were dropped, long after they had ended.")
+PURGED = Counter("berth_scheduler_purged_builds", "Records of builds that were purged, long after they had ended.")

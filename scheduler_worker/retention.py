@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 CLOCK_SLACK_S = 3600.0
 
 
-def longest_way_s(config: SchedulerConfig) -> float:
+def max_request_age_s(config: SchedulerConfig) -> float:
     """How long after it was sent a request that is not on record is still taken for a new one."""
     return max(config.ended_keep_s - CLOCK_SLACK_S, config.ended_keep_s / 2)
 
@@ -36,7 +36,7 @@ async def purge(store: SchedulerStore, before: float, batch: int) -> int:
     count, start = 0, 0.0
     while True:
         gone = await store.purge(before, batch, start)
-        metrics.FORGOTTEN.inc(gone.count)
+        metrics.PURGED.inc(gone.count)
         count, start = count + gone.count, gone.until
         if gone.count < batch:
             return count

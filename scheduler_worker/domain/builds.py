@@ -26,6 +26,17 @@ FIRST_OF_CONDUCTOR = 10
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
 
 
+class Author(Struct, frozen=True):
+    """The process that writes a build's story, and the time."""
+
+    who: str
+    at: float
+
+    def line(self, what: str, detail: str = "") -> StoryLine:
+        """One line of the story."""
+        return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
+
+
 class RecordedBuild(Struct, frozen=True, kw_only=True):
     """What is on record of one build, and what a cell's announcement is compared with.
 
@@ -49,6 +60,17 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     def awaits_decision(self) -> bool:
         """Whether a decision may be written: a scheduler still has it in hand, and no delete has come."""
         return self.state is BuildState.ACCEPTED and not self.delete_requested
+
+
+class BuildStatus(Struct, frozen=True, kw_only=True):
+    """What is on record of a request that came again. cell: where it was dispatched to, together with its claim."""
+
+    state: BuildState
+    digest: bytes
+    delete_requested: bool
+    project_id: str
+    cell: str | None = None
+    code: str = ""
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ class FlavorInvalid(ValueError):
     code = "flavor.invalid"
 
 
-class Asked(Struct, frozen=True):
+class ParsedFlavor(Struct, frozen=True):
     """A flavor as a query, without anything that depends on the request."""
 
     query: Query
@@ -69,7 +69,7 @@ class _Reading(Struct):
         return FlavorInvalid(f"flavor {self.name}: {key}: {why}")
 
 
-def parse(name: str, flavor: Flavor) -> Asked:
+def parse(name: str, flavor: Flavor) -> ParsedFlavor:
     """The query of a flavor. Amounts given as `resources:` win over the flavor's own sizes; 0 takes a class away."""
     sizes = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
     reading = _Reading(name, {UNNUMBERED: _Words(resources=sizes)})
@@ -91,7 +91,7 @@ def parse(name: str, flavor: Flavor) -> Asked:
         group_policy=cast(Literal["none", "isolate"] | None, flavor.extra_specs.get("group_policy")),
         same_subtree=_subtrees(reading, flavor.extra_specs.get("same_subtree", "")),
     )
-    return Asked(query, reading.others, tuple(reading.preferred_traits), tuple(reading.preferred_classes))
+    return ParsedFlavor(query, reading.others, tuple(reading.preferred_traits), tuple(reading.preferred_classes))
 
 
 def _group(suffix: str, words: _Words) -> Group:

@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildRequest
 from placement_worker.replica.search import Query
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.domain.flavor_parser import Asked, FlavorInvalid, parse
+from scheduler_worker.domain.flavor_parser import FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import Membership
 from scheduler_worker.filters.tenant_is_allowed import KEY as TENANT_KEY
 from scheduler_worker.filters.tenant_is_allowed import tenants
 
-__all__ = ["Asked", "FlavorInvalid", "parse", "want"]
+__all__ = ["FlavorInvalid", "ParsedFlavor", "parse", "request_spec"]
 
 ZONE_KEY = "availability_zone"
 TRAIT_KEY = "trait:"
@@ -21,8 +21,12 @@ HOST_UNKNOWN = "host.unknown"
 NOT_FORCED = "host.not_forced"
 
 
-def want(
-    request: BuildRequest, asked: Asked, hosts: tuple[str, ...] | None, membership: Membership, config: SchedulerConfig
+def request_spec(
+    request: BuildRequest,
+    asked: ParsedFlavor,
+    hosts: tuple[str, ...] | None,
+    membership: Membership,
+    config: SchedulerConfig,
 ) -> RequestSpec | Unsatisfiable:
     """What one request wants, pre-filters applied. `hosts`: uuids that its `host` names, if any (N-12)."""
     query = asked.query

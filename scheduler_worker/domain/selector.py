@@ -14,10 +14,10 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import step
-from scheduler_worker.domain.flavors import Asked, want
+from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.hosts import NOBODY, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
-from scheduler_worker.domain.ranking import Candidate, Choice, RandomSource, Ranking
+from scheduler_worker.domain.ranking import Candidate, RandomSource, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
 
@@ -50,14 +50,14 @@ class Selector:
         table: HostTable,
         config: SchedulerConfig,
         *,
-        asked: Mapping[str, Asked],
+        flavors: Mapping[str, ParsedFlavor],
         filters: Sequence[Filter],
         weighings: Sequence[Weighing],
     ) -> None:
         self.book = book
         self.table = table
         self.config = config
-        self.asked = asked
+        self.flavors = flavors
         self.filters = tuple(filters)
         self.weighings = tuple(weighings)
         self.membership = Membership(config.aggregates)
@@ -65,10 +65,10 @@ class Selector:
         self._known = -1
         self._index = np.empty(0, dtype=np.intp)
 
-    def want(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
+    def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
         """What the request wants, as things are configured. The flavor is known."""
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
-        return want(request, self.asked[request.flavor], hosts, self.membership, self.config)
+        return request_spec(request, self.flavors[request.flavor], hosts, self.membership, self.config)
 
     def uuids_of(self, host: str) -> list[str]:
         """The hosts that a client's word means: a name, or a uuid."""
@@ -107,9 +107,9 @@ class Selector:
     def selection(self, candidate: Candidate, option: int = 0) -> Selection:
         """One candidate as the cell's conductor gets it (C-6)."""
         chosen = candidate.options[option]
-        return self.placed(candidate.uuid, chosen.allocations, chosen.shapes)
+        return self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
 
-    def placed(
+    def selection_on(
         self, host_uuid: str, allocations: Mapping[str, Mapping[str, int]], shapes: Mapping[str, int]
     ) -> Selection:
         """A selection on a host that is in the host table."""
@@ -131,9 +131,10 @@ class Selector:
             return None
         return self.table.cells[int(self.table.cell[at])]
 
-    def choose(self, ranking: Ranking, excluded: Mapping[int, str], alternates: int, subset: int) -> Choice | None:
-        """Take the next from a ranking; what it picks is the caller's to assume, then `ranking.consumed`."""
-        return ranking.pick(excluded, subset=subset, alternates=alternates)
+    def name_of(self, host_uuid: str) -> str:
+        """The name of a host in the book, or its uuid when it has left."""
+        row = self.book.row_of(host_uuid)
+        return host_uuid if row is None else self.book.name_of(row)
 
     def _passing(self, spec: RequestSpec, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
         """Search, then each filter in order; the funnel says what each left."""
@@ -177,7 +178,9 @@ class Selector:
         return self._index[rows]
 
 
-def adopted(book: Book, resources: Mapping[str, int], providers: Sequence[str]) -> dict[str, dict[str, int]] | None:
+def recovered_allocations(
+    book: Book, resources: Mapping[str, int], providers: Sequence[str]
+) -> dict[str, dict[str, int]] | None:
     """What a claim of an earlier run holds, from the providers that the answer names.
 
     That run crashed before it wrote its choice down; the claim itself is what counts. Each class is held by the

@@ -18,11 +18,12 @@ from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Tra
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     BuildDecision,
+    BuildStatus,
     BuildUpdate,
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.store.port import BuildStatus, BuildUnit, Purged
+from scheduler_worker.store.port import BuildUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)

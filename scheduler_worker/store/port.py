@@ -8,20 +8,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord
 from bus.outbox import Addressed, Relay, Rows
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
-
-
-class BuildStatus(Struct, frozen=True, kw_only=True):
-    """What is on record of a request that came again. cell: where it was dispatched to, together with its claim."""
-
-    state: BuildState
-    digest: bytes
-    delete_requested: bool
-    project_id: str
-    cell: str | None = None
-    code: str = ""
+from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 
 
 class Purged(Struct, frozen=True):

@@ -8,8 +8,7 @@ from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
 from bus.persistence.version_cache import VersionCache
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
-from scheduler_worker.store.port import BuildStatus
+from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 
 
 class BuildWrites(WriteSet, kw_only=True):

@@ -198,6 +198,13 @@ async def test_an_optimistic_transaction_writes_what_is_as_expected(store: Insta
     assert len(await store.outbox.take_old(-1.0, 10)) == 3
 
 
+async def test_an_optimistic_transaction_that_finds_nothing_writes_nothing(store: InstanceStore) -> None:
+    """A host's report of an instance that was purged meanwhile: it sent a statement without parts, which is none."""
+    async with store.optimistic(set()) as transaction:
+        assert await transaction.lock([C]) == {}
+    assert transaction.row is None
+
+
 async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: InstanceStore) -> None:
     other = make()
     await other.open()

@@ -11,14 +11,14 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
-import scheduler_worker.peers
 from bus.contracts.placement import Claim, ClaimOutcome, WherePage
 from bus.service.memory_database import Transaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
 from placement_worker.store.memory import MemoryBookTable
-from scheduler_worker import claiming
-from scheduler_worker.endings import Stopped
+from scheduler_worker import engine
+from scheduler_worker.domain import step
+from scheduler_worker.domain.attempt import PlacementRefused
 
 
 def group_rule_left_to_filters() -> AbstractContextManager[Any]:
@@ -75,13 +75,13 @@ def living_members_forgotten() -> AbstractContextManager[Any]:
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
-    known = scheduler_worker.peers.company
+    known = engine.peers_of
 
-    def company(request: Any, page: WherePage) -> Any:
+    def peers_of(request: Any, page: WherePage) -> Any:
         found = known(request, page)
         return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 
-    return patch.object(scheduler_worker.peers, "company", company)
+    return patch.object(engine, "peers_of", peers_of)
 
 
 def quota_with_one_more() -> AbstractContextManager[Any]:
@@ -120,7 +120,7 @@ def quota_of_one_transaction_forgotten() -> AbstractContextManager[Any]:
 
 def quota_told_as_no_host() -> AbstractContextManager[Any]:
     """Who is refused for a quota's sake is told that no host would do."""
-    return patch.object(claiming, "Stopped", lambda code, reason: Stopped("no_valid_host", reason))
+    return patch.object(step, "PlacementRefused", lambda code, reason: PlacementRefused("no_valid_host", reason))
 
 
 def _without_locks(kind: str) -> AbstractContextManager[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
+
+from msgspec.structs import replace
 
 from bus import consumer as consuming
 from bus import outbox
@@ -19,9 +21,10 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker.adoption import Adoption
+from scheduler_worker import engine as scheduling
 from scheduler_worker.app import HostsListener
-from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.domain import step
+from scheduler_worker.engine import ScheduledBuild, SchedulingEngine
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
@@ -69,17 +72,24 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
     """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
-    released = RequestHandler._release
+    admitted = scheduling.admit_known
 
-    async def release(self: RequestHandler, items: Sequence[Any]) -> None:
-        await released(self, [item for item in items if item.outcome is None])  # those of a delete
+    def admit_known(pending: Any, known: Any) -> Any:
+        return replace(admitted(pending, known), release=False)
 
-    return patch.object(RequestHandler, "_release", release)
+    stack = ExitStack()
+    stack.enter_context(patch.object(scheduling, "admit_known", admit_known))
+    stack.enter_context(patch.object(scheduling, "ScheduledBuild", _without_claim))
+    return stack
+
+
+def _without_claim(**fields: Any) -> Any:
+    return ScheduledBuild(**{**fields, "may_hold_claim": False})
 
 
 def taken_for_new() -> AbstractContextManager[Any]:
     """A request that is not on record has never run, and so holds nothing: also after a crash of the database."""
-    return patch.object(RequestHandler, "_may_have_run", lambda self, item: False)
+    return patch.object(SchedulingEngine, "_may_have_run", lambda self, pending: False)
 
 
 def release_leaves_no_fence() -> AbstractContextManager[Any]:
@@ -115,15 +125,15 @@ def destroys_given_up() -> AbstractContextManager[Any]:
 def whatever_is_held_is_what_was_asked() -> AbstractContextManager[Any]:
     """A claim that an earlier run made is taken for the option of the same number that is offered now."""
 
-    def option(self: Adoption, offered: list[Any], answer: Any) -> int | None:
+    def option(offered: Sequence[Any], answer: Any) -> int | None:
         return answer.option if answer.option is not None and answer.option < len(offered) else 0
 
-    return patch.object(Adoption, "_option", option)
+    return patch.object(step, "_held_option", option)
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:
     """Alternates are named as they were chosen: nobody looks whether they left while the claim was under way."""
-    return patch.object(Adoption, "_is_still_in", lambda self, cell, alternate: True)
+    return patch.object(step, "_is_still_in", lambda cell, alternate, selector: True)
 
 
 def overtaken_report_believed() -> AbstractContextManager[Any]:

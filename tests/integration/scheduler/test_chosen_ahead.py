@@ -8,8 +8,7 @@ import pytest
 
 from bus.contracts.build import BuildState
 from bus.faults import DatabaseUnavailable
-from scheduler_worker import handlers
-from scheduler_worker.claiming import Claiming
+from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
@@ -18,14 +17,14 @@ pytestmark = pytest.mark.postgres
 async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same request as a new message: known only when the record's statement comes back."""
     chosen: list[str] = []
-    choose = Claiming.choose
+    choose = SchedulingEngine._choose_ahead
 
-    def noted(self: Claiming, wanted: Any) -> Any:
-        found = choose(self, wanted)
+    def noted(self: SchedulingEngine, builds: Any) -> Any:
+        found = choose(self, builds)
         chosen.extend(found)
         return found
 
-    monkeypatch.setattr(Claiming, "choose", noted)
+    monkeypatch.setattr(SchedulingEngine, "_choose_ahead", noted)
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
@@ -46,16 +45,16 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     await world.scheduler()
     await world.add_hosts("c1", 2)
     book, request = world.replicas["s1"], world.request()
-    record, seen = handlers.RequestHandler._record, list[list[str]]()
+    record, seen = SchedulingEngine._put_on_record, list[list[str]]()
 
-    async def away_first(self: Any, items: Any) -> None:
+    async def away_first(self: Any, builds: Any) -> Any:
         seen.append(list(book.assumed_keys()))
         if len(seen) == 1:
-            await record(self, items[:0])  # the database is asked, as it is otherwise
+            await record(self, builds[:0])  # the database is asked, as it is otherwise
             raise DatabaseUnavailable("it went away")
-        await record(self, items)
+        return await record(self, builds)
 
-    monkeypatch.setattr(handlers.RequestHandler, "_record", away_first)
+    monkeypatch.setattr(SchedulingEngine, "_put_on_record", away_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert seen == [[], []], "assumed while the database was away"

@@ -13,9 +13,9 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import DEAD
 from bus.wire import pack, single
-from scheduler_worker import handlers
+from scheduler_worker import engine
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.retention import longest_way_s, purge
+from scheduler_worker.retention import max_request_age_s, purge
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.test_twins import Gate
 from tests.integration.scheduler.world import World
@@ -45,7 +45,7 @@ async def late(world: World) -> AsyncIterator[Bus]:
 
 def test_a_request_is_refused_before_the_record_of_it_can_be_gone() -> None:
     for keep_s in (60.0, DAY_S, 7 * DAY_S):
-        assert 0 < longest_way_s(SchedulerConfig(ended_keep_s=keep_s)) < keep_s
+        assert 0 < max_request_age_s(SchedulerConfig(ended_keep_s=keep_s)) < keep_s
 
 
 async def publish(late: Bus, request: BuildRequest) -> None:
@@ -103,7 +103,7 @@ async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
     world: World, late: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its scheduler died before it decided, and nobody came for days: it was accepted, so it is built."""
-    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_keep_s=30 * DAY_S))
     await world.add_hosts("c1", 1)
     request = world.request()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ from bus.contracts.catalogue import BY_QUEUE
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.service.database import Database
 from scheduler_worker import metrics
-from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.endings import Asking, Work
+from scheduler_worker.domain.attempt import Attempt, PlacementRequest
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -294,16 +294,16 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
     await world.add_hosts("c1", 1, CUSTOM_BAREMETAL_GOLD=1)
     request, other = world.request("bm.gold"), world.request("bm.gold")
     died = asyncio.Event()
-    place = Claiming.place
+    place = SchedulingEngine.place
 
-    async def dies(claiming: Claiming, asking: Sequence[Asking], ahead: Mapping[str, Work]) -> object:
+    async def dies(engine: SchedulingEngine, asking: Sequence[PlacementRequest], ahead: dict[str, Attempt]) -> object:
         if any(one.request.instance_uuid == request.instance_uuid for one in asking):
             died.set()
             await asyncio.Event().wait()  # until the process dies
-        return await place(claiming, asking, ahead)
+        return await place(engine, asking, ahead)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Claiming, "place", dies)
+        patched.setattr(SchedulingEngine, "place", dies)
         await world.scheduler("s0")
         await world.ask(request)
         for number in range(1, BY_QUEUE["scheduler.requests"].delivery_limit):

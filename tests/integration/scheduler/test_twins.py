@@ -14,8 +14,8 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import DatabaseUnavailable, RequestRefused
-from scheduler_worker import handlers
-from scheduler_worker.claiming import Claiming
+from scheduler_worker import engine
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -67,7 +67,7 @@ async def fill(world: World, host: str) -> str:
 async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = Gate(monkeypatch, Claiming, "_ask")
+    asking = Gate(monkeypatch, BusClaims, "submit")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -78,7 +78,7 @@ async def test_a_claim_that_lands_after_the_other_copy_has_failed_holds_nothing(
     await world.scheduler("s2", CONFIG)
     assert (await world.ended(request.instance_uuid)).state is BuildState.FAILED
     await world.buses[API].request(Release(consumer=other), ReleaseResult, timeout_s=PATIENCE_S)
-    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     asking.open.set()
     await writing.wait()  # the claim was asked for and answered, and s1 dies before it writes anything down
     await world.kill("s1")
@@ -99,7 +99,7 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took itself for the first, found the host full, and failed the build; the claim stayed for ever."""
-    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -115,14 +115,14 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
 async def test_the_claim_of_a_forgotten_record_is_found_by_the_scheduler_that_made_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = handlers.RequestHandler._write
+    write = engine.SchedulingEngine._write
 
-    async def crash(this: handlers.RequestHandler, *arguments: Any) -> None:
-        monkeypatch.setattr(handlers.RequestHandler, "_write", write)
+    async def crash(this: engine.SchedulingEngine, *arguments: Any) -> Any:
+        monkeypatch.setattr(engine.SchedulingEngine, "_write", write)
         await forgotten(world, request.instance_uuid)
         raise DatabaseUnavailable("crashed")
 
-    monkeypatch.setattr(handlers.RequestHandler, "_write", crash)
+    monkeypatch.setattr(engine.SchedulingEngine, "_write", crash)
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -149,7 +149,7 @@ async def test_a_refusal_is_on_disk_before_its_request_is_acknowledged(
 async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     request = world.request()
@@ -160,7 +160,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await world.until(lambda: world.builds)
     await world.delete(request)
     await world.until(lambda: world.deletes)
-    done = Gate(monkeypatch, handlers.RequestHandler, "_cancel")
+    done = Gate(monkeypatch, engine.SchedulingEngine, "_cancel")
     done.open.set()
     writing.open.set()
     await done.wait()
@@ -171,8 +171,8 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
 async def test_a_claim_on_a_host_that_nobody_speaks_for_blocks_nobody_and_is_freed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "RETRIES", 1)
-    writing = Gate(monkeypatch, handlers.RequestHandler, "_write")
+    monkeypatch.setattr(engine, "RETRIES", 1)
+    writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
     stranded, healthy = world.request(), world.request(availability_zone=None)

@@ -54,7 +54,7 @@ class Hosts:
             self.book,
             self.table,
             self.config,
-            asked={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
+            flavors={name: parse(name, flavor) for name, flavor in self.config.flavors.items()},
             filters=plugins.filters(self.config) if filters is None else filters,
             weighings=plugins.weighings(self.config) if weighings is None else weighings,
         )
@@ -89,7 +89,7 @@ class Hosts:
         return BuildRequest(instance_uuid=new_uuid(self.rng), flavor=flavor, **more)
 
     def spec(self, flavor: str = "m1.small", **more: Any) -> RequestSpec:
-        spec = self.selector.want(self.request(flavor, **more))
+        spec = self.selector.request_spec(self.request(flavor, **more))
         assert isinstance(spec, RequestSpec), spec
         return spec
 

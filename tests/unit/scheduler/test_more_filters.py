@@ -131,7 +131,7 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
     assert passing(hosts, flavor="m1.medium", host="h0", project_id="operators", forced=True) == ["h0"]
     assert passing(hosts, flavor="m1.medium", host="h1", project_id="operators", forced=True) == []
     for more in ({"host": "h0", "project_id": "demo"}, {"project_id": "operators"}):
-        refused = hosts.selector.want(hosts.request(forced=True, **more))
+        refused = hosts.selector.request_spec(hosts.request(forced=True, **more))
         assert isinstance(refused, Unsatisfiable)
         assert refused.code == "host.not_forced"
 

@@ -14,7 +14,7 @@ from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice, Ranking
 from scheduler_worker.domain.request_spec import Unsatisfiable
-from scheduler_worker.domain.selector import adopted
+from scheduler_worker.domain.selector import recovered_allocations
 from scheduler_worker.domain.spread import Spread
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
@@ -85,7 +85,7 @@ def test_availability_zones() -> None:
     assert passing(hosts) == ["h0", "h1", "h2", "h3"]
     assert passing(hosts, availability_zone="east") == ["h0"]
     assert passing(hosts, availability_zone="nova") == ["h2", "h3"]
-    unknown = hosts.selector.want(hosts.request(availability_zone="moon"))
+    unknown = hosts.selector.request_spec(hosts.request(availability_zone="moon"))
     assert isinstance(unknown, Unsatisfiable) and "east, nova, west" in unknown.reason
 
 
@@ -101,7 +101,7 @@ def test_tenant_aggregates_in_the_query() -> None:
         placement_aggregate_required_for_tenants=True,
     )
     refused = Hosts([PLENTY], config=strict).selector
-    assert isinstance(refused.want(hosts.request(project_id="other")), Unsatisfiable)
+    assert isinstance(refused.request_spec(hosts.request(project_id="other")), Unsatisfiable)
 
 
 def test_a_requested_host_goes_through_the_filters() -> None:
@@ -109,7 +109,7 @@ def test_a_requested_host_goes_through_the_filters() -> None:
     assert passing(hosts, host="h2") == ["h2"]
     assert passing(hosts, host=hosts.uuids[2]) == ["h2"]
     assert passing(hosts, host="h1") == []
-    assert isinstance(hosts.selector.want(hosts.request(host="nowhere")), Unsatisfiable)
+    assert isinstance(hosts.selector.request_spec(hosts.request(host="nowhere")), Unsatisfiable)
 
 
 def pick(hosts: Hosts, count: int = 1, subset: int = 1, **request: Any) -> list[Choice | None]:
@@ -245,9 +245,9 @@ def test_hosts_that_nobody_announced_are_counted() -> None:
 def test_what_an_earlier_claim_holds() -> None:
     hosts = Hosts([PLENTY, {"VGPU": 2}])
     a, b = hosts.uuids
-    assert adopted(hosts.book, {"VCPU": 1, "VGPU": 1}, [a, b]) == {a: {"VCPU": 1}, b: {"VGPU": 1}}
-    assert adopted(hosts.book, {"VCPU": 1}, [a, b]) is None
-    assert adopted(hosts.book, {"VCPU": 1}, []) is None
+    assert recovered_allocations(hosts.book, {"VCPU": 1, "VGPU": 1}, [a, b]) == {a: {"VCPU": 1}, b: {"VGPU": 1}}
+    assert recovered_allocations(hosts.book, {"VCPU": 1}, [a, b]) is None
+    assert recovered_allocations(hosts.book, {"VCPU": 1}, []) is None
 
 
 def test_contention_widens_the_choice_and_is_forgotten() -> None:

@@ -10,13 +10,13 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import WherePage
+from scheduler_worker.domain.peers import has_peers, peers_of
 from scheduler_worker.domain.plugins import Filter, applies_to
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.filters.group_has_room import ServerGroupAntiAffinityFilter
 from scheduler_worker.filters.group_is_here import ServerGroupAffinityFilter
 from scheduler_worker.filters.is_another_host import DifferentHostFilter
 from scheduler_worker.filters.is_the_same_host import SameHostFilter
-from scheduler_worker.peers import company, names_others
 from scheduler_worker.weighers.group_members_elsewhere import ServerGroupSoftAntiAffinityWeigher
 from scheduler_worker.weighers.group_members_here import ServerGroupSoftAffinityWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts
@@ -83,8 +83,8 @@ def test_hints() -> None:
 
     def judged(judge: Filter, **hints: tuple[str, ...]) -> list[bool]:
         request = hosts.request(**hints)
-        assert names_others(request)
-        spec = hosts.spec().with_peers(company(request, page), "me")
+        assert has_peers(request)
+        spec = hosts.spec().with_peers(peers_of(request, page), "me")
         assert applies_to(judge, spec)
         return [bool(passed) for passed in judge.judge(hosts.view(), spec).passed]
 
@@ -96,14 +96,14 @@ def test_hints() -> None:
 
 def test_who_names_nobody_is_not_asked_after_and_pays_for_no_filter() -> None:
     hosts = Hosts([PLENTY] * 2)
-    assert not names_others(hosts.request())
+    assert not has_peers(hosts.request())
     spec = hosts.spec()
     assert not any(applies_to(one(), spec) for one in OURS)
     steps = [step.step for step in hosts.selector.explain(spec, 0.0, {}).funnel]
     assert not {one.name for one in OURS} & set(steps)
 
 
-def test_requests_with_company_share_no_ranking() -> None:
+def test_requests_with_peers_share_no_ranking() -> None:
     """Two members of one group see each other's hosts differently as soon as one of them is placed."""
     hosts = Hosts([PLENTY])
     spec = hosts.spec()

@@ -1,4 +1,4 @@
-"""How the end of scheduling is written down and said: the record, the command to the cell, the event. No I/O."""
+"""The end of scheduling as it goes on record, to the cell and to clients: decision, command, event. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import MAX_REASON
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep, StoryLine
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.outbox import Addressed
+from bus.outcome import Retry
 from bus.wire import Malformed
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, BuildDecision, RecordedBuild
+from scheduler_worker.domain.attempt import (
+    FIRST_ATTEMPT,
+    ClaimsContended,
+    ClaimStranded,
+    HostClaimed,
+    PlacementRefused,
+    PlacementResult,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
 from scheduler_worker.domain.explain import sentence, step
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.endings import ATTEMPT, Away, Contended, Ending, Placed, Stopped, Stranded
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
@@ -29,39 +38,43 @@ EXHAUSTED = "delivery.exhausted"
 STRANDED = "claim.stranded"
 
 
-class Author(Struct, frozen=True):
-    """Who writes a story, and when."""
-
-    who: str
-    at: float
-
-    def line(self, what: str, detail: str = "") -> StoryLine:
-        """One line of the story."""
-        return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
-
-
 def decision(
-    request: BuildRequest, spec: RequestSpec, ending: Ending, author: Author, *, nearest: int
+    request: BuildRequest, spec: RequestSpec, result: PlacementResult, author: Author, *, nearest: int
 ) -> BuildDecision:
-    """What is written down about one ending. An Away is none: it is tried again."""
-    match ending:
-        case Placed():
-            return _placed(request, ending, author)
+    """The decision that a result means. PlacementUnavailable means none: the request is tried again."""
+    match result:
+        case HostClaimed():
+            return _dispatched(request, result, author)
         case NoValidHost():
-            return _failed(request, NO_HOST, sentence(spec, ending.funnel, nearest), author, funnel=ending.funnel)
-        case Stopped():
-            return _failed(request, ending.code, ending.reason, author)
-        case Contended():
-            reason = f"{ending.claims} claims in the last delivery alone were lost to others, after every retry"
+            return _failed(request, NO_HOST, sentence(spec, result.funnel, nearest), author, funnel=result.funnel)
+        case PlacementRefused():
+            return _failed(request, result.code, result.reason, author)
+        case ClaimsContended():
+            reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"
             return _failed(request, CONTENDED, reason, author)
-        case Stranded():
-            return _failed(request, STRANDED, ending.reason, author)
-        case Away():
-            raise AssertionError(ending)
+        case ClaimStranded():
+            return _failed(request, STRANDED, result.reason, author)
+        case PlacementUnavailable():
+            raise AssertionError(result)
+
+
+def retry_of(result: PlacementResult) -> Retry | None:
+    """How a result is retried while its queue has retries left; None: it is final."""
+    match result:
+        case ClaimsContended():
+            return Retry(CONTENDED, f"{result.claims} claims were lost to others")
+        case ClaimStranded():
+            return Retry(STRANDED, result.reason)
+    return None
+
+
+def may_hold_claim(result: PlacementResult) -> bool:
+    """Whether placement was asked for a host: a claim may be delivered twice, and its second answer be lost."""
+    return not isinstance(result, NoValidHost) or result.claims > 0
 
 
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:
-    """A request that no host may take as things are configured: a funnel of one step, all hosts fallen."""
+    """A request that no host may take as configured: a funnel of one step that rejects all hosts."""
     reason = f"No host can take {request.flavor}: {why.reason}."
     return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))
 
@@ -72,24 +85,24 @@ def exhausted(request: BuildRequest, author: Author) -> BuildDecision:
     return _failed(request, EXHAUSTED, reason, author)
 
 
-def _placed(request: BuildRequest, ending: Placed, author: Author) -> BuildDecision:
-    main = ending.selections[0]
-    alternates = ", ".join(selection.host for selection in ending.selections[1:]) or "none"
+def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:
+    main = claimed.selections[0]
+    alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
     return BuildDecision(
         build=RecordedBuild(
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
             state=BuildState.SCHEDULED,
             sequence=SCHEDULED,
-            cell=ending.cell,
+            cell=claimed.cell,
             host=main.host,
         ),
         host_uuid=main.host_uuid,
         story=(
-            *(author.line("not_claimed", lost) for lost in ending.lost),
-            author.line("chosen", f"{main.host} of {ending.passed} candidates, weight {ending.score:.4g}"),
-            author.line("claimed", f"{main.host} after {ending.claims} claim(s); alternates: {alternates}"),
-            author.line("dispatched", f"to cell {ending.cell}"),
+            *(author.line("not_claimed", lost) for lost in claimed.lost),
+            author.line("chosen", f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"),
+            author.line("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
+            author.line("dispatched", f"to cell {claimed.cell}"),
         ),
     )
 
@@ -113,13 +126,13 @@ def _failed(
 
 
 def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
-    """An end that the scheduler decides by itself: how long the stages took goes with the story's last line."""
+    """A failure that the scheduler decides: how long the stages took goes with the last line of the story."""
     *before, last = one.story
     return replace(one, story=(*before, replace(last, stamps=stamps)))
 
 
 def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:
-    """What clients hear about a decision; how long the stages took, where it is the end."""
+    """The event of a decision; with how long the stages took when it is terminal."""
     build = one.build
     return BuildEvent(
         instance_uuid=build.instance_uuid,
@@ -129,7 +142,7 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
         terminal=build.terminal,
         cell=build.cell,
         host=build.host,
-        attempt=ATTEMPT if build.host is not None else 0,
+        attempt=FIRST_ATTEMPT if build.host is not None else 0,
         code=build.code,
         reason=build.reason,
         funnel=one.funnel,
@@ -138,7 +151,9 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
     )
 
 
-def cell_build(request: BuildRequest, placed: Placed, at: float, stamps: Stamps, config: SchedulerConfig) -> CellBuild:
+def cell_build(
+    request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
+) -> CellBuild:
     """The command to the cell (C-6)."""
     return CellBuild(
         spec=InstanceSpec(
@@ -149,14 +164,30 @@ def cell_build(request: BuildRequest, placed: Placed, at: float, stamps: Stamps,
             image=request.image,
             flavor=request.flavor,
         ),
-        selections=placed.selections,
-        consumer_generation=placed.consumer_generation,
+        selections=claimed.selections,
+        consumer_generation=claimed.consumer_generation,
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,
         requested_at=at,
         server_group=request.server_group,
         limits=config.quota_of(request.project_id),
-        stamps=replace(stamps, lost_claims=len(placed.lost)) if placed.lost else stamps,
+        stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
     )
+
+
+def messages_of(  # noqa: PLR0917  (hot, so no keywords)
+    decided: BuildDecision,
+    request: BuildRequest,
+    claimed: HostClaimed | None,
+    at: float,
+    stamps: Stamps,
+    config: SchedulerConfig,
+) -> list[Addressed]:
+    """What follows from a decision once it is written: the command to the cell, and the event to clients."""
+    event = to_clients(decided_event(decided, at, stamps))
+    if claimed is None:
+        return [event]
+    command = cell_build(request, claimed, at, stamps, config)
+    return [Addressed(claimed.cell, command, request.instance_uuid), event]
 
 
 def to_clients(event: BuildEvent) -> Addressed:

@@ -1,72 +1,71 @@
-"""The claim loop against a scripted resource book, over a real bus in memory: each outcome and what it asks for."""
+"""The rounds of decide and claim against a scripted resource book: each outcome and what it asks for."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
 
-from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
-from bus.contracts.base import MAX_AMOUNT, Refusal
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState, WherePage
-from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
-from placement_worker.domain.claims import decide
-from placement_worker.domain.values import ClaimedProvider, Room
+from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
-from scheduler_worker.claiming import Claiming
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.attempt import (
+    ClaimsContended,
+    HostClaimed,
+    PlacementRefused,
+    PlacementRequest,
+    PlacementResult,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.endings import Asking, Away, Contended, Ending, Placed, Stopped
+from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
+from tests.kit.claims import Answer, BookClaims
 from tests.unit.scheduler.hosts import PLENTY, Hosts
-
-Answer = Callable[[Claim], ClaimResult | Refusal | None]
 
 
 class Street:
-    """Claims go out on the bus; `answer` says what comes back (None: nothing). `refreshed` is called for news."""
+    """An engine beside hosts made by hand; `answer` answers claims, and `refreshed` is called for news."""
 
     def __init__(self, hosts: Hosts, config: SchedulerConfig) -> None:
         self.hosts = hosts
         self.clock = SystemClock()
-        self.broker = MemoryBroker(self.clock)
-        self.claims: list[Claim] = []
-        self.answer: Answer = self.claimed
+        self.port = BookClaims()
+        self.port.answer = self.claimed
         self.refreshed: Callable[[], None] = lambda: None
         self.refreshes = 0
-        self.bus = self.make_bus("asker")
-        self.theirs = self.make_bus("placement")
-        self.claiming = Claiming(self.bus, hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+        self.engine = self.make_engine(config)
 
-    def make_bus(self, process: str) -> Bus:
-        rng = random.Random(process)
-        return Bus(API, self.broker.transport(process), process=process, clock=self.clock, rng=rng)
+    def make_engine(self, config: SchedulerConfig) -> SchedulingEngine:
+        store = MemoryBuilds(MemoryBuildTable(self.clock).session())
+        rng = random.Random(5)
+        return SchedulingEngine(store, self.port, self.hosts.selector, self, clock=self.clock, rng=rng, config=config)
+
+    @property
+    def claims(self) -> list[Claim]:
+        return self.port.submitted
+
+    @property
+    def answer(self) -> Answer | None:
+        return self.port.answer
+
+    @answer.setter
+    def answer(self, answer: Answer) -> None:
+        self.port.answer = answer
 
     async def refresh(self, *, timeout_s: float) -> bool:
         self.refreshes += 1
         self.refreshed()
         return True
-
-    async def serve(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = []
-        for received in batch:
-            claim = received.message
-            assert isinstance(claim, Claim)
-            self.claims.append(claim)
-            outcomes.append(Done(reply=self.answer(claim)))
-        return outcomes
-
-    async def nowhere(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Nobody whom a request names is anywhere yet."""
-        return [Done(reply=WherePage()) for _ in batch]
 
     def claimed(self, claim: Claim, option: int = 0) -> ClaimResult:
         providers = claim.options[option].allocations
@@ -77,13 +76,16 @@ class Street:
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
 
-    async def place(self, *requests: BuildRequest, fresh: bool = True) -> list[Ending]:
-        asking = [
-            Asking(request=request, spec=spec, fresh=fresh)
-            for request in requests
-            if not isinstance(spec := self.hosts.selector.want(request), type(None))
-        ]
-        return await self.claiming.place(asking)  # type: ignore[arg-type]
+    def asking(self, request: BuildRequest, *, fresh: bool = True) -> PlacementRequest:
+        spec = self.hosts.selector.request_spec(request)
+        assert isinstance(spec, RequestSpec)
+        return PlacementRequest(request=request, spec=spec, fresh=fresh)
+
+    async def place(self, *requests: BuildRequest, fresh: bool = True) -> list[PlacementResult]:
+        return await self.engine.place([self.asking(request, fresh=fresh) for request in requests])
+
+    def pending(self, request: BuildRequest) -> PendingBuild:
+        return PendingBuild(position=0, request=request, digest=b"", asked_at=0.0, taken_at=0.0)
 
 
 # Hosts were announced at 0, and the loop has its own time.
@@ -96,29 +98,14 @@ def result(outcome: ClaimOutcome) -> ClaimResult:
 
 
 @pytest.fixture
-async def street() -> AsyncIterator[Street]:
-    made = Street(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
-    await made.bus.open()
-    await made.theirs.open()
-    consumers = [
-        made.theirs.consumer("placement.requests", made.serve),
-        made.theirs.consumer("placement.reads", made.nowhere),
-    ]
-    for consumer in consumers:
-        await consumer.start()
-    tasks = [asyncio.create_task(consumer.run()) for consumer in consumers]
-    yield made
-    for consumer in consumers:
-        await consumer.drain(1.0)
-    await asyncio.gather(*tasks)
-    await made.bus.close()
-    await made.theirs.close()
+def street() -> Street:
+    return Street(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
 
 
 async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(street: Street) -> None:
     request = street.hosts.request()
     (placed,) = await street.place(request)
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, HostClaimed)
     (claim,) = street.claims
     assert (claim.consumer, claim.attempt, claim.consumer_generation) == (request.instance_uuid, 1, None)
     assert placed.selections[0].allocations == claim.options[0].allocations
@@ -145,7 +132,7 @@ async def test_full_or_gone_goes_to_the_next_host(street: Street) -> None:
     outcomes = iter([ClaimOutcome.FULL, ClaimOutcome.GONE])
     street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
     (placed,) = await street.place(street.hosts.request())
-    assert isinstance(placed, Placed) and placed.claims == 3
+    assert isinstance(placed, HostClaimed) and placed.claims == 3
     assert len({street.host_of(claim) for claim in street.claims}) == 3
     assert placed.selections[0].host == street.host_of(street.claims[2])
     first, second, _ = map(street.host_of, street.claims)
@@ -174,7 +161,7 @@ async def test_raced_folds_the_newer_shape_in_and_asks_the_same_host(street: Str
 
     street.answer = raced_once
     (placed,) = await street.place(street.hosts.request())
-    assert isinstance(placed, Placed) and placed.claims == 2
+    assert isinstance(placed, HostClaimed) and placed.claims == 2
     first, second = street.claims
     assert street.host_of(first) == street.host_of(second)
     assert list(first.options[0].shapes.values()) == [1] and list(second.options[0].shapes.values()) == [2]
@@ -192,7 +179,7 @@ async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(street: Str
 
     street.answer = races
     (placed,) = await street.place(street.hosts.request())
-    assert isinstance(placed, Placed) and placed.selections[0].host != raced[0]
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host != raced[0]
     assert len(raced) == CONFIG.raced_retries + 1
 
 
@@ -205,31 +192,29 @@ async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
 ) -> None:
     street.answer = lambda _: result(outcome)
     (stopped,) = await street.place(street.hosts.request())
-    assert isinstance(stopped, Stopped) and stopped.code == code
+    assert isinstance(stopped, PlacementRefused) and stopped.code == code
     assert len(street.claims) == 1 and list(street.hosts.book.assumed_keys()) == []
 
 
 async def test_no_answer_is_not_no_host(street: Street) -> None:
     street.answer = lambda _: None
     (away,) = await street.place(street.hosts.request())
-    assert isinstance(away, Away) and list(street.hosts.book.assumed_keys()) == []
+    assert isinstance(away, PlacementUnavailable) and list(street.hosts.book.assumed_keys()) == []
 
 
 async def test_a_refusal_stops_with_its_code(street: Street) -> None:
     street.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
     (stopped,) = await street.place(street.hosts.request())
-    assert isinstance(stopped, Stopped) and stopped.code == "claim.nonsense"
+    assert isinstance(stopped, PlacementRefused) and stopped.code == "claim.nonsense"
 
 
 async def test_the_bound_on_rounds_is_not_no_host_either(street: Street) -> None:
     street.answer = lambda _: result(ClaimOutcome.FULL)
     config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
-    claiming = Claiming(
-        street.bus, street.hosts.selector, street, clock=street.clock, rng=random.Random(1), config=config
-    )
+    engine = street.make_engine(config)
     request = street.hosts.request()
-    (ended,) = await claiming.place([Asking(request=request, spec=street.hosts.spec())])
-    assert ended == Contended(3) and len(street.claims) == 3
+    (ended,) = await engine.place([PlacementRequest(request=request, spec=street.hosts.spec())])
+    assert ended == ClaimsContended(3) and len(street.claims) == 3
 
 
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> None:
@@ -240,7 +225,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> 
         outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
     )
     (placed,) = await street.place(hosts.request(), fresh=False)
-    assert isinstance(placed, Placed) and placed.cell == "c2"
+    assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
@@ -269,7 +254,7 @@ async def test_an_earlier_claim_says_itself_what_it_holds(street: Street) -> Non
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
     )
     (placed,) = await street.place(hosts.request(), fresh=False)
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
     assert main.shapes == dict.fromkeys(holding, 4)
@@ -287,7 +272,7 @@ async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(str
 
     street.answer = meanwhile
     (placed,) = await street.place(hosts.request())
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, HostClaimed)
     (claim,) = street.claims
     assert [selection.host for selection in placed.selections] == [street.host_of(claim)]
 
@@ -310,7 +295,7 @@ async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_
 
     street.answer = meanwhile
     (placed,) = await street.place(hosts.request())
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, HostClaimed)
     assert all(set(selection.allocations) == {selection.host_uuid} for selection in placed.selections)
 
 
@@ -335,7 +320,7 @@ async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(street: 
 
     street.answer = full
     (placed,) = await street.place(hosts.request())
-    assert isinstance(placed, Placed) and placed.selections[0].host_uuid == late
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == late
 
 
 async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(street: Street) -> None:
@@ -351,7 +336,7 @@ async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(st
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
     )
     (placed,) = await street.place(hosts.request(), fresh=False)
-    assert isinstance(placed, Placed) and placed.selections[0].host_uuid == hosts.uuids[2]
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
 
 
 async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(street: Street) -> None:
@@ -359,12 +344,12 @@ async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not
     wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
     spec = hosts.spec()
     asked = [
-        Asking(request=hosts.request(), spec=spec),
-        Asking(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
+        PlacementRequest(request=hosts.request(), spec=spec),
+        PlacementRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
-    placed, stopped = await street.claiming.place(asked)
-    assert isinstance(placed, Placed)
-    assert isinstance(stopped, Stopped) and stopped.code == "search.too_wide"
+    placed, stopped = await street.engine.place(asked)
+    assert isinstance(placed, HostClaimed)
+    assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
 
 
 async def test_ignored_hosts_are_never_asked(street: Street) -> None:
@@ -380,8 +365,8 @@ async def test_one_bad_item_does_not_fail_its_neighbours(street: Street) -> None
     bad = requests[7].instance_uuid
     street.answer = lambda claim: result(ClaimOutcome.INVALID) if claim.consumer == bad else street.claimed(claim)
     endings = await street.place(*requests)
-    assert [isinstance(ending, Placed) for ending in endings] == [at != 7 for at in range(20)]
-    taken = [ending.selections[0].host for ending in endings if isinstance(ending, Placed)]
+    assert [isinstance(ending, HostClaimed) for ending in endings] == [at != 7 for at in range(20)]
+    taken = [ending.selections[0].host for ending in endings if isinstance(ending, HostClaimed)]
     assert len(set(taken)) == 6  # spread, not herded
 
 
@@ -414,8 +399,8 @@ async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
 
     street.answer, street.refreshed = full_at_first, news
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
-    (placed,) = await street.claiming.place([Asking(request=hosts.request(), spec=spec)])
-    assert isinstance(placed, Placed), placed
+    (placed,) = await street.engine.place([PlacementRequest(request=hosts.request(), spec=spec)])
+    assert isinstance(placed, HostClaimed), placed
     assert (placed.selections[0].host_uuid, len(street.claims)) == (root, 2)
 
 
@@ -432,7 +417,7 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -
         street.claims.clear()
         together = ServerGroup(uuid=new_uuid(street.hosts.rng), policy=GroupPolicy.AFFINITY)
         (placed,) = await street.place(street.hosts.request(server_group=together))
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, HostClaimed)
         *before, last = street.claims
         assert placed.selections[0].host_uuid == last.options[0].host == there
         assert len(before) <= 1
@@ -443,42 +428,24 @@ async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -
 async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(street: Street) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
     request = street.hosts.request()
-    spec = street.hosts.selector.want(request)
-    assert isinstance(spec, RequestSpec)
-    asking = Asking(request=request, spec=spec)
-    chosen = street.claiming.choose([asking])
+    chosen = street.engine._choose_ahead([street.pending(request)])
     assert list(chosen) == list(street.hosts.book.assumed_keys()) == [request.instance_uuid]
     choice = chosen[request.instance_uuid].choice
     assert choice is not None and street.claims == []
     outcomes = iter([ClaimOutcome.FULL])
     street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
-    (placed,) = await street.claiming.place([asking], chosen)
+    (placed,) = await street.engine.place([street.asking(request)], chosen)
     first, second = map(street.host_of, street.claims)
-    assert isinstance(placed, Placed) and placed.claims == 2
+    assert isinstance(placed, HostClaimed) and placed.claims == 2
     assert first == street.hosts.name(choice.selected.row) != second == placed.selections[0].host
-    street.claiming.drop(chosen.values())
+    assert chosen == {}, "what is handed over is no longer the batch's to drop"
     assert list(street.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
 
 
-async def test_what_was_chosen_ahead_and_is_not_wanted_is_not_assumed(street: Street) -> None:
+async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(street: Street) -> None:
     request = street.hosts.request()
     apart = street.hosts.request(server_group=ServerGroup(uuid=new_uuid(street.hosts.rng), policy=APART))
-    spec = [street.hosts.selector.want(one) for one in (request, apart)]
-    chosen = street.claiming.choose(
-        [Asking(request=r, spec=w) for r, w in zip((request, apart), spec, strict=True) if isinstance(w, RequestSpec)]
-    )
-    assert list(chosen) == [request.instance_uuid], "who has to ask where others are is not chosen for ahead"
-    street.claiming.drop(chosen.values())
+    chosen = street.engine._choose_ahead([street.pending(request), street.pending(apart)])
+    assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
+    street.engine._drop(chosen.values())
     assert list(street.hosts.book.assumed_keys()) == []
-
-
-async def test_the_option_that_never_fits_does_not_fit_the_largest_host(street: Street) -> None:
-    """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
-    option = street.claiming._impossible(street.hosts.spec())
-    assert option is not None
-    (host, resources), *_ = option.allocations.items()
-    rooms = {name: Room(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
-    probe = Claim(consumer=street.hosts.request().instance_uuid, options=(option,), project_id="p")
-    for shape in (1, 2):
-        decision = decide([probe], {}, {host: ClaimedProvider(1, shape, rooms, root=host)}, dict.fromkeys(resources, 1))
-        assert decision.verdicts[0].outcome == ClaimOutcome.RACED

@@ -1,0 +1,60 @@
+"""What the scheduler asks of placement: a port, and its adapter over the bus.
+
+Every method answers for each message, in order. Without an answer that is a fault; it never means "no".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from bus.bus import Bus
+from bus.contracts.base import Message
+from bus.contracts.placement import Claim, ClaimResult, Release, ReleaseResult, WherePage, WhereRequest
+from bus.faults import Fault, Transient
+from bus.port import BusError
+from scheduler_worker.domain.attempt import PlacementUnavailable
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class ClaimPort(Protocol):
+    """Claims and releases of instances. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
+
+    async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        """Claim for many consumers at once, each on its own. A repeated claim has the same result."""
+
+    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
+        """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
+
+    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+        """The hosts of server group members and of named instances, as of now."""
+
+
+class BusClaims:
+    """Requests to placement over the API bus. timeout_s: how long an answer is waited for."""
+
+    def __init__(self, bus: Bus, *, timeout_s: float) -> None:
+        self._bus = bus
+        self._timeout_s = timeout_s
+
+    async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        """All in one round trip."""
+        return await self._request(claims, ClaimResult, [claim.consumer for claim in claims])
+
+    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
+        """All in one round trip."""
+        return await self._request(releases, ReleaseResult, [release.consumer for release in releases])
+
+    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+        """All in one round trip."""
+        return await self._request(requests, WherePage, [request.besides or "" for request in requests])
+
+    async def _request(
+        self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]
+    ) -> list[Reply | Fault]:
+        try:
+            return await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
+        except (BusError, Transient) as error:
+            # No placement is running, or the bus is away: the messages may or may not have been delivered.
+            return [PlacementUnavailable(str(error)) for _ in messages]

@@ -1,0 +1,188 @@
+"""One request on its way to a host: the attempt, every result that it can have, its claim, and what a step commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildRequest
+from bus.contracts.cell import Selection
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
+from bus.faults import Transient
+from scheduler_worker.domain.ranking import Candidate, Choice
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import NoValidHost, Selector
+
+CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
+FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
+
+# Outcomes after which the request claims again.
+LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE})
+
+
+# --- results
+
+
+class PlacementUnavailable(Transient):
+    """Placement does not answer."""
+
+    code = "placement.away"
+
+
+class HostClaimed(Struct, frozen=True, kw_only=True):
+    """A claim holds. selections: the selected host, where the claim is, then the alternates.
+
+    passed: candidates to choose from. lost: claims before this one that got nothing, in order: "host: outcome".
+    decided_at: of the first choice.
+    """
+
+    cell: str
+    selections: tuple[Selection, ...]
+    consumer_generation: int
+    passed: int
+    score: float
+    claims: int
+    decided_at: float = 0.0
+    claimed_at: float = 0.0
+    lost: tuple[str, ...] = ()
+
+
+class PlacementRefused(Struct, frozen=True):
+    """Placement refused for good; the request must not be tried again."""
+
+    code: str
+    reason: str
+
+
+class ClaimsContended(Struct, frozen=True):
+    """The bounds of this delivery are used up, and not every host was claimed."""
+
+    claims: int
+
+
+class ClaimStranded(Struct, frozen=True):
+    """An earlier run holds a claim on a host that no compute service announces any more."""
+
+    reason: str
+
+
+PlacementResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | PlacementUnavailable
+
+
+# --- the attempt
+
+
+class PlacementRequest(Struct, frozen=True, kw_only=True):
+    """A request to place. fresh: this delivery put it on record, so no earlier run can hold a claim of it."""
+
+    request: BuildRequest
+    spec: RequestSpec
+    fresh: bool = True
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """How far one request has come.
+
+    rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
+    selected one. chosen_ahead: the choice was made and assumed while the request was recorded; it is claimed first.
+    same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were asked for.
+    partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
+    tells whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
+    """
+
+    request: BuildRequest
+    spec: RequestSpec
+    fresh: bool
+    rejected: Mapping[str, str]
+    max_alternates: int
+    choice: Choice | None = None
+    chosen_ahead: bool = False
+    same_host: Candidate | None = None
+    raced: int = 0
+    claims: int = 0
+    decided_at: float = 0.0
+    lost: tuple[str, ...] = ()
+    refreshed: bool = False
+    partly_full: tuple[str, ...] = ()
+    second_looks: int = 0
+    probe: ClaimOption | None = None
+    recovered: str | None = None
+    result: PlacementResult | None = None
+
+    @property
+    def needs_newest(self) -> bool:
+        """Whether the next decision has to be made on the newest state: "no host" is never said on an older one."""
+        return self.same_host is not None or self.refreshed
+
+    @property
+    def has_claim_to_submit(self) -> bool:
+        """Whether placement is to be asked in this round."""
+        return self.choice is not None or self.probe is not None
+
+
+def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
+    """The start: the hosts that the client ignores are rejected; unknown names are left out (N-13)."""
+    request = placement.request
+    ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), "host.ignored")
+    return Attempt(
+        request=request,
+        spec=placement.spec,
+        fresh=placement.fresh,
+        rejected=ignored,
+        # One host fewer than may be tried (C-7); a request may ask for fewer.
+        max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
+    )
+
+
+def claim_of(attempt: Attempt, limits: Mapping[str, int]) -> Claim:
+    """The claim of this round: the options of the chosen host, or the probe."""
+    request = attempt.request
+    options: tuple[ClaimOption, ...]
+    if attempt.choice is None:
+        assert attempt.probe is not None
+        options = (attempt.probe,)
+    else:
+        selected = attempt.choice.selected
+        options = tuple(selected.options)
+        if request.server_group is not None:
+            options = tuple(replace(option, host=selected.uuid) for option in options)
+    return Claim(
+        consumer=request.instance_uuid,
+        attempt=FIRST_ATTEMPT,
+        options=options,
+        project_id=request.project_id,
+        user_id=request.user_id,
+        server_group=request.server_group,
+        limits=dict(limits),
+    )
+
+
+# --- commands
+
+
+class Assume(Struct, frozen=True):
+    """Count this allocation as used in the replica, instead of what was assumed before."""
+
+    allocations: Mapping[str, Mapping[str, int]]
+
+
+class Settle(Struct, frozen=True):
+    """The claim holds at these generations: assume it until the feed has reached them. None: assume it no longer.
+
+    sequence: the feed's number of the claim's changes; a replica that is there already counts them.
+    """
+
+    generations: Mapping[str, int] | None
+    sequence: int = 0
+
+
+Command = Assume | Settle
+
+
+class AttemptStep(Struct, frozen=True):
+    """The attempt afterwards, and what is to be done to the replica, in order."""
+
+    attempt: Attempt
+    commands: tuple[Command, ...] = ()

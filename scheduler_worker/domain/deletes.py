@@ -1,0 +1,164 @@
+"""Delete requests: what a delete does depends on the state of its build (C-5). Pure.
+
+A delete of an unknown instance is put on record itself. Its client is told that there is no such instance, so a build
+request that comes after all must not be built: another scheduler had it in hand, or its record was lost in a crash of
+the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.bus import API
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.cell import CellDelete
+from bus.outbox import Addressed
+from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from scheduler_worker.domain.builds import DELETED, Author, BuildUpdate, NewBuild, RecordedBuild
+
+# A delete may overtake its build request on the way to another scheduler: so often the record is looked for again.
+DELETE_RETRIES = 2
+UNKNOWN = "instance.unknown"
+UNKNOWN_REASON = "there is no such instance in this project"
+UNKNOWN_FLAVOR = "unknown"
+
+
+class PendingDelete(Struct, frozen=True, kw_only=True):
+    """A delete request that has no outcome yet. position: in its batch; delivery: how often its queue retried it."""
+
+    position: int
+    request: DeleteRequest
+    delivery: int
+
+
+class DeletePlan(Struct, frozen=True, kw_only=True):
+    """What a batch of deletes does. outcomes: by position; accepted: the instances; unknown: without a record, late."""
+
+    outcomes: dict[int, Outcome]
+    accepted: set[str]
+    updates: list[BuildUpdate]
+    messages: list[Addressed]
+    unknown: list[PendingDelete]
+
+
+class BuildEnd(Struct, frozen=True):
+    """What a delete does to one build: its new record, and the message that follows from it, if any."""
+
+    update: BuildUpdate
+    message: Addressed | None = None
+
+
+def pending_delete(received: Received, position: int) -> PendingDelete:
+    """A delete that has just been taken."""
+    assert isinstance(received.message, DeleteRequest)
+    return PendingDelete(position=position, request=received.message, delivery=received.meta.attempt)
+
+
+def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, RecordedBuild], author: Author) -> DeletePlan:
+    """What deletes do to the builds on record; `unknown` of it is left to `tombstones` and `refuse_unknown`."""
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[])
+    ended: set[str] = set()
+    for pending in deletes:
+        request = pending.request
+        uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
+        if build is None or build.code == UNKNOWN:
+            plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
+            if pending.delivery >= DELETE_RETRIES:
+                plan.unknown.append(pending)
+        elif build.project_id != request.project_id:
+            # Another project learns nothing of it, and no event is published: the instance's stream is its owner's.
+            plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        else:
+            plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
+            plan.accepted.add(uuid)
+            if uuid not in ended and (end := _delete(build, author)) is not None:
+                ended.add(uuid)
+                plan.updates.append(end.update)
+                if end.message is not None:
+                    plan.messages.append(end.message)
+    return plan
+
+
+def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
+    """What a delete does to one build; None: it was requested before."""
+    if build.state in (BuildState.DELETING, BuildState.DELETED):
+        return None
+    if build.state is BuildState.ACCEPTED:
+        # The scheduler that decides it sees this before it dispatches, releases the claim and publishes `deleted`.
+        if build.delete_requested:
+            return None
+        return BuildEnd(
+            BuildUpdate(build=replace(build, delete_requested=True), story=(author.line("delete_requested"),))
+        )
+    if build.cell is None:
+        return end_unbuilt(build, author, "it was never built")
+    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id)
+    line = author.line("delete_requested", f"passed to cell {build.cell}")
+    deleting = replace(build, state=BuildState.DELETING, delete_requested=True)
+    return BuildEnd(BuildUpdate(build=deleting, story=(line,)), Addressed(build.cell, command, build.instance_uuid))
+
+
+def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
+    """The end of a build that no cell has: one terminal event, for the build and for its delete."""
+    event = BuildEvent(
+        instance_uuid=build.instance_uuid,
+        project_id=build.project_id,
+        state=BuildState.DELETED,
+        sequence=DELETED,
+        terminal=True,
+        at=author.at,
+    )
+    deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
+    update = BuildUpdate(build=deleted, story=(author.line("deleted", detail),))
+    return BuildEnd(update, Addressed(API, event, build.instance_uuid))
+
+
+def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:
+    """The records of builds that were deleted before any request for them came."""
+    requests = {one.request.instance_uuid: one.request for one in unknown if one.request.instance_uuid not in on_record}
+    return [_tombstone(request, author) for request in requests.values()]
+
+
+def refuse_unknown(
+    unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author
+) -> tuple[dict[int, Outcome], list[Addressed]]:
+    """The outcomes and events of deletes of unknown instances. Where no tombstone is on record, the build just came."""
+    final = [one for one in unknown if one.request.instance_uuid in on_record]
+    refused: dict[int, Outcome] = {
+        one.position: Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)) for one in final
+    }
+    return refused, [Addressed(API, _no_such_instance(one.request, author), one.request.instance_uuid) for one in final]
+
+
+def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
+    return NewBuild(
+        request=BuildRequest(instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=UNKNOWN_FLAVOR),
+        digest=b"",
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.DELETED,
+            sequence=DELETED,
+            terminal=True,
+            code=UNKNOWN,
+            reason=UNKNOWN_REASON,
+        ),
+        story=(author.line("refused", "a delete came, and no build"),),
+    )
+
+
+def _no_such_instance(request: DeleteRequest, author: Author) -> BuildEvent:
+    return BuildEvent(
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        state=BuildState.REFUSED,
+        sequence=DELETED,
+        terminal=True,
+        code=UNKNOWN,
+        reason=UNKNOWN_REASON,
+        at=author.at,
+    )

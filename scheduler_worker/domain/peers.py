@@ -1,0 +1,42 @@
+"""The instances that a request is placed relative to: what placement is asked about them, and what it answered. Pure.
+
+The answer may be outdated by the time of the claim. For hints and soft policies that does not matter; the hard policies
+are enforced by the claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.contracts.build import BuildRequest
+from bus.contracts.placement import WherePage, WhereRequest
+from scheduler_worker.domain.request_spec import Peers
+
+
+def has_peers(request: BuildRequest) -> bool:
+    """Whether the request depends on where other instances are."""
+    return bool(request.server_group or request.different_host or request.same_host)
+
+
+def where_request(request: BuildRequest) -> WhereRequest:
+    """The question to placement."""
+    return WhereRequest(
+        project_id=request.project_id,
+        server_group=request.server_group.uuid if request.server_group is not None else None,
+        besides=request.instance_uuid,
+        consumers=tuple(dict.fromkeys((*request.different_host, *request.same_host))),
+    )
+
+
+def peers_of(request: BuildRequest, page: WherePage) -> Peers:
+    """Placement's answer, in the terms of the request."""
+    return Peers(
+        server_group=request.server_group,
+        members=page.members,
+        different_hosts=_hosts(page, request.different_host) if request.different_host else None,
+        same_hosts=_hosts(page, request.same_host) if request.same_host else None,
+    )
+
+
+def _hosts(page: WherePage, instances: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(host for one in instances for host in page.hosts.get(one, ())))

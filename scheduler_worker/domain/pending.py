@@ -1,0 +1,181 @@
+"""One build request of a batch: what goes on record of it, and what the record says of one that came again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Struct
+
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
+from bus.contracts.stages import Stamps
+from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
+from scheduler_worker.domain.builds import ACCEPTED, DECIDED, Author, BuildStatus, NewBuild, RecordedBuild
+from scheduler_worker.domain.deletes import UNKNOWN
+
+TOO_OLD = "request.too_old"
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class PendingBuild(Struct, frozen=True, kw_only=True):
+    """A build request that has no outcome yet.
+
+    position: in its batch. asked_at, taken_at: when it was sent, and when this batch was taken. redelivered: an earlier
+    delivery may have come as far as its claim. delivery: how often its queue has retried it. exhausted: the
+    broker is about to give it up. refusal: why it is to be refused at once, if it is new.
+    """
+
+    position: int
+    request: BuildRequest
+    digest: bytes
+    asked_at: float
+    taken_at: float
+    redelivered: bool = False
+    delivery: int = 0
+    exhausted: bool = False
+    refusal: Refusal | None = None
+
+    @property
+    def instance_uuid(self) -> str:
+        """The instance that it asks for."""
+        return self.request.instance_uuid
+
+
+class Admission(Struct, frozen=True, kw_only=True):
+    """What the record says of a pending build: its outcome, or how to go on.
+
+    label: for the metrics. fresh: this delivery put it on record, so nothing can be claimed for it. cancelled: a delete
+    came before the decision. release: an earlier run may hold a claim that no cell will use.
+    """
+
+    outcome: Outcome | None = None
+    label: str = ""
+    fresh: bool = False
+    cancelled: bool = False
+    release: bool = False
+
+
+def pending_build(
+    received: Received, position: int, *, now: float, flavors: Collection[str], max_age_s: float
+) -> PendingBuild:
+    """A request that has just been taken. max_age_s: sent longer ago, its record may have been purged."""
+    request, meta = received.message, received.meta
+    assert isinstance(request, BuildRequest)
+    refusal = None
+    if request.flavor not in flavors:
+        reason = f"there is no flavor {request.flavor} (there are: {', '.join(sorted(flavors))})"
+        refusal = Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
+    elif 0 < meta.sent_at < now - max_age_s:
+        reason = "it was sent so long ago that it may have been carried out and forgotten since"
+        refusal = Refusal(code=TOO_OLD, reason=reason)
+    return PendingBuild(
+        position=position,
+        request=request,
+        digest=blake2b(_encode(request), digest_size=16).digest(),
+        # A program that does not say when it asked is taken to have asked just now.
+        asked_at=meta.sent_at or now,
+        taken_at=now,
+        redelivered=received.redelivered or meta.attempt > 0,
+        delivery=meta.attempt,
+        exhausted=received.exhausted,
+        refusal=refusal,
+    )
+
+
+def new_build(pending: PendingBuild, author: Author) -> NewBuild:
+    """What goes on record of a new request: accepted, or refused at once."""
+    request, refusal = pending.request, pending.refusal
+    requested = author.line("requested", f"{request.flavor} for {request.project_id}")
+    return NewBuild(
+        request=request,
+        digest=pending.digest,
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
+            sequence=DECIDED if refusal else ACCEPTED,
+            terminal=refusal is not None,
+            code=refusal.code if refusal else "",
+            reason=refusal.reason if refusal else "",
+        ),
+        story=(requested, author.line("refused", refusal.reason)) if refusal else (requested,),
+    )
+
+
+def first_event(pending: PendingBuild, now: float) -> BuildEvent:
+    """The first event of a new request: accepted, or refused at once."""
+    refusal = pending.refusal
+    return BuildEvent(
+        instance_uuid=pending.request.instance_uuid,
+        project_id=pending.request.project_id,
+        state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
+        sequence=DECIDED if refusal else ACCEPTED,
+        terminal=refusal is not None,
+        code=refusal.code if refusal else "",
+        reason=refusal.reason if refusal else "",
+        at=now,
+        stamps=stamps_of(pending, None, now) if refusal else None,
+    )
+
+
+def admit_new(pending: PendingBuild, *, fresh: bool) -> Admission:
+    """It is newly on record. fresh: and no earlier run can have claimed for it."""
+    if pending.refusal is not None:
+        return Admission(outcome=Done(reply=pending.refusal), label="refused", fresh=fresh)
+    return Admission(label="accepted", fresh=fresh)
+
+
+def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
+    """The same instance twice in one batch: the first request counts."""
+    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash()
+
+
+def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
+    """It was on record already: a redelivery goes on where it was, a repeated request changes nothing."""
+    refusal = pending.refusal
+    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None and refusal.code == TOO_OLD:
+        refusal = None  # it is on record, however old, so it was not purged
+    if known is None:
+        # Inserted by a transaction that this one cannot see yet: look again in a moment.
+        reason = "the same request is being recorded by another scheduler"
+        return Admission(outcome=Retry("request.concurrent", reason))
+    if known.code == UNKNOWN and known.project_id == pending.request.project_id:
+        # Its delete came first and was answered "no such instance", which stays true.
+        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True)
+    if known.digest != pending.digest:
+        return _clash()
+    if known.state is BuildState.REFUSED and refusal is not None:
+        return Admission(outcome=Done(reply=refusal))
+    if known.state is not BuildState.ACCEPTED or refusal is not None:
+        # The scheduler that wrote this may have died before it could release the claim.
+        return Admission(outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known))
+    return Admission(cancelled=known.delete_requested)
+
+
+def _clash() -> Admission:
+    reason = "this instance_uuid is on record with other content"
+    return Admission(outcome=Refuse("request.duplicate", reason), label="duplicate")
+
+
+def is_unused(known: BuildStatus) -> bool:
+    """Whether no cell has the build, and none will: a claim of it is to be released, unless another client holds it."""
+    ended = known.delete_requested or known.state in (BuildState.FAILED, BuildState.DELETED)
+    return ended and known.cell is None and known.code != CONSUMER_CHANGED
+
+
+def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
+    """When each stage so far has ended."""
+    if claimed is None:
+        return Stamps(asked=pending.asked_at, queued=pending.taken_at, decided=now)
+    return Stamps(
+        asked=pending.asked_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
+    )
+
+
+def accepted(instance_uuid: str) -> Done:
+    """The outcome of a request that is on record."""
+    return Done(reply=BuildAccepted(instance_uuid=instance_uuid))

@@ -1,0 +1,241 @@
+"""The step of an attempt: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
+
+Each outcome of a claim asks for another reaction (P-63): claimed: done; raced: apply the newer shape and claim the
+same host again; full or gone: the next host, down the whole list (P-64); ruled out by the server group: the next host,
+by the newest members; consumer changed: another client owns this instance, stop. No answer is never "no valid host"
+(N-23).
+
+A claim that an earlier run of the same request holds is recovered: the build goes where that claim is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.cell import Selection
+from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
+from bus.faults import Fault, RequestRefused
+from placement_worker.replica.query import asked_in_all
+from scheduler_worker.domain.attempt import (
+    CONSUMER_CHANGED,
+    LOST,
+    Assume,
+    Attempt,
+    AttemptStep,
+    ClaimStranded,
+    Command,
+    HostClaimed,
+    PlacementRefused,
+    PlacementResult,
+    PlacementUnavailable,
+    Settle,
+)
+from scheduler_worker.domain.ranking import Candidate, Choice
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.selector import Selector, recovered_allocations
+
+# How often a request that fits nowhere else looks again at hosts of which only some children were full.
+MAX_SECOND_LOOKS = 3
+# Placement counts shapes from 1.
+NEVER_GIVEN = 0
+
+
+def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float, now_s: float) -> AttemptStep:
+    """Apply the answer to an attempt's claim. now: wall clock; now_s: the clock of the host table."""
+    attempt = replace(attempt, claims=attempt.claims + 1)
+    choice = attempt.choice
+    if isinstance(answer, Fault):
+        return AttemptStep(replace(attempt, result=_after_fault(answer)))
+    if answer.outcome is ClaimOutcome.CLAIMED:
+        option = None if choice is None else _held_option(choice.selected.options, answer)
+        if choice is not None and option is not None:
+            return _claimed(attempt, choice, option, answer, selector, now=now)
+        candidates = () if choice is None else (choice.selected, *choice.alternates)
+        return _recover(attempt, candidates, answer, selector, now=now)
+    if choice is None:
+        return AttemptStep(no_valid_host(attempt, selector, now_s))
+    if answer.outcome in LOST:
+        return AttemptStep(_after_loss(attempt, choice, answer, selector))
+    return AttemptStep(_after_refusal(attempt, answer))
+
+
+def nothing_fits(attempt: Attempt, selector: Selector, now_s: float) -> Attempt:
+    """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
+    if not attempt.refreshed or (attempt.partly_full and attempt.second_looks < MAX_SECOND_LOOKS):
+        # A full child does not make its host full: another scheduler may have taken what was claimed, and left the like
+        # of it beside. On the newest state the host is a candidate again, or is none.
+        rejected = {uuid: reason for uuid, reason in attempt.rejected.items() if uuid not in attempt.partly_full}
+        second_looks = attempt.second_looks + 1
+        return replace(attempt, rejected=rejected, partly_full=(), second_looks=second_looks, refreshed=True)
+    if not attempt.fresh and attempt.probe is None:
+        # After a crash the only host that fits may be the one that this request holds already, which looks full.
+        probe = _unclaimable(attempt.spec, selector)
+        if probe is not None:
+            return replace(attempt, probe=probe)
+    return no_valid_host(attempt, selector, now_s)
+
+
+def no_valid_host(attempt: Attempt, selector: Selector, now_s: float) -> Attempt:
+    """The end without a host, with the funnel that explains it."""
+    explained = selector.explain(attempt.spec, now_s, attempt.rejected)
+    return replace(attempt, result=replace(explained, claims=attempt.claims))
+
+
+def refused(attempt: Attempt, code: str, reason: str) -> Attempt:
+    """The end by a refusal."""
+    return replace(attempt, choice=None, probe=None, result=PlacementRefused(code, reason))
+
+
+def _after_fault(fault: Fault) -> PlacementResult:
+    """No result of a claim: placement refused the message itself, or nothing answered."""
+    if isinstance(fault, PlacementUnavailable):
+        return fault
+    if isinstance(fault, RequestRefused):
+        return PlacementRefused(fault.code, fault.reason)
+    return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
+
+
+def _after_loss(attempt: Attempt, choice: Choice, answer: ClaimResult, selector: Selector) -> Attempt:
+    """The chosen host got away: which host may be claimed next."""
+    host = choice.selected.uuid
+    attempt = replace(attempt, lost=(*attempt.lost, f"{selector.name_of(host)}: {answer.outcome.value}"))
+    rejected = {**attempt.rejected, host: f"claim.{answer.outcome.value}"}
+    match answer.outcome:
+        case ClaimOutcome.RACED if attempt.raced < selector.config.raced_retries:
+            return replace(attempt, raced=attempt.raced + 1, same_host=choice.selected)
+        case ClaimOutcome.RACED:
+            return replace(attempt, raced=attempt.raced + 1, rejected=rejected)
+        case ClaimOutcome.FULL if _takes_from_children(choice.selected):
+            return replace(attempt, rejected=rejected, partly_full=(*attempt.partly_full, host))
+        case ClaimOutcome.RULED_OUT:
+            # Another member was faster: where the group is now decides which hosts are left.
+            return replace(attempt, rejected=rejected, spec=attempt.spec.with_members(answer.members))
+    return replace(attempt, rejected=rejected)
+
+
+def _after_refusal(attempt: Attempt, answer: ClaimResult) -> Attempt:
+    """The claim can never be granted: to this project, this consumer, or at all."""
+    match answer.outcome:
+        case ClaimOutcome.OVER_LIMIT:
+            stopped = PlacementRefused("quota.exceeded", f"project {attempt.request.project_id}, {answer.reason}")
+        case ClaimOutcome.CONSUMER_CHANGED:
+            reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
+            stopped = PlacementRefused(CONSUMER_CHANGED, reason)
+        case _:
+            reason = answer.reason or "the resource book cannot ever accept this"
+            stopped = PlacementRefused("claim.invalid", reason)
+    return replace(attempt, result=stopped)
+
+
+def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
+    """An option that never fits: a claim of it only tells whether this consumer holds an allocation already."""
+    roots = selector.book.rows_of_roots()
+    if not roots.size:
+        return None
+    resource_class = min(asked_in_all(spec.query))
+    uuid = selector.book.uuid_of(int(roots[0]))
+    # A host may have as much as can be asked for; none has ever been of shape 0.
+    return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
+
+
+def _takes_from_children(claimed: Candidate) -> bool:
+    """Whether a provider other than the host's root was to give something."""
+    return any(uuid != claimed.uuid for option in claimed.options for uuid in option.allocations)
+
+
+# --- a claim that holds
+
+
+def _claimed(
+    attempt: Attempt, choice: Choice, option: int, answer: ClaimResult, selector: Selector, *, now: float
+) -> AttemptStep:
+    """Build where the claim is: on the chosen host, with one of the options that were offered."""
+    selected = choice.selected
+    commands: list[Command] = [Assume(selected.options[option].allocations)] if option else []
+    result = _host_claimed(
+        attempt,
+        selector.selection(selected, option),
+        choice.alternates,
+        answer,
+        selector,
+        now=now,
+        passed=choice.passed,
+        score=selected.score,
+    )
+    return AttemptStep(replace(attempt, result=result), (*commands, Settle(answer.generations, answer.sequence)))
+
+
+def _recover(
+    attempt: Attempt, candidates: Sequence[Candidate], answer: ClaimResult, selector: Selector, *, now: float
+) -> AttemptStep:
+    """Build where an earlier run claimed; it crashed before it wrote its decision, and the claim is what counts."""
+    drop = (Settle(None),)
+    main = _recovered_selection(attempt, answer, selector)
+    if main is None:
+        reason = "an earlier claim of this request holds a host that no compute service speaks for"
+        return AttemptStep(replace(attempt, result=ClaimStranded(reason)), drop)
+    cell = selector.cell_of(main.host_uuid)
+    alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
+    alternates = alternates[: attempt.max_alternates]
+    passed = len(alternates) + 1
+    result = _host_claimed(attempt, main, alternates, answer, selector, now=now, passed=passed, score=0.0)
+    return AttemptStep(replace(attempt, result=result, recovered=main.host), drop)
+
+
+def _host_claimed(
+    attempt: Attempt,
+    main: Selection,
+    alternates: Sequence[Candidate],
+    answer: ClaimResult,
+    selector: Selector,
+    *,
+    now: float,
+    passed: int,
+    score: float,
+) -> PlacementResult:
+    cell = selector.cell_of(main.host_uuid)
+    if cell is None:
+        return ClaimStranded("the claimed host's compute service is not known here any more")
+    return HostClaimed(
+        cell=cell,
+        selections=(main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector))),
+        consumer_generation=answer.consumer_generation or 0,
+        passed=passed,
+        score=score,
+        claims=attempt.claims,
+        decided_at=attempt.decided_at,
+        claimed_at=now,
+        lost=attempt.lost,
+    )
+
+
+def _is_still_in(cell: str, alternate: Candidate, selector: Selector) -> bool:
+    """Whether an alternate may be named: while the claim was in flight its host may have left, or changed its cell."""
+    return selector.book.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
+
+
+def _held_option(offered: Sequence[ClaimOption], answer: ClaimResult) -> int | None:
+    """Which of the offered options is held; None: an allocation that was not offered now."""
+    held = set(answer.generations)
+    if answer.option is not None and answer.option < len(offered):
+        fits = not held or held == set(offered[answer.option].allocations)
+        return answer.option if fits else None
+    matching = [at for at, option in enumerate(offered) if set(option.allocations) == held]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _recovered_selection(attempt: Attempt, answer: ClaimResult, selector: Selector) -> Selection | None:
+    book = selector.book
+    providers = sorted(answer.generations)
+    held = answer.holding or recovered_allocations(book, asked_in_all(attempt.spec.query), providers)
+    rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
+    # A sharing provider is no host: of the trees that give something, only the host's root is in the host table.
+    roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())
+    hosts = [root for root in roots if selector.table.index_of(root) is not None]
+    if held is None or len(hosts) != 1:
+        return None
+    shapes: Mapping[str, int] = {provider: book.shape_of(row) for provider, row in rows.items()}
+    return selector.selection_on(hosts[0], held, shapes)

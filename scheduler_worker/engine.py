@@ -1,0 +1,580 @@
+"""How build requests are scheduled, a whole batch at once: record, decide, claim, write. Each step is safe to repeat.
+
+1. Record: the request goes on record, and a repeated one is recognised there. A few requests choose their hosts
+   meanwhile; so far that choice is an assumption of this process alone.
+2. Decide: one pass over the replica chooses a host for each request that has none; no message is sent for it.
+3. Claim: the claims of all requests travel together. The answers step each attempt; what has no result is decided and
+   claimed again, round after round, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
+4. Write: one transaction writes the decisions, maps the instances to their cells and keeps the messages to publish.
+   It is guarded by the record's state: of all schedulers that have a request in hand, one writes and the others do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, stop_any
+from tenacity.stop import stop_base
+from tenacity.wait import wait_base
+
+from bus.clock import Clock
+from bus.contracts.build import BuildState
+from bus.contracts.catalogue import BY_QUEUE
+from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
+from bus.contracts.stages import Stamps
+from bus.faults import Fault, Transient
+from bus.outcome import Done, Outcome, Retry
+from bus.persistence.unit_of_work import run_optimistic
+from placement_worker.replica.request import QueryTooWide
+from scheduler_worker import metrics
+from scheduler_worker.claims import ClaimPort
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.attempt import (
+    CONSUMER_CHANGED,
+    FIRST_ATTEMPT,
+    LOST,
+    Assume,
+    Attempt,
+    ClaimsContended,
+    HostClaimed,
+    PlacementRequest,
+    PlacementResult,
+    PlacementUnavailable,
+    claim_of,
+    new_attempt,
+)
+from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.decisions import (
+    decision,
+    exhausted,
+    may_hold_claim,
+    messages_of,
+    retry_of,
+    to_clients,
+    unsatisfiable,
+    with_stages,
+)
+from scheduler_worker.domain.deletes import PendingDelete, end_unbuilt, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.peers import has_peers, peers_of, where_request
+from scheduler_worker.domain.pending import (
+    Admission,
+    PendingBuild,
+    accepted,
+    admit_known,
+    admit_new,
+    admit_repeated,
+    first_event,
+    is_unused,
+    new_build,
+    stamps_of,
+)
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
+from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.spread import Spread
+from scheduler_worker.domain.step import step
+from scheduler_worker.store.port import BuildUnit, SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
+# Requests in hand that are remembered, those included that were given up because their handler crashed.
+MAX_IN_HAND = 10_000
+# So many requests choose their hosts while they are recorded; choosing for more takes longer than recording.
+MAX_CHOSEN_AHEAD = 16
+FIRST_JITTER_S = 0.001  # half of this is the mean wait before the second round
+HOSTS_UNKNOWN = Retry("hosts.unheard", "not every host has been heard from yet")
+
+
+class ReplicaFollower(Protocol):
+    """What the engine needs of the replica's follower."""
+
+    async def refresh(self, *, timeout_s: float) -> bool:
+        """Apply the newest changes now; False: they did not come in time."""
+
+
+class ScheduledBuild(Struct, frozen=True, kw_only=True):
+    """A decision to write. may_hold_claim: it has failed, and a claim of it may stand, or may still be in flight."""
+
+    pending: PendingBuild
+    decision: BuildDecision
+    claimed: HostClaimed | None = None
+    may_hold_claim: bool = False
+
+
+class SchedulingEngine:
+    """Schedules batches of requests. One per scheduler process; several batches may be in it at once."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        claims: ClaimPort,
+        selector: Selector,
+        follower: ReplicaFollower,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        config: SchedulerConfig,
+        process: str = "",
+    ) -> None:
+        self._store = store
+        self._claims = claims
+        self._selector = selector
+        self._follower = follower
+        self._clock = clock
+        self._rng = rng
+        self._config = config
+        self._who = process or "scheduler"
+        self._jitter = _Jitter(rng, config.retry_jitter_s)
+        self._spread = Spread()
+        self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
+        self._in_hand: dict[str, None] = {}  # requests of batches that were not finished (yet)
+
+    async def take(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
+        """Schedule and delete; the outcomes by position. A delete in the batch is in time to stop its build."""
+        if self._started_s is None:
+            self._started_s = self._clock.monotonic()
+        outcomes: dict[int, Outcome] = {}
+        chosen: dict[str, Attempt] = {}  # by instance, assumed in the replica and not claimed yet
+        try:
+            admissions = await self._record(builds, chosen, ahead=not deletes)
+            deleted: set[str] = set()
+            if deletes:
+                of_deletes, deleted = await self._delete(deletes)
+                outcomes |= of_deletes
+            to_cancel: list[PendingBuild] = []
+            to_place: list[tuple[PendingBuild, bool]] = []
+            for pending, admission in zip(builds, admissions, strict=True):
+                if admission.outcome is not None:
+                    outcomes[pending.position] = admission.outcome
+                elif admission.cancelled or pending.instance_uuid in deleted:
+                    to_cancel.append(pending)
+                else:
+                    to_place.append((pending, admission.fresh))
+            outcomes |= await self._cancel(to_cancel)
+            outcomes |= await self._place(to_place, chosen)
+        finally:
+            self._drop(chosen.values())
+        for pending in builds:
+            self._in_hand.pop(pending.instance_uuid, None)
+        return outcomes
+
+    # --- record
+
+    async def _record(
+        self, builds: Sequence[PendingBuild], chosen: dict[str, Attempt], *, ahead: bool
+    ) -> Sequence[Admission]:
+        """Put requests on record. ahead: a few of them choose their hosts meanwhile, into `chosen`."""
+        if not builds:
+            return ()
+        started_s = self._clock.monotonic()
+        certain = not any(pending.refusal or self._may_have_run(pending) for pending in builds)
+        if ahead and certain and len(builds) <= MAX_CHOSEN_AHEAD:
+            recording = asyncio.create_task(self._put_on_record(builds))
+            try:
+                await asyncio.sleep(0)  # its statement leaves
+                chosen |= self._choose_ahead(builds)
+                admissions = await recording
+            except BaseException:
+                self._drop(chosen.values())
+                recording.cancel()
+                await asyncio.gather(recording, return_exceptions=True)
+                raise
+            for pending, admission in zip(builds, admissions, strict=True):
+                if admission.outcome is not None or not admission.fresh:
+                    self._drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
+        else:
+            admissions = await self._put_on_record(builds)
+        metrics.STAGE_S.labels("record").observe(self._clock.monotonic() - started_s)
+        return admissions
+
+    async def _put_on_record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
+        """Insert the new requests and tell repeated ones from clashes: one statement each for the whole batch."""
+        now = self._clock.time()
+        firsts: dict[str, PendingBuild] = {}
+        for pending in builds:
+            firsts.setdefault(pending.instance_uuid, pending)
+
+        async def insert(unit: BuildUnit) -> tuple[set[str], dict[str, BuildStatus]]:
+            author = Author(self._who, now)
+            new = await unit.insert([new_build(pending, author) for pending in firsts.values()], now)
+            known = await unit.read([uuid for uuid in firsts if uuid not in new])
+            for uuid, pending in firsts.items():
+                if uuid in new:
+                    unit.emit(to_clients(first_event(pending, now)))
+            return new, known
+
+        # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
+        new, known = await run_optimistic(
+            lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), insert
+        )
+        admissions: list[Admission] = []
+        for pending in builds:
+            uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
+            if first is not pending:
+                admission = admit_repeated(pending, first)
+            elif uuid in new:
+                # The record of an earlier run may be lost, but not its claim: they may be in two databases.
+                admission = admit_new(pending, fresh=not self._may_have_run(pending))
+            else:
+                admission = admit_known(pending, known.get(uuid))
+            metrics.request("build", admission.label)
+            admissions.append(admission)
+        self._in_hand.update(dict.fromkeys(firsts))
+        for oldest in list(itertools.islice(self._in_hand, max(0, len(self._in_hand) - MAX_IN_HAND))):
+            del self._in_hand[oldest]
+        if any(isinstance(admission.outcome, Done) for admission in admissions):
+            await self._store.flush()  # the record acknowledges those, and nothing more is written
+        await self._release([pending for pending, one in zip(builds, admissions, strict=True) if one.release])
+        return admissions
+
+    def _may_have_run(self, pending: PendingBuild) -> bool:
+        """Whether an earlier delivery may have come as far as its claim, here or in another scheduler."""
+        return pending.redelivered or pending.instance_uuid in self._in_hand
+
+    # --- decide
+
+    def _choose_ahead(self, builds: Sequence[PendingBuild]) -> dict[str, Attempt]:
+        """Choices made before it is known whether the requests are new, by instance.
+
+        A request that finds no host at once, or depends on where others are, is left to the rounds.
+        """
+        started_s = self._clock.monotonic()
+        specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
+        attempts = {
+            pending.instance_uuid: new_attempt(PlacementRequest(request=pending.request, spec=spec), self._selector)
+            for pending, spec in specs
+            if isinstance(spec, RequestSpec) and not has_peers(pending.request)
+        }
+        decisions, chosen = self._decision_round(started_s), dict[str, Attempt]()
+        for uuid, attempt in attempts.items():
+            with suppress(QueryTooWide):
+                choice = decisions.choose(attempt)
+                if choice.choice is not None:
+                    chosen[uuid] = replace(choice, chosen_ahead=True, decided_at=self._clock.time())
+        metrics.decided_round(len(chosen), decisions.rankings.values())
+        metrics.STAGE_S.labels("decide").observe(self._clock.monotonic() - started_s)
+        return chosen
+
+    def _decide(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """One synchronous pass: each choice is assumed, so that the next one sees it."""
+        started_s = self._clock.monotonic()
+        decisions = self._decision_round(started_s)
+        decided = [decisions.decide(attempt) for attempt in attempts]
+        pairs = zip(attempts, decided, strict=True)
+        chosen = sum(after.choice is not None and not before.chosen_ahead for before, after in pairs)
+        metrics.decided_round(chosen, decisions.rankings.values())
+        ended_s, decided_at = self._clock.monotonic(), self._clock.time()
+        metrics.STAGE_S.labels("decide").observe(ended_s - started_s)
+        return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
+
+    def _decision_round(self, now_s: float) -> DecisionRound:
+        subset = self._spread.subset(self._config.host_subset_size, self._config.max_subset_size)
+        metrics.SUBSET.set(subset)
+        return DecisionRound(self._selector, self._rng, now_s=now_s, subset=subset)
+
+    def _drop(self, attempts: Iterable[Attempt]) -> None:
+        """Assume no longer what was chosen and not claimed."""
+        for attempt in attempts:
+            if not isinstance(attempt.result, HostClaimed):
+                self._selector.book.settle(attempt.request.instance_uuid, None)
+
+    # --- claim
+
+    async def place(
+        self, requests: Sequence[PlacementRequest], chosen: dict[str, Attempt] | None = None
+    ) -> list[PlacementResult]:
+        """Decide and claim in rounds until each request has a result; in their order. Takes what was chosen ahead."""
+        ahead = {} if chosen is None else chosen
+        attempts = [ahead.get(one.request.instance_uuid) or new_attempt(one, self._selector) for one in requests]
+        attempts = await self._with_peers(attempts)
+        deadline_s = self._clock.monotonic() + self._config.claim_deadline_s
+        rounds = AsyncRetrying(
+            retry=retry_if_result(bool),
+            stop=stop_any(stop_after_attempt(self._config.claim_rounds), _StopAt(self._clock, deadline_s)),
+            wait=self._jitter,
+            sleep=self._clock.sleep,
+            retry_error_callback=lambda _: True,
+        )
+        ahead.clear()  # from here on each round drops what it does not claim
+
+        async def next_round() -> bool:
+            nonlocal attempts
+            attempts = await self._round(attempts)
+            return any(attempt.result is None for attempt in attempts)
+
+        await rounds(next_round)
+        return [attempt.result or ClaimsContended(attempt.claims) for attempt in attempts]
+
+    async def _with_peers(self, attempts: list[Attempt]) -> list[Attempt]:
+        """Ask where the instances are that requests depend on; without an answer the request is tried again."""
+        asking = [attempt for attempt in attempts if has_peers(attempt.request)]
+        if not asking:
+            return attempts
+        pages = await self._claims.locate([where_request(attempt.request) for attempt in asking])
+        answered: dict[str, Attempt] = {}
+        for attempt, page in zip(asking, pages, strict=True):
+            uuid = attempt.request.instance_uuid
+            if isinstance(page, Fault):
+                answered[uuid] = replace(attempt, result=_unavailable(page))
+            else:
+                spec = attempt.spec.with_peers(peers_of(attempt.request, page), uuid)
+                answered[uuid] = replace(attempt, spec=spec)
+        return [answered.get(attempt.request.instance_uuid, attempt) for attempt in attempts]
+
+    async def _round(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """One round for all attempts without a result: decide, claim them together, apply the answers."""
+        going = [attempt for attempt in attempts if attempt.result is None]
+        after = going
+        try:
+            if any(attempt.needs_newest for attempt in going):
+                await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
+            after = decided = self._decide(going)
+            claiming = [attempt for attempt in decided if attempt.result is None and attempt.has_claim_to_submit]
+            if claiming:
+                answered = await self._claim(claiming)
+                after = [answered.get(one.request.instance_uuid, one) for one in decided]
+        finally:
+            # Whatever ended the round, a cancelled process too: nothing stays assumed that was not claimed.
+            self._drop(after)
+        for attempt in after:
+            if isinstance(attempt.result, NoValidHost):
+                metrics.DECISIONS.labels("no_host").inc()
+        results = {attempt.request.instance_uuid: attempt for attempt in after}
+        return [results.get(attempt.request.instance_uuid, attempt) for attempt in attempts]
+
+    async def _claim(self, attempts: Sequence[Attempt]) -> dict[str, Attempt]:
+        """Submit the claims and step each attempt by its answer; by instance."""
+        started_s = self._clock.monotonic()
+        claims = [claim_of(one, self._config.quota_of(one.request.project_id)) for one in attempts]
+        answers = await self._claims.submit(claims)
+        now, now_s, lost = self._clock.time(), self._clock.monotonic(), 0
+        after: dict[str, Attempt] = {}
+        for attempt, answer in zip(attempts, answers, strict=True):
+            metrics.claimed(answer, retried=attempt.choice is not None and _is_lost(answer))
+            lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
+            stepped = step(attempt, answer, self._selector, now=now, now_s=now_s)
+            uuid = attempt.request.instance_uuid
+            for command in stepped.commands:
+                if isinstance(command, Assume):
+                    self._selector.book.assume(uuid, command.allocations)
+                else:
+                    self._selector.book.settle(uuid, command.generations, command.sequence)
+            if stepped.attempt.recovered is not None:
+                log.info("claim.recovered", instance=uuid, host=stepped.attempt.recovered)
+            after[uuid] = stepped.attempt
+        self._spread = self._spread.after(len(attempts), lost)
+        metrics.STAGE_S.labels("claim").observe(self._clock.monotonic() - started_s)
+        return after
+
+    # --- write
+
+    async def _place(
+        self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, Attempt]
+    ) -> dict[int, Outcome]:
+        """Decide, claim and write builds; each comes with whether nothing can be claimed for it yet (`fresh`)."""
+        if not builds:
+            return {}
+        author = self._author()
+        outcomes: dict[int, Outcome] = {}
+        scheduled: list[ScheduledBuild] = []
+        placing: list[tuple[PendingBuild, PlacementRequest]] = []
+        for pending, fresh in builds:
+            if pending.exhausted:  # an earlier delivery may have claimed for it, and ended its process
+                failed = exhausted(pending.request, author)
+                scheduled.append(ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True))
+                continue
+            ahead = chosen.get(pending.instance_uuid)
+            spec = self._selector.request_spec(pending.request) if ahead is None else ahead.spec
+            if isinstance(spec, RequestSpec):
+                placing.append((pending, PlacementRequest(request=pending.request, spec=spec, fresh=fresh)))
+            elif spec.code == HOST_UNKNOWN and self._may_wait_for_hosts(pending):
+                outcomes[pending.position] = HOSTS_UNKNOWN
+            else:
+                scheduled.append(self._unsatisfiable(pending, spec, author, fresh=fresh))
+        results = await self.place([request for _, request in placing], chosen)
+        author = self._author()
+        unavailable: PlacementUnavailable | None = None
+        for (pending, placement), result in zip(placing, results, strict=True):
+            retry = retry_of(result) if pending.delivery < RETRIES else None
+            if isinstance(result, PlacementUnavailable):
+                unavailable = result
+            elif isinstance(result, NoValidHost) and result.may_be_early and self._may_wait_for_hosts(pending):
+                outcomes[pending.position] = HOSTS_UNKNOWN
+            elif retry is not None:
+                outcomes[pending.position] = retry
+            else:
+                scheduled.append(
+                    ScheduledBuild(
+                        pending=pending,
+                        decision=decision(
+                            placement.request, placement.spec, result, author, nearest=self._config.max_funnel_nearest
+                        ),
+                        claimed=result if isinstance(result, HostClaimed) else None,
+                        may_hold_claim=not placement.fresh or may_hold_claim(result),
+                    )
+                )
+        outcomes |= await self._write(scheduled)
+        if unavailable is not None:
+            # After what was decided is written: called again with the same batch, those are repeated requests.
+            raise unavailable
+        return outcomes
+
+    def _unsatisfiable(
+        self, pending: PendingBuild, why: Unsatisfiable, author: Author, *, fresh: bool
+    ) -> ScheduledBuild:
+        hosts = int(self._selector.book.rows_of_roots().size)
+        decided = unsatisfiable(pending.request, why, hosts, author)
+        return ScheduledBuild(pending=pending, decision=decided, may_hold_claim=not fresh)
+
+    def _may_wait_for_hosts(self, pending: PendingBuild) -> bool:
+        """Just started: hosts that were not announced yet may still be, and "no host" would be a guess."""
+        started_s = self._clock.monotonic() if self._started_s is None else self._started_s
+        warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
+        return not warm and pending.delivery < RETRIES
+
+    async def _write(self, scheduled: Sequence[ScheduledBuild]) -> dict[int, Outcome]:
+        """The decisions, the cell map and the messages to publish, in one transaction."""
+        if not scheduled:
+            return {}
+        started_s, ended_at = self._clock.monotonic(), self._clock.time()
+        decisions = [
+            with_stages(one.decision, stamps_of(one.pending, None, ended_at))
+            if one.decision.build.terminal
+            else one.decision
+            for one in scheduled
+        ]
+        stages: list[Stamps] = []
+
+        async def decide(unit: BuildUnit) -> set[str]:
+            now = self._clock.time()
+            stages.clear()
+            written = await unit.decide(decisions, now)
+            for one, decided in zip(scheduled, decisions, strict=True):
+                if one.pending.instance_uuid in written:
+                    stages.append(stamps_of(one.pending, one.claimed, now))
+                    for message in messages_of(
+                        decided, one.pending.request, one.claimed, now, stages[-1], self._config
+                    ):
+                        unit.emit(message)
+            return written
+
+        written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), decide)
+        metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started_s)
+        metrics.decided(stages)
+        for one in scheduled:
+            build = one.decision.build
+            if build.terminal:
+                uuid = build.instance_uuid
+                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        # A failed build is dispatched by no scheduler; the release also fences a claim that is still in flight.
+        failed = [one for one in scheduled if one.decision.build.terminal and one.pending.instance_uuid in written]
+        await self._release(
+            [one.pending for one in failed if one.may_hold_claim and one.decision.build.code != CONSUMER_CHANGED]
+        )
+        await self._cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
+        return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
+
+    # --- delete, cancel, release
+
+    async def _delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
+        """Carry out deletes in one transaction: outcomes by position, and the instances that are to be deleted."""
+        author = self._author()
+        async with self._store.unit() as unit:
+            builds = await unit.lock([one.request.instance_uuid for one in deletes])
+            plan = plan_deletes(deletes, builds, author)
+            for message in plan.messages:
+                unit.emit(message)
+            await unit.update(plan.updates, author.at)
+            inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
+            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
+            for message in messages:
+                unit.emit(message)
+        metrics.request("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
+        metrics.request("delete", "unknown", len(refused))
+        return plan.outcomes | refused, plan.accepted
+
+    async def _cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
+        """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
+
+        Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
+        It is released before that is written, so that after a crash all of it is repeated (C-5, trap 8).
+        """
+        if not builds:
+            return {}
+        async with self._store.unit() as unit:
+            known = await unit.read([pending.instance_uuid for pending in builds])
+        if len(known) < len({pending.instance_uuid for pending in builds}):
+            # A record does not wait for the disk, and the database has crashed since: record and decide again.
+            raise Transient("a request is not on record any more", code="request.forgotten")
+        unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
+        await self._release(unused)
+        author = self._author()
+        async with self._store.unit() as unit:
+            locked = await unit.lock([pending.instance_uuid for pending in unused])
+            ended = [
+                end_unbuilt(build, author, "while it was being scheduled")
+                for build in locked.values()
+                if build.delete_requested and build.state is BuildState.ACCEPTED
+            ]
+            for end in ended:
+                if end.message is not None:
+                    unit.emit(end.message)
+            await unit.update([end.update for end in ended], author.at)
+        return {pending.position: accepted(pending.instance_uuid) for pending in builds}
+
+    async def _release(self, builds: Sequence[PendingBuild]) -> None:
+        """Release what an earlier run may have claimed, and fence what it may still claim. Raises when not answered."""
+        if not builds:
+            return
+        releases = [
+            Release(consumer=pending.instance_uuid, attempt=FIRST_ATTEMPT, project_id=pending.request.project_id)
+            for pending in builds
+        ]
+        for answer in await self._claims.release(releases):
+            if isinstance(answer, Fault):
+                raise _unavailable(answer) from answer
+
+    def _author(self) -> Author:
+        return Author(self._who, self._clock.time())
+
+
+def _is_lost(answer: ClaimResult | Fault) -> bool:
+    return isinstance(answer, ClaimResult) and answer.outcome in LOST
+
+
+def _unavailable(fault: Fault) -> PlacementUnavailable:
+    if isinstance(fault, PlacementUnavailable):
+        return fault
+    return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
+
+
+class _StopAt(stop_base):
+    """Tenacity's stop, by our clock."""
+
+    def __init__(self, clock: Clock, at_s: float) -> None:
+        self._clock = clock
+        self._at_s = at_s
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return self._clock.monotonic() >= self._at_s
+
+
+class _Jitter(wait_base):
+    """Tenacity's wait, by our randomness: evenly from nothing to a bound that doubles each round."""
+
+    def __init__(self, rng: random.Random, max_s: float) -> None:
+        self._rng = rng
+        self._max_s = max_s
+
+    def __call__(self, retry_state: RetryCallState) -> float:
+        return self._rng.uniform(0.0, min(self._max_s, FIRST_JITTER_S * 2.0 ** min(retry_state.attempt_number, 16)))

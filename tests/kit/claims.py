@@ -1,0 +1,52 @@
+"""Placement as the scheduler asks it, without a bus: the memory book behind the scheduler's port for claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bus.clock import SystemClock
+from bus.contracts.base import Refusal
+from bus.contracts.placement import Claim, ClaimResult, Release, ReleaseResult, WherePage, WhereRequest
+from bus.faults import Fault, RequestRefused, RequestTimeout
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+
+Answer = Callable[[Claim], ClaimResult | Refusal | None]
+
+
+class BookClaims:
+    """A ClaimPort on a memory book. It passes tests/contract/test_claim_port.py.
+
+    answer: a script that answers claims instead of the book (None: no answer). away: nothing is answered.
+    """
+
+    def __init__(self, book: MemoryBook | None = None) -> None:
+        self.book = book or MemoryBook(MemoryBookTable(SystemClock()).session())
+        self.submitted: list[Claim] = []
+        self.answer: Answer | None = None
+        self.away = False
+
+    async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        self.submitted += claims
+        if self.away:
+            return [RequestTimeout("away") for _ in claims]
+        if self.answer is not None:
+            return [_answered(self.answer(claim)) for claim in claims]
+        replies = await self.book.apply(list(claims))
+        return [reply for reply in replies if isinstance(reply, ClaimResult)]
+
+    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
+        if self.away:
+            return [RequestTimeout("away") for _ in releases]
+        replies = await self.book.apply(list(releases))
+        return [reply for reply in replies if isinstance(reply, ReleaseResult)]
+
+    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+        if self.away:
+            return [RequestTimeout("away") for _ in requests]
+        return [await self.book.where(one) for one in requests]
+
+
+def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:
+    if reply is None:
+        return RequestTimeout("no answer")
+    return RequestRefused(reply.reason, code=reply.code) if isinstance(reply, Refusal) else reply

@@ -1,0 +1,147 @@
+"""The pure step of an attempt: the answer to its claim decides what the attempt becomes and what it commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.faults import RequestRefused, RequestTimeout
+from placement_worker.domain.claims import decide
+from placement_worker.domain.values import ClaimedProvider, Room
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.attempt import (
+    Attempt,
+    AttemptStep,
+    ClaimStranded,
+    HostClaimed,
+    PlacementRefused,
+    PlacementRequest,
+    PlacementUnavailable,
+    Settle,
+    claim_of,
+    new_attempt,
+)
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.domain.step import MAX_SECOND_LOOKS, nothing_fits, step
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+
+CONFIG = SchedulerConfig(raced_retries=2, service_down_time_s=1e12)
+
+
+class Scene:
+    """Three hosts, and an attempt that has chosen one of them."""
+
+    def __init__(self, *, fresh: bool = True) -> None:
+        self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
+        request = self.hosts.request()
+        placement = PlacementRequest(request=request, spec=self.hosts.spec(), fresh=fresh)
+        self.round = DecisionRound(self.hosts.selector, self.hosts.rng, now_s=0.0, subset=1)
+        self.attempt = self.round.choose(new_attempt(placement, self.hosts.selector))
+        assert self.attempt.choice is not None
+        self.chosen = self.attempt.choice.selected.uuid
+
+    def step(self, outcome: ClaimOutcome, *, attempt: Attempt | None = None, **more: Any) -> AttemptStep:
+        answer = ClaimResult(outcome=outcome, **more)
+        return step(attempt or self.attempt, answer, self.hosts.selector, now=7.0, now_s=0.0)
+
+
+def test_a_claim_that_holds_ends_the_attempt_and_is_settled_at_its_generations() -> None:
+    scene = Scene()
+    stepped = scene.step(
+        ClaimOutcome.CLAIMED, option=0, consumer_generation=1, generations={scene.chosen: 2}, sequence=9
+    )
+    assert stepped.commands == (Settle({scene.chosen: 2}, 9),)
+    result = stepped.attempt.result
+    assert isinstance(result, HostClaimed)
+    assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (scene.chosen, 1, 7.0)
+    assert scene.attempt.result is None and scene.attempt.claims == 0, "a step changes no attempt: it makes another"
+
+
+def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
+    scene = Scene()
+    other = next(uuid for uuid in scene.hosts.uuids if uuid != scene.chosen)
+    stepped = scene.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
+    assert (stepped.commands, stepped.attempt.recovered is not None) == ((Settle(None),), True)
+    assert isinstance(stepped.attempt.result, HostClaimed) and stepped.attempt.result.selections[0].host_uuid == other
+    elsewhere = scene.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
+    assert isinstance(elsewhere.attempt.result, ClaimStranded)
+
+
+@pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
+def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) -> None:
+    scene = Scene()
+    after = scene.step(outcome).attempt
+    assert after.rejected == {scene.chosen: f"claim.{outcome.value}"} and after.result is None
+    assert len(after.lost) == 1 and after.lost[0].endswith(f": {outcome.value}")
+    again = scene.round.decide(after)
+    assert again.choice is not None and again.choice.selected.uuid != scene.chosen
+
+
+def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
+    scene, hosts = Scene(), []
+    attempt = scene.attempt
+    for _ in range(CONFIG.raced_retries + 1):
+        attempt = scene.round.decide(scene.step(ClaimOutcome.RACED, attempt=attempt).attempt)
+        assert attempt.choice is not None
+        hosts.append(attempt.choice.selected.uuid)
+    assert [host == scene.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (ClaimOutcome.OVER_LIMIT, "quota.exceeded"),
+        (ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"),
+        (ClaimOutcome.INVALID, "claim.invalid"),
+    ],
+)
+def test_a_refusal_is_final(outcome: ClaimOutcome, code: str) -> None:
+    result = Scene().step(outcome).attempt.result
+    assert isinstance(result, PlacementRefused) and result.code == code
+
+
+def test_no_answer_is_not_no_valid_host() -> None:
+    scene = Scene()
+    lost = step(scene.attempt, RequestTimeout("late"), scene.hosts.selector, now=0.0, now_s=0.0).attempt
+    assert isinstance(lost.result, PlacementUnavailable)
+    refused = step(scene.attempt, RequestRefused("no", code="c"), scene.hosts.selector, now=0.0, now_s=0.0).attempt
+    assert refused.result == PlacementRefused("c", "no")
+
+
+def test_no_valid_host_is_said_on_the_newest_state_and_after_a_probe() -> None:
+    scene = Scene(fresh=False)
+    none = replace(scene.attempt, choice=None)
+    refreshed = nothing_fits(none, scene.hosts.selector, 0.0)
+    assert refreshed.needs_newest and refreshed.result is None
+    probing = nothing_fits(refreshed, scene.hosts.selector, 0.0)
+    assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
+    ended = scene.step(ClaimOutcome.FULL, attempt=probing).attempt
+    assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
+
+
+def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
+    scene = Scene()
+    attempt, looks = replace(scene.attempt, choice=None), 0
+    while attempt.result is None:
+        attempt = replace(attempt, partly_full=(scene.chosen,), rejected={scene.chosen: "claim.full"})
+        attempt = nothing_fits(attempt, scene.hosts.selector, 0.0)
+        looks += attempt.result is None
+        assert (scene.chosen in attempt.rejected) is (attempt.result is not None)
+    assert looks == MAX_SECOND_LOOKS
+
+
+def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
+    """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
+    scene = Scene(fresh=False)
+    probing = nothing_fits(replace(scene.attempt, choice=None, refreshed=True), scene.hosts.selector, 0.0)
+    probe = claim_of(probing, {})
+    (host, resources), *_ = probe.options[0].allocations.items()
+    rooms = {name: Room(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
+    for shape in (1, 2):
+        decided = decide([probe], {}, {host: ClaimedProvider(1, shape, rooms, root=host)}, dict.fromkeys(resources, 1))
+        assert decided.verdicts[0].outcome == ClaimOutcome.RACED
