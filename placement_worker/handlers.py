@@ -95,7 +95,7 @@ class Handlers:
         for received in batch:
             asked = received.message
             if isinstance(asked, ChangesRequest):
-                outcomes.append(Done(await self._store.changes(asked.after, asked.limit)))
+                outcomes.append(Done(await self._store.changes(asked.after, asked.limit, asked.history)))
             elif isinstance(asked, SnapshotRequest):
                 outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
             elif isinstance(asked, WhereRequest):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.placement import Change, FeedChanges, FeedHead
+from bus.contracts.placement import FeedChanges
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
 from placement_worker import metrics
@@ -62,9 +61,11 @@ class FeedPublisher:
         """Say the newest number now and then, and look for what others left unpublished, until cancelled."""
         while True:
             try:
+                if await self._store.renew_history():
+                    log.warning("feed.new_history")  # restored, or a stand-by promoted: replicas take snapshots
                 head = await self._store.head()
-                metrics.HEAD.set(head)
-                await self._bus.publish(FeedHead(sequence=head))
+                metrics.HEAD.set(head.sequence)
+                await self._bus.publish(head)
             except (Transient, BusError) as error:
                 await self._stall(error)
             self.wake()
@@ -113,11 +114,11 @@ class FeedPublisher:
             elif not published.more:
                 return
 
-    async def _send(self, changes: Sequence[Change]) -> None:
-        causes = {cause for change in changes for cause in change.causes or ("",)}
+    async def _send(self, said: FeedChanges) -> None:
+        causes = {cause for change in said.changes for cause in change.causes or ("",)}
         # A message has one cause or none to name; each change in it names its own.
         cause = causes.pop() if len(causes) == 1 else ""
-        await self._bus.publish(FeedChanges(changes=tuple(changes)), cause=cause)
+        await self._bus.publish(said, cause=cause)
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):

@@ -254,31 +254,40 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
 
 
+# Names one history of the book. It is another after a restore, an import and the promotion of a stand-by: numbers and
+# generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: not said.
+History = Annotated[str, Bound(max_length=64)]
+
+
 class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.changes.v1"):
     """Changes in sequence order, consecutive from the first one's number. May repeat, never skip."""
 
     changes: Annotated[tuple[Change, ...], Bound(min_length=1)]
+    history: History = ""
 
 
 class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
-    """Said now and then: the newest committed number, so that a silent gap is noticed."""
+    """Said now and then: the newest committed number and its history, so that a silent gap or restore is noticed."""
 
     sequence: int
+    history: History = ""
 
 
 class ChangesRequest(Message, frozen=True, kw_only=True, tag="placement.changes.v1"):
-    """Ask for changes after a number (a gap was seen)."""
+    """Ask for changes after a number (a gap was seen) of a history."""
 
     after: Version
     limit: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+    history: History = ""
 
 
 class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.page.v1"):
-    """Reply. `too_old`: the feed no longer reaches back that far; take a snapshot."""
+    """Reply. `too_old`: the feed no longer reaches back that far, or is of another history; take a snapshot."""
 
     changes: tuple[Change, ...] = ()
     head: int = 0
     too_old: bool = False
+    history: History = ""
 
 
 class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapshot.v1"):
@@ -291,12 +300,13 @@ class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapsho
 class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.page.v1"):
     """Reply. `sequence`: the feed number this page is true at. Pages may be true at different numbers:
     apply changes after the *first* page's number on top (states are absolute; older generations lose).
-    `more`: ask again after the last provider's uuid.
+    `more`: ask again after the last provider's uuid. Pages of two histories do not make one snapshot.
     """
 
     sequence: int
     providers: tuple[ProviderState, ...] = ()
     more: bool = False
+    history: History = ""
 
 
 # Consumers that one request may ask after.

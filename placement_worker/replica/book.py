@@ -62,6 +62,7 @@ class Book(Trees):
 
     def __init__(self) -> None:
         self.sequence = 0
+        self.history = ""  # of which the sequence is a number
         self.moves = Moves()  # roots whose tree moved in any way
         self.shape_moves = Moves()  # roots whose tree changed in more than usage
         self.epoch = 0  # moves when the numbers of distinct values are dealt anew
@@ -92,14 +93,18 @@ class Book(Trees):
 
     # --- what the feed and the claims say
 
-    def load(self, providers: Sequence[ProviderState], sequence: int) -> None:
-        """Replace all providers by a snapshot that is true at `sequence`. Claims in flight stay in flight."""
+    def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
+        """Replace all providers by a snapshot that is true at `sequence` of a history.
+
+        Claims in flight stay in flight. What claims of another history wait for will not come: they are dropped.
+        """
         self._clear()
         self._reserve_room(len(providers))
         for state in providers:
             self._put(state)
+        is_other, self.history = history != self.history, history
         self.sequence = sequence
-        self._settle_all()
+        self._settle_all(nothing_comes=is_other)
         self.moves.forget()
         self.shape_moves.forget()
 
@@ -348,11 +353,11 @@ class Book(Trees):
         if self.assumptions.is_awaited(uuid):
             self._restore(self.assumptions.reached(uuid, generation))
 
-    def _settle_all(self) -> None:
-        """After a snapshot: drop what is settled and has been reached, or whose provider is gone."""
+    def _settle_all(self, *, nothing_comes: bool) -> None:
+        """After a snapshot: drop what is settled and has been reached, or whose provider or history is gone."""
         for uuid in self.assumptions.awaited():
             row = self.row_of(uuid)
-            generation = None if row is None else int(self.generation[row])
+            generation = None if row is None or nothing_comes else int(self.generation[row])
             self._restore(self.assumptions.reached(uuid, generation, self.sequence))
 
     def _recount(self, column: ClassColumns, row: int, uuid: str) -> None:

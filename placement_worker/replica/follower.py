@@ -1,8 +1,9 @@
 """Keeps a book true: a snapshot, then the change feed; a hole is asked for again.
 
 The queue is bound before the snapshot is asked for, so no change falls between. What makes it ask placement for
-changes: a hole in the numbers, a head that stays ahead of it (or behind: a book that was set back), silence, and a
-connection that was away (its private queue went with it). When the feed reaches back no longer, a new snapshot.
+changes: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
+stand-by was promoted), silence, and a connection that was away (its private queue went with it). When the feed reaches
+back no longer, or is of another history, a new snapshot.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Follower:
         self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
         self._stale = True  # a snapshot is due; until it is loaded changes are only kept
         self._kept: list[Change] = []
+        self._kept_history = ""
         self._wanted = asyncio.Event()
         self._begun = self._ended = 0  # rounds of asking
         self._head = 0
@@ -166,8 +168,10 @@ class Follower:
         self._heard_at = self._clock.monotonic()
         for received in batch:
             message = received.message
-            if isinstance(message, FeedChanges):
-                self._take(message.changes)
+            if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
+                self._want("history")  # what it says comes with the snapshot
+            elif isinstance(message, FeedChanges):
+                self._take(message.changes, message.history)
                 metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
             elif isinstance(message, FeedHead):
                 self._head = message.sequence
@@ -175,10 +179,17 @@ class Follower:
         self._tell()
         return [Done()] * len(batch)
 
-    def _take(self, changes: Sequence[Change]) -> None:
+    def _is_of_another(self, history: str) -> bool:
+        """Whether a message is of another history than the book; one that does not say it is taken for the same."""
+        return bool(self.book.history) and history not in ("", self.book.history)
+
+    def _take(self, changes: Sequence[Change], history: str) -> None:
         """Fold in what follows on; keep what does not, and ask for what is between."""
         self._head = max(self._head, changes[-1].sequence)
         if self._stale or self._kept:
+            if history != self._kept_history:
+                self._kept.clear()
+                self._kept_history = history
             self._keep(changes)
             return
         before = self.book.sequence
@@ -186,6 +197,7 @@ class Follower:
         metrics.APPLIED.inc(self.book.sequence - before)
         if gap is not None:
             log.info("replica.gap", expected=gap.expected, got=gap.got)
+            self._kept_history = history
             self._keep([change for change in changes if change.sequence >= gap.got])
             self._want("gap")
 
@@ -282,7 +294,7 @@ class Follower:
         while True:  # ends: each page moves the book on, or ends the round
             after = self.book.sequence
             page = await self._ask(after)
-            if page.too_old or page.head < after:
+            if page.too_old or page.head < after or self._is_of_another(page.history):
                 log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
                 self._stale = True
                 self._kept.clear()  # of a book that was set back, or older than the snapshot to come
@@ -303,14 +315,14 @@ class Follower:
                 raise RequestRefused("the answer is empty below the head", code="replica.answer_empty")
 
     async def _ask(self, after: int) -> ChangesPage:
-        request = ChangesRequest(after=after, limit=self._limits.page)
+        request = ChangesRequest(after=after, limit=self._limits.page, history=self.book.history)
         return await self._bus.request(
             request, ChangesPage, timeout_s=self._limits.request_timeout_s, cause="replica.changes"
         )
 
     async def _load_snapshot(self) -> None:
         providers: list[ProviderState] = []
-        sequence: int | None = None
+        first: SnapshotPage | None = None
         after: str | None = None
         for _ in range(self._limits.pages):
             page = await self._bus.request(
@@ -319,18 +331,23 @@ class Follower:
                 timeout_s=self._limits.request_timeout_s,
                 cause="replica.snapshot",
             )
-            sequence = page.sequence if sequence is None else sequence
+            if first is None or page.history != first.history:
+                first, after = page, None
+                providers.clear()
             providers += page.providers
             if not page.more:
-                self._load(providers, sequence)
+                self._load(providers, first)
                 return
             if not page.providers or (after is not None and page.providers[-1].uuid <= after):
                 break
             after = page.providers[-1].uuid
         raise SnapshotEndless(f"after {len(providers)} providers")
 
-    def _load(self, providers: Sequence[ProviderState], sequence: int) -> None:
-        self.book.load(providers, sequence)
+    def _load(self, providers: Sequence[ProviderState], first: SnapshotPage) -> None:
+        sequence = first.sequence
+        self.book.load(providers, sequence, first.history)
+        if self._is_of_another(self._kept_history):
+            self._kept.clear()
         self._head = sequence
         self._off_since = None
         self._stale = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from bus.contracts.placement import ChangesPage, ProviderState, SnapshotPage
+from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage
 from placement_worker.replica.book import Book
 
 PAGE = 5000
@@ -18,11 +18,11 @@ PAGE = 5000
 class Source(Protocol):
     """The book's own store."""
 
-    async def head(self) -> int:
-        """The newest committed change's number."""
+    async def head(self) -> FeedHead:
+        """The newest committed change's number, and the history that it is of."""
 
-    async def changes(self, after: int, limit: int) -> ChangesPage:
-        """Committed changes after a number, in order."""
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        """Committed changes after a number of a history, in order."""
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
@@ -59,10 +59,14 @@ class LocalReplica:
         if not self._loaded:
             await self._load()
             return
-        if await self._source.head() == self.book.sequence:
+        head = await self._source.head()
+        if head.history != self.book.history or head.sequence < self.book.sequence:
+            await self._load()  # the book was set back: restored, or a stand-by promoted
+            return
+        if head.sequence == self.book.sequence:
             return
         while True:  # ends: each page brings the book closer to a head that was read with it
-            page = await self._source.changes(self.book.sequence, PAGE)
+            page = await self._source.changes(self.book.sequence, PAGE, self.book.history)
             if page.too_old or self.book.apply(page.changes) is not None:
                 await self._load()
                 return
@@ -72,17 +76,19 @@ class LocalReplica:
     async def _load(self) -> None:
         """Take the whole book, then what changed while it was read."""
         states: dict[str, ProviderState] = {}
-        sequence: int | None = None
+        first: SnapshotPage | None = None
         after: str | None = None
-        while True:  # ends: pages go on by uuid
+        while True:  # ends: pages go on by uuid, and histories do not change all the time
             page = await self._source.snapshot(after, PAGE)
-            sequence = page.sequence if sequence is None else sequence
+            if first is None or page.history != first.history:
+                first, after = page, None
+                states.clear()
             states.update((state.uuid, state) for state in page.providers)
             if not page.more:
                 break
             after = page.providers[-1].uuid
-        self.book.load(list(states.values()), sequence)
+        self.book.load(list(states.values()), first.sequence, first.history)
         self._loaded = True
-        page_of_changes = await self._source.changes(self.book.sequence, PAGE)
+        page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)
         while page_of_changes.changes and self.book.apply(page_of_changes.changes) is None:
-            page_of_changes = await self._source.changes(self.book.sequence, PAGE)
+            page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)

@@ -13,7 +13,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.base import encode
-from bus.contracts.placement import Change
+from bus.contracts.placement import Change, FeedHead
 
 # A row, and what is read at once: bounded in changes and in bytes, well under what one bus message may carry.
 MAX_CHANGES_PER_ROW = 500
@@ -24,7 +24,14 @@ ROWS_AT_ONCE = 16
 # A function (migration p0004): the counter is locked until the commit, and every round trip is somebody else's wait.
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
-HEAD = "SELECT number FROM feed_head"
+HEAD = "SELECT number, history FROM feed_head"
+# Of writers that find it at once only the first gives it another.
+RENEW = """
+UPDATE feed_head SET history = gen_random_uuid(), origin = feed_origin()
+WHERE origin <> feed_origin() OR (history = $1::uuid AND number < $2)
+RETURNING number
+"""
+NEW_HISTORY = "UPDATE feed_head SET history = gen_random_uuid()"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
 TRIM = """
 DELETE FROM changes WHERE last IN (
@@ -113,10 +120,16 @@ def _numbered(first: int, body: bytes, after: int) -> list[Change]:
     ]
 
 
-async def head(connection: asyncpg.Connection) -> int:
-    """The newest committed number."""
-    number: int = await connection.fetchval(HEAD)
-    return number
+async def head(connection: asyncpg.Connection) -> FeedHead:
+    """The newest committed number, and the history that it is of."""
+    row = await connection.fetchrow(HEAD)
+    return FeedHead(sequence=row["number"], history=row["history"])
+
+
+async def renew_history(connection: asyncpg.Connection, seen: FeedHead | None) -> bool:
+    """Another history id where the book is not the one that gave the last, or is behind what was seen of it."""
+    history, number = (seen.history, seen.sequence) if seen is not None else (None, 0)
+    return await connection.fetchval(RENEW, history, number) is not None
 
 
 async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bool:

@@ -144,7 +144,8 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     regrouped = await _write_members(connection, image, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     _, states = await read_providers(connection, READ_PROVIDERS_BY_ID, sorted(moved))
-    await feed.append(connection, changes_of(gone, states))
+    if await feed.append(connection, changes_of(gone, states)):
+        await connection.execute(feed.NEW_HISTORY)
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
     return len(regrouped.union(changed)) + len(gone) + len(rewritten)
 

@@ -18,6 +18,8 @@ from bus.contracts.placement import (
     Change,
     ChangesPage,
     Claim,
+    FeedChanges,
+    FeedHead,
     InventoryResult,
     InventoryUpdate,
     Release,
@@ -64,6 +66,7 @@ class MemoryBook:
         self._table = session.database
         self._session = session
         self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
+        self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
         self.ready = False
 
     async def open(self) -> None:
@@ -254,14 +257,15 @@ class MemoryBook:
         transaction.will(write)
         return numbered[-1].sequence
 
-    async def changes(self, after: int, limit: int) -> ChangesPage:
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Committed changes after a number, in order."""
         table = self._table
         async with self._session.transaction():
             oldest = table.changes[0].sequence if table.changes else None
-            if after < table.head if oldest is None else after < oldest - 1:
-                return ChangesPage(head=table.head, too_old=True)
-            return ChangesPage(changes=tuple(self._after(after, limit)), head=table.head)
+            too_old = after < table.head if oldest is None else after < oldest - 1
+            if too_old or history not in ("", table.history):
+                return ChangesPage(head=table.head, too_old=True, history=table.history)
+            return ChangesPage(changes=tuple(self._after(after, limit)), head=table.head, history=table.history)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
@@ -269,7 +273,8 @@ class MemoryBook:
         async with self._session.transaction():
             uuids = sorted(uuid for uuid in table.providers if after is None or uuid > after)
             states = tuple(state_of(table.providers[uuid]) for uuid in uuids[:limit])
-            return SnapshotPage(sequence=table.head, providers=states, more=len(uuids) > limit)
+            more = len(uuids) > limit
+            return SnapshotPage(sequence=table.head, providers=states, more=more, history=table.history)
 
     async def where(self, asked: WhereRequest) -> WherePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
@@ -287,16 +292,28 @@ class MemoryBook:
             }
             return WherePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
 
-    async def head(self) -> int:
-        """The newest committed change's number."""
+    async def head(self) -> FeedHead:
+        """The newest committed change's number, and the history that it is of."""
         async with self._session.transaction():
-            return self._table.head
+            return self._table.newest
 
-    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
+    async def renew_history(self) -> bool:
+        """Give the feed another history id if it is behind what this process has seen of it."""
+        seen = self._seen
+        async with self._session.transaction() as transaction:
+            await transaction.lock([HEAD])
+            newest = self._table.newest
+            is_behind = seen is not None and seen.history == newest.history and newest.sequence < seen.sequence
+            if is_behind:
+                transaction.will(self._table.renew_history)
+        self._seen = self._table.newest
+        return is_behind
+
+    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns."""
         table = self._table
         async with self._session.transaction() as transaction:
-            position, changes = table.position, self._after(table.position, limit)
+            position, changes, history = table.position, self._after(table.position, limit), table.history
             if not changes:
                 return Published(0, False)
             await transaction.lock([POSITION])
@@ -308,7 +325,7 @@ class MemoryBook:
             transaction.durable = False  # forgotten in a crash, they are said once more
             transaction.will(lambda: setattr(table, "taken_until", until))
         self._lease = until
-        await send(changes)
+        await send(FeedChanges(changes=tuple(changes), history=history))
         async with self._session.transaction() as transaction:
             await transaction.lock([POSITION])
             transaction.durable = False

@@ -10,7 +10,7 @@ import os_traits
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Change
+from bus.contracts.placement import Change, FeedHead
 from bus.service.memory_database import MemoryDatabase
 from placement_worker.domain.company import hosts_of, together
 from placement_worker.domain.names import STANDARD_CLASSES
@@ -48,10 +48,20 @@ class MemoryBookTable(MemoryDatabase):
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         self.changes: list[Change] = []  # kept ones, in order
         self.head = 0
+        self.history = "history-1"
         self.position = 0
         self.taken_until = -math.inf  # by whoever publishes
         self._next_number = 0
         self._shapes = 0
+
+    @property
+    def newest(self) -> FeedHead:
+        """The newest number and its history."""
+        return FeedHead(sequence=self.head, history=self.history)
+
+    def renew_history(self) -> None:
+        """Another history id."""
+        self.history = f"history-{int(self.history.rpartition('-')[2]) + 1}"
 
     def next_shape(self) -> int:
         """A shape that no provider has ever had."""

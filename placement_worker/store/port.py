@@ -8,10 +8,11 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.placement import (
-    Change,
     ChangesPage,
     Claim,
     ClaimResult,
+    FeedChanges,
+    FeedHead,
     InventoryResult,
     InventoryUpdate,
     Release,
@@ -70,8 +71,8 @@ class PlacementStore(Protocol):
         bus: where they came from. A new root belongs to it; a cell's bus may say nothing of another cell's.
         """
 
-    async def changes(self, after: int, limit: int) -> ChangesPage:
-        """Committed changes after a number, in order."""
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        """Committed changes after a number, in order. history: whose number it is; of another the page is too old."""
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
@@ -79,10 +80,16 @@ class PlacementStore(Protocol):
     async def where(self, asked: WhereRequest) -> WherePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
 
-    async def head(self) -> int:
-        """The newest committed change's number."""
+    async def head(self) -> FeedHead:
+        """The newest committed change's number, and the history that it is of."""
 
-    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
+    async def renew_history(self) -> bool:
+        """Give the feed another history id if the book was restored, or its stand-by promoted; whether it was.
+
+        Recognised by what a database does not take along, and by a head that is behind one that was seen before.
+        """
+
+    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns.
 
         One publisher at a time among all processes; the others find it taken. One that dies or hangs keeps it for

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.contracts.placement import (
-    Change,
     ChangesPage,
     Claim,
+    FeedChanges,
+    FeedHead,
     InventoryResult,
     InventoryUpdate,
     Release,
@@ -47,6 +48,7 @@ class PostgresStore:
         self._database = database
         self._names = Names(database)
         self._publishing = Publishing(database)
+        self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
 
     @property
     def database(self) -> Database:
@@ -67,6 +69,7 @@ class PostgresStore:
         """Migrate, and write down the standard names. Waits for a database that is away."""
         await self._database.open(MIGRATIONS)
         await self._names.open()
+        await self.renew_history()
 
     async def close(self) -> None:
         """Close the pool."""
@@ -95,15 +98,16 @@ class PostgresStore:
             ahead=lambda: inventory.know_names(updates, self._names),  # those that have gone are made anew
         )
 
-    async def changes(self, after: int, limit: int) -> ChangesPage:
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Committed changes after a number, in order."""
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             newest = await feed.head(connection)
-            if await feed.too_old(connection, after, newest):
-                return ChangesPage(head=newest, too_old=True)
+            number = newest.sequence
+            if history not in ("", newest.history) or await feed.too_old(connection, after, number):
+                return ChangesPage(head=number, too_old=True, history=newest.history)
             changes, _ = await feed.read(connection, after, limit)
-            return ChangesPage(changes=tuple(changes), head=newest)
+            return ChangesPage(changes=tuple(changes), head=number, history=newest.history)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
@@ -117,12 +121,19 @@ class PostgresStore:
         async with self._database.raw() as connection:
             return await members.where(connection, asked)
 
-    async def head(self) -> int:
-        """The newest committed change's number."""
+    async def head(self) -> FeedHead:
+        """The newest committed change's number, and the history that it is of."""
         async with self._database.single() as connection:
             return await feed.head(connection)
 
-    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
+    async def renew_history(self) -> bool:
+        """Give the feed another history id if the database is another, or behind what this process has seen of it."""
+        async with self._database.single() as connection:
+            renewed = await feed.renew_history(connection, self._seen)
+            self._seen = await feed.head(connection)
+        return renewed
+
+    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`; see `publishing`."""
         return await self._publishing.publish(send, limit)
 

@@ -11,10 +11,10 @@ for a moment, by the database's clock. A publisher that dies or hangs is waited 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-from bus.contracts.placement import Change
+from bus.contracts.placement import FeedChanges
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from bus.service.database import Database
 from placement_worker.store import feed
@@ -42,7 +42,7 @@ mine AS (
     RETURNING p.taken_until AS until
 )
 SELECT next.first, next.last, CASE WHEN mine.until IS NOT NULL THEN next.body END AS body, position.number, mine.until,
-       {ASYNCHRONOUS_COMMIT}
+       (SELECT history FROM feed_head) AS history, {ASYNCHRONOUS_COMMIT}
 FROM position CROSS JOIN next LEFT JOIN mine ON true ORDER BY next.last
 """
 # Forward alone, and no other's lease is ended.
@@ -62,7 +62,7 @@ class Publishing:
         self._database = database
         self._lease: datetime | None = None  # of the last turn, until it has ended well
 
-    async def publish(self, send: Callable[[Sequence[Change]], Awaitable[None]], limit: int) -> Published:
+    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Send what follows the position and move it. No connection is held while the broker confirms."""
         async with self._database.single() as connection:
             found = await connection.fetch(TAKE, min(limit, feed.ROWS_AT_ONCE), LEASE_S, self._lease)
@@ -72,7 +72,7 @@ class Publishing:
                 return Published(0, True, taken=True)
             lease = self._lease = found[0]["until"]
             changes, more = await feed.read(connection, found[0]["number"], limit, found)
-        await send(changes)
+        await send(FeedChanges(changes=tuple(changes), history=found[0]["history"]))
         async with self._database.single() as connection:
             await connection.fetchval(MOVE, changes[-1].sequence, lease)
         self._lease = None

@@ -18,16 +18,16 @@ BYTES_A_NAME = 300
 
 async def page(connection: asyncpg.Connection, after: str | None, limit: int) -> SnapshotPage:
     """Read one page; the caller's transaction is REPEATABLE READ, so that page and number belong together."""
-    sequence = await feed.head(connection)
+    head = await feed.head(connection)
     _, providers = await read_providers(connection, READ_PROVIDERS_AFTER, after, limit + 1)
     states: list[ProviderState] = []
     size = 0
     for provider in providers.values():
         size += _size(provider)
         if len(states) == limit or (states and size > MAX_PAGE_BYTES):
-            return SnapshotPage(sequence=sequence, providers=tuple(states), more=True)
+            return SnapshotPage(sequence=head.sequence, providers=tuple(states), more=True, history=head.history)
         states.append(state_of(provider))
-    return SnapshotPage(sequence=sequence, providers=tuple(states))
+    return SnapshotPage(sequence=head.sequence, providers=tuple(states), history=head.history)
 
 
 def _size(provider: Provider) -> int:

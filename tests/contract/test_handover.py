@@ -89,7 +89,7 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
         project_id="p",
     )
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1), claim(CONSUMERS[1], VCPU=3), three])
-    head = await store.head()
+    head = (await store.head()).sequence
     result = await said(store, NESTED)
     assert (result.outcome, result.set_aside) == ("applied", ())
     assert await used(store) == {ROOT: {"VCPU": 5}, LEFT: {"VGPU": 2}, RIGHT: {"VGPU": 1}, POOL: {"DISK_GB": 5}}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
 from bus.clock import SystemClock
 from bus.contracts.placement import (
-    Change,
     Claim,
     ClaimOption,
+    FeedChanges,
     Inventory,
     InventoryResult,
     InventoryUpdate,
@@ -111,10 +111,10 @@ async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
     for number in range(4):
         consumer = f"c000000{number}-0000-4000-8000-000000000000"
         await store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
-    head = await store.head()
+    head = (await store.head()).sequence
 
-    async def send(changes: Sequence[Change]) -> None:
-        del changes
+    async def send(said: FeedChanges) -> None:
+        del said
 
     assert not await trim(store, limit=2), "what was not published is kept"
     await store.publish(send, 100)
@@ -144,7 +144,7 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(st
     assert await store.remove_shells(100) == []
     assert await providers(store) == [KEPT, GONE, CHILD], "somebody uses it"
     await store.apply([Release(consumer=user)])
-    head = await store.head()
+    head = (await store.head()).sequence
     assert await store.remove_shells(100) == [GONE]
     assert await providers(store) == [KEPT]
     changes = (await store.changes(head, 10)).changes

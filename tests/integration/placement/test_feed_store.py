@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Change, Claim, ProviderState, Release
+from bus.contracts.placement import Change, Claim, FeedChanges, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.service.database import Database
 from placement_worker.store import feed, publishing, snapshot
@@ -24,7 +24,7 @@ MakeClaim = Callable[..., Claim]
 PATIENCE_S = 60.0
 
 
-async def nothing(_changes: Sequence[Change]) -> None:
+async def nothing(_said: FeedChanges) -> None:
     return
 
 
@@ -95,7 +95,7 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     await watching
     changes = await all_changes(book.store)
     numbers = [change.sequence for change in changes]
-    assert numbers == list(range(1, await book.store.head() + 1))
+    assert numbers == list(range(1, (await book.store.head()).sequence + 1))
     assert seen == numbers[: len(seen)]
     page = await book.store.snapshot(None, 1000)
     assert page.sequence == numbers[-1]
@@ -113,7 +113,8 @@ async def test_two_publishers_publish_everything_once_and_in_order(
     await second.open()
     published: list[int] = []
 
-    async def send(changes: Sequence[Change]) -> None:
+    async def send(said: FeedChanges) -> None:
+        changes = said.changes
         await asyncio.sleep(0)  # a confirm takes a turn of the loop
         published.extend(change.sequence for change in changes)
 
@@ -122,7 +123,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
             await store.publish(send, 7)
 
     await busy(book, second, hosts, 1, make_claim)
-    target = await book.store.head()
+    target = (await book.store.head()).sequence
     await asyncio.gather(publish(book.store), publish(second))
     assert published == list(range(1, target + 1))
     await second.close()
@@ -137,7 +138,8 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
     await second.open()
     sent: list[int] = []
 
-    async def send(changes: Sequence[Change]) -> None:
+    async def send(said: FeedChanges) -> None:
+        changes = said.changes
         sent.extend(change.sequence for change in changes)
 
     async def kill_who_waits() -> None:
@@ -150,8 +152,8 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
 
     killer = await asyncpg.connect(book.url)
 
-    async def hold_the_position_and_send(changes: Sequence[Change]) -> None:
-        await send(changes)
+    async def hold_the_position_and_send(said: FeedChanges) -> None:
+        await send(said)
         await blocker.execute("BEGIN; SELECT FROM placement.feed_position FOR UPDATE")
 
     blocker = await asyncpg.connect(book.url)
@@ -222,7 +224,7 @@ async def test_old_changes_are_trimmed_once_published_and_then_too_old(book: Boo
     for _ in range(6):
         await book.hosts(1, rng, VCPU=1)
 
-    async def send(_changes: Sequence[Change]) -> None:
+    async def send(_said: FeedChanges) -> None:
         return
 
     await book.store.trim(keep_changes=2, keep_fences_s=60, keep_sources_s=3600.0, limit=1000)

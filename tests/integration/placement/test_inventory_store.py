@@ -52,13 +52,13 @@ def tree(root: str, *children: str, version: int, source: str = "s", gpus: int =
 async def test_an_older_version_loses_and_the_same_again_changes_nothing(book: Book, rng: random.Random) -> None:
     root = new_uuid(rng)
     assert await said(book, book.host(root, version=5, VCPU=5)) == ["applied"]
-    head = await book.store.head()
+    head = (await book.store.head()).sequence
     assert await said(book, book.host(root, version=4, VCPU=4)) == ["stale"]
     assert await said(book, book.host(root, version=5, VCPU=9)) == ["stale"]
     assert await said(book, book.host(root, version=5, VCPU=5)) == ["unchanged"]
     assert await said(book, book.host(root, version=7, VCPU=5)) == ["unchanged"]
     assert await said(book, book.host(root, version=6, VCPU=6)) == ["stale"]
-    assert await book.store.head() == head
+    assert (await book.store.head()).sequence == head
     assert await said(book, book.host(root, version=1, source="other", VCPU=3)) == ["applied"]
     # Another source has changed the tree since: the same report is no longer taken on trust.
     assert await said(book, book.host(root, version=8, VCPU=5)) == ["applied"]

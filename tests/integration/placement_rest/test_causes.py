@@ -31,7 +31,7 @@ async def changes(placement: Placement, after: int) -> list[Change]:
 async def test_the_callers_id_is_on_every_change_of_its_write(placement: Placement) -> None:
     host, consumer = await placement.host(VCPU=4), new_uuid(placement.rng)
     child = new_uuid(placement.rng)
-    start = await placement.store.head()
+    start = (await placement.store.head()).sequence
     body = {"name": "child", "uuid": child, "parent_provider_uuid": host}
     await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
     held = holding({host: {"resources": {"VCPU": 1}}}, None)
@@ -51,7 +51,7 @@ async def test_the_callers_id_is_on_every_change_of_its_write(placement: Placeme
 
 
 async def test_without_one_it_is_ours_and_what_is_no_id_goes_nowhere(placement: Placement) -> None:
-    start = await placement.store.head()
+    start = (await placement.store.head()).sequence
     body = {"name": "host", "uuid": new_uuid(placement.rng)}
     answer = await placement.call("POST", "/resource_providers", body, x_openstack_request_id="req-<script>")
     [change] = await changes(placement, start)
@@ -61,7 +61,7 @@ async def test_without_one_it_is_ours_and_what_is_no_id_goes_nowhere(placement: 
 async def test_writes_that_were_written_together_keep_their_own_causes(placement: Placement) -> None:
     hosts = [await placement.host(VCPU=4) for _ in range(8)]
     ids = [f"req-{new_uuid(placement.rng)}" for _ in hosts]
-    start = await placement.store.head()
+    start = (await placement.store.head()).sequence
 
     async def claim(host: str, own: str, amount: int) -> int:
         held = holding({host: {"resources": {"VCPU": amount}}}, None)

@@ -71,6 +71,7 @@ class Source:
         self.states: dict[str, ProviderState] = {}
         self.changes: list[Change] = []
         self.first = 1  # the oldest number still kept
+        self.history = "h1"
         self.snapshots = self.pages = 0
         self.on_page: Callable[[], None] = lambda: None
         self.busy = False  # each answer is followed by one more change, said before the answer is sent
@@ -98,6 +99,7 @@ class Source:
     def begin_again(self) -> None:
         """The database was set back: other providers, lower numbers."""
         self.states, self.changes, self.first, self.unsaid = {}, [], 1, []
+        self.history = f"h{int(self.history[1:]) + 1}"
 
     def write(self) -> None:
         """One random committed change."""
@@ -136,7 +138,7 @@ class Source:
         """Announce what is committed and not said, as placement does."""
         unsaid, self.unsaid = self.unsaid, []
         if unsaid:
-            await self.bus.publish(FeedChanges(changes=tuple(unsaid)))
+            await self.bus.publish(FeedChanges(changes=tuple(unsaid), history=self.history))
 
     async def say_badly(self) -> None:
         """Lose, repeat or swap some of it."""
@@ -146,10 +148,10 @@ class Source:
             self.rng.shuffle(parts)
         for part in parts:
             for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
-                await self.bus.publish(FeedChanges(changes=tuple(part)))
+                await self.bus.publish(FeedChanges(changes=tuple(part), history=self.history))
 
     async def say_head(self) -> None:
-        await self.bus.publish(FeedHead(sequence=self.head))
+        await self.bus.publish(FeedHead(sequence=self.head, history=self.history))
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         replies = [Done(self._page(received.message)) for received in batch]
@@ -162,10 +164,11 @@ class Source:
         self.on_page()
         self.pages += 1
         if isinstance(asked, ChangesRequest):
-            if asked.after < self.first - 1:
-                return ChangesPage(head=self.head, too_old=True)
+            if asked.after < self.first - 1 or asked.history not in ("", self.history):
+                return ChangesPage(head=self.head, too_old=True, history=self.history)
             at = asked.after - self.first + 1
-            return ChangesPage(head=self.head, changes=tuple(self.changes[at : at + asked.limit]))
+            changes = tuple(self.changes[at : at + asked.limit])
+            return ChangesPage(head=self.head, changes=changes, history=self.history)
         assert isinstance(asked, SnapshotRequest)
         self.snapshots += asked.after is None
         left = sorted(one for one in self.states if asked.after is None or one > asked.after)
@@ -173,6 +176,7 @@ class Source:
             sequence=self.head,
             providers=tuple(self.states[one] for one in left[: asked.limit]),
             more=len(left) > asked.limit,
+            history=self.history,
         )
 
     def is_told_by(self, book: Book) -> bool:

@@ -307,3 +307,44 @@ async def test_whatever_happens_it_ends_true(seed: int) -> None:
         await stage.until_true()
         assert follower.ready.is_set()
         assert not follower._kept
+
+
+@pytest.mark.parametrize("heard", ["changes", "head", "nothing"])
+@pytest.mark.parametrize("more", [-5, 0, 5])
+async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_since(heard: str, more: int) -> None:
+    """Its numbers were given again: a replica that was at 20 took 21 to 25 and dropped what was before, for good."""
+    stage = Stage()
+    for _ in range(20):
+        stage.source.write()
+    async with playing(stage) as follower:
+        await stage.until_true()
+        snapshots = stage.source.snapshots
+        stage.source.begin_again()
+        for _ in range(20 + more):
+            stage.source.write()
+        if heard == "changes":
+            await stage.source.say()
+        elif heard == "head":
+            stage.source.unsaid.clear()
+            await stage.source.say_head()
+        else:
+            stage.source.unsaid.clear()
+            await follower.refresh(timeout_s=5)
+        await until(stage.is_true, stage.clock)
+        assert stage.source.snapshots == snapshots + 1
+        assert stage.book.history == "h2"
+
+
+async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
+    stage = Stage()
+    state = provider(0, generation=3, inventories={"VCPU": 8})
+    stage.source.states[state.uuid] = state
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        stage.book.assume("boot", {state.uuid: {"VCPU": 2}})
+        stage.book.settle("boot", {state.uuid: 400}, 500)
+        stage.source.begin_again()
+        stage.source.states[state.uuid] = state
+        await stage.source.say_head()
+        await until(lambda: stage.book.history == "h2", stage.clock)
+        assert list(stage.book.assumed_keys()) == []

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 
 from bus.bus import API, Bus
-from bus.contracts.placement import Change, Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    FeedChanges,
+    Inventory,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+)
 from bus.memory import MemoryBroker
 from placement_worker.config import PlacementConfig
 from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
@@ -69,12 +76,14 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     sending, confirmed = asyncio.Event(), asyncio.Event()
     sent: list[int] = []
 
-    async def send(changes: Sequence[Change]) -> None:
+    async def send(said: FeedChanges) -> None:
+        changes = said.changes
         sent.extend(change.sequence for change in changes)
         sending.set()
         await confirmed.wait()
 
-    async def note(changes: Sequence[Change]) -> None:
+    async def note(said: FeedChanges) -> None:
+        changes = said.changes
         sent.extend(change.sequence for change in changes)
 
     async def report(version: int) -> None:
