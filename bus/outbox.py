@@ -83,6 +83,7 @@ OUTBOX_DDL: tuple[str, ...] = (
         id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
         created_at timestamptz NOT NULL DEFAULT now(),
         taken_at timestamptz NOT NULL DEFAULT now(),
+        buses text[] NOT NULL,
         body bytea NOT NULL
     ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000)
     """,
@@ -111,6 +112,7 @@ def outbox_table(metadata: sa.MetaData) -> sa.Table:
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
         sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
+        sa.Column("buses", sa.ARRAY(sa.Text), nullable=False),
         sa.Column("body", sa.LargeBinary, nullable=False),
         postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},
     )
@@ -132,14 +134,19 @@ def handled_table(metadata: sa.MetaData) -> sa.Table:
 # Not the sequence alone: a database that crashed gives numbers again that it had given to transactions in no hurry. A
 # relay still holds the old row under its number, and would forget the new one with it. Time does not come again.
 NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (nextval('outbox_id_seq') & 1023)"
-INSERT = f"INSERT INTO outbox (id, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}) RETURNING id"
+INSERT = f"INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}, {{}}) RETURNING id"
+
+
+def buses_of(outgoing: Sequence[Addressed]) -> list[str]:
+    """The buses that these messages are for, each once, in order."""
+    return sorted({item.bus for item in outgoing})
 
 
 async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | None:
     """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
-    row_id: int = await conn.fetchval(INSERT.format("$1"), encode_row(outgoing))
+    row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(outgoing))
     return row_id
 
 
@@ -148,7 +155,7 @@ def add_to(statement: GuardedStatement, outgoing: Sequence[Addressed]) -> None:
     if not outgoing:
         statement.column("NULL::bigint AS outbox_row")
         return
-    statement.add("outgoing", INSERT, encode_row(outgoing))
+    statement.add("outgoing", INSERT, buses_of(outgoing), encode_row(outgoing))
     statement.column("(SELECT id FROM outgoing) AS outbox_row")
 
 
@@ -167,10 +174,17 @@ async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequen
 # Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
 # worth a disk flush.
 FORGET = f"WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[])) SELECT {ASYNCHRONOUS_COMMIT}"
+# Of rows for the same buses the longest untaken go first, so that those which fail again and again go round; and each
+# set of buses has the limit to itself, so that one with many rows does not hold up the others.
 TAKE_OLD = """
-UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox
-WHERE taken_at < now() - make_interval(secs => $1) ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED) RETURNING id, body
+UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox WHERE id IN (
+    SELECT id FROM (
+        SELECT id, row_number() OVER (PARTITION BY buses ORDER BY taken_at, id) AS place FROM outbox
+        WHERE taken_at < now() - make_interval(secs => $1) AND NOT buses <@ $3::text[]
+    ) AS ranked WHERE place <= $2
+) AND taken_at < now() - make_interval(secs => $1) ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
 """
+REPLACE = "UPDATE outbox SET buses = $2, body = $3 WHERE id = $1"
 
 
 class Rows(Protocol):
@@ -179,8 +193,15 @@ class Rows(Protocol):
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
 
-    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id; taking one makes it young again, so that two relays do not take it at once."""
+    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+        """Keep only these messages of a row: the others are confirmed."""
+
+    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id, at most `limit` for each set of buses.
+
+        Taking one makes it young again, so that two relays do not take it at once. closed: buses that take nothing now;
+        rows for these alone are left untouched.
+        """
 
     async def forget_handled(self, keep_s: float, limit: int) -> None:
         """Drop records of handled messages older than this, at most so many."""
@@ -197,10 +218,15 @@ class PostgresRows:
         async with self._database.single() as connection:
             await connection.fetchval(FORGET, row_ids)
 
-    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id; taking one makes it young again."""
+    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+        """Keep only these messages of a row: the others are confirmed."""
         async with self._database.single() as connection:
-            rows = await connection.fetch(TAKE_OLD, age_s, limit)
+            await connection.execute(REPLACE, row_id, buses_of(outgoing), encode_row(outgoing))
+
+    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
+        async with self._database.single() as connection:
+            rows = await connection.fetch(TAKE_OLD, age_s, limit, closed)
         return sorted((row["id"], row["body"]) for row in rows)
 
     async def forget_handled(self, keep_s: float, limit: int) -> None:
@@ -218,11 +244,12 @@ class PostgresRows:
 class _Ticket:
     """One outbox row under way: it is forgotten when all its messages are confirmed."""
 
-    __slots__ = ("failed", "row_id", "waiting")
+    __slots__ = ("failed", "left", "row_id", "waiting")
 
-    def __init__(self, row_id: int, waiting: int) -> None:
+    def __init__(self, row_id: int, waiting: int, left: Sequence[Addressed]) -> None:
         self.row_id = row_id
         self.waiting = waiting
+        self.left = left  # messages of the row for buses that take nothing now: they stay in the table
         self.failed = False
 
 
@@ -258,7 +285,9 @@ class Relay:
         self._lane_share = max_rows // (2 * max(1, len(self._lanes)))
         self._sweep_every_s = sweep_every_s
         self._sweep_age_s = sweep_age_s
+        self._unknown: set[str] = set()
         self._tickets: dict[int, _Ticket] = {}
+        self._to_shorten: asyncio.Queue[_Ticket] = asyncio.Queue()  # bounded by the tickets
         self._confirmed: list[int] = []
         self._some_confirmed = asyncio.Event()
         self._gathering: asyncio.Task[None] | None = None
@@ -279,18 +308,28 @@ class Relay:
         if len(self._tickets) >= self._max_rows:
             _left.labels("full").inc()
             return
-        unknown = {item.bus for item in outgoing} - self._lanes.keys()
-        if unknown:
-            log.error("outbox.unknown_bus", row=row_id, buses=sorted(unknown))
-            _left.labels("unknown_bus").inc()
+        closed = {bus for bus in buses_of(outgoing) if self._is_closed(bus, row_id)}
+        leaving, left = outgoing, []
+        if closed:
+            leaving = [item for item in outgoing if item.bus not in closed]
+            left = [item for item in outgoing if item.bus in closed]
+            _left.labels("unknown_bus" if closed & self._unknown else "bus_away").inc()
+        if not leaving:
             return
-        if any(self._lanes[item.bus].is_behind(self._lane_share) for item in outgoing):
-            _left.labels("bus_away").inc()
-            return
-        ticket = self._tickets[row_id] = _Ticket(row_id, len(outgoing))
+        ticket = self._tickets[row_id] = _Ticket(row_id, len(leaving), left)
         _held.inc()
-        for item in outgoing:
+        for item in leaving:
             self._lanes[item.bus].put((ticket, item.message, item.cause))
+
+    def _is_closed(self, bus: str, row_id: int) -> bool:
+        """Whether messages for this bus are better left in the table."""
+        lane = self._lanes.get(bus)
+        if lane is not None:
+            return lane.is_behind(self._lane_share)
+        if bus not in self._unknown:  # a process's buses stay as they are: once is enough
+            self._unknown.add(bus)
+            log.error("outbox.unknown_bus", row=row_id, bus=bus)
+        return True
 
     async def room(self) -> None:
         """Return when `send` would keep a row in memory."""
@@ -308,6 +347,7 @@ class Relay:
                     if lane.lingers is not None:
                         group.create_task(lane.ripen())
                 group.create_task(self._forget())
+                group.create_task(self._shorten())
                 group.create_task(self._sweep())
                 group.create_task(self._forget_handled())
         finally:
@@ -336,9 +376,10 @@ class Relay:
             ticket.failed |= failed
             if ticket.waiting:
                 continue
-            del self._tickets[ticket.row_id]
-            _held.dec()
-            self._changed.set()
+            if ticket.left and not ticket.failed:
+                self._to_shorten.put_nowait(ticket)
+                continue
+            self._end(ticket)
             if ticket.failed:  # a later sweep tries again: the row stays
                 _left.labels("failed").inc()
                 continue
@@ -346,6 +387,21 @@ class Relay:
             self._some_confirmed.set()
             if self._is_due():
                 self._hasten()
+
+    def _end(self, ticket: _Ticket) -> None:
+        del self._tickets[ticket.row_id]
+        _held.dec()
+        self._changed.set()
+
+    async def _shorten(self) -> None:
+        """Take what is confirmed out of rows that stay, so that it is not repeated with each sweep."""
+        while True:
+            ticket = await self._to_shorten.get()
+            try:
+                await self._rows.replace(ticket.row_id, ticket.left)
+            except Transient as fault:  # the row stays as it is; a sweep repeats it
+                log.warning("outbox.database_away", code=fault.code)
+            self._end(ticket)
 
     def _is_due(self) -> bool:
         """Whether confirmed rows have nothing to gather for."""
@@ -385,8 +441,9 @@ class Relay:
 
     async def _sweep(self) -> None:
         while True:
+            closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_away)})
             try:
-                found = await self._rows.take_old(self._sweep_age_s, SWEEP_BATCH)
+                found = await self._rows.take_old(self._sweep_age_s, SWEEP_BATCH, closed)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code)
                 found = []
@@ -428,12 +485,12 @@ class _Lane:
         self._some_linger = asyncio.Event()
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
-        self._is_away = False
+        self.is_away = False  # while True one of its publishers tries again and again
         self._told_at = -math.inf
 
     def is_behind(self, most: int) -> bool:
         """Whether its bus is away and so much waits for it that more is better left to the sweep."""
-        return self._is_away and len(self._waiting) >= most
+        return self.is_away and len(self._waiting) >= most
 
     def put(self, item: _Item) -> None:
         if self.lingers is not None and self.lingers(item[1]):
@@ -490,15 +547,15 @@ class _Lane:
     def _away(self, error: BusUnavailable) -> None:
         """Told when it goes away, and now and then while it stays away."""
         now = self._clock.monotonic()
-        if not self._is_away or now - self._told_at >= AWAY_TOLD_EVERY_S:
+        if not self.is_away or now - self._told_at >= AWAY_TOLD_EVERY_S:
             self._told_at = now
             log.warning("outbox.bus_away", bus=self._bus.name, waiting=len(self._waiting), reason=str(error))
-        self._is_away = True
+        self.is_away = True
 
     def _back(self) -> None:
-        if self._is_away:
+        if self.is_away:
             log.info("outbox.bus_back", bus=self._bus.name)
-        self._is_away = False
+        self.is_away = False
 
     async def _one_by_one(self, items: list[_Item]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""

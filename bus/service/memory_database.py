@@ -10,17 +10,17 @@ on disk yet, and gives the numbers of those transactions again. One process, one
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
-from bus.outbox import Addressed, encode_row
+from bus.outbox import Addressed, buses_of, encode_row
 
 LOCK_TIMEOUT_S = 25.0  # as bus.service.database: the server gives a waiting statement up after this
 # What is committed in no hurry is on disk after this at the latest: three turns of PostgreSQL's WAL writer.
@@ -39,6 +39,7 @@ async def turn(_: str) -> None:
 class Row(Struct, frozen=True):
     """One outbox row."""
 
+    buses: tuple[str, ...]
     body: bytes
     taken_at: float
 
@@ -223,9 +224,12 @@ class Transaction:
         if not outgoing:
             return None
         await self.statement()
-        row_id, row = self._database.next_row(), Row(encode_row(outgoing), self._database.clock.time())
+        row_id, row = self._database.next_row(), self._row(outgoing)
         self.will(lambda: self._database.outbox.update({row_id: row}))
         return row_id
+
+    def _row(self, outgoing: Sequence[Addressed]) -> Row:
+        return Row(tuple(buses_of(outgoing)), encode_row(outgoing), self._database.clock.time())
 
     async def commit(self) -> None:
         """All writes at once. Raises DatabaseUnavailable when the connection is lost before or after it."""
@@ -302,21 +306,31 @@ class MemoryRows:
             transaction.durable = False  # forgotten in a crash, a sweep repeats them
             transaction.will(lambda: _drop(outbox, gone))
 
-    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id; taking one makes it young again."""
+    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+        """Keep only these messages of a row: the others are confirmed."""
+        async with self._session.transaction() as transaction:
+            await transaction.lock([("outbox", row_id)])
+            transaction.will(partial(_replace, self._session.database.outbox, row_id, outgoing))
+
+    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+        """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
         database = self._session.database
         async with self._session.transaction() as transaction:
             now = database.clock.time()
-            old = [
-                one
-                for one, row in sorted(database.outbox.items())
-                if row.taken_at < now - age_s and transaction.is_free(("outbox", one))
-            ][:limit]
+            taken: Counter[tuple[str, ...]] = Counter()
+            old: list[int] = []
+            for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
+                if row.taken_at >= now - age_s:
+                    break
+                if taken[row.buses] < limit and not set(row.buses) <= set(closed):
+                    taken[row.buses] += 1
+                    old.append(one)
+            old = sorted(one for one in old if transaction.is_free(("outbox", one)))
             await transaction.lock([("outbox", one) for one in old])
             for one in old:
                 transaction.will(partial(_renew, database.outbox, one, now))
             # As with SKIP LOCKED: what somebody else has deleted by the time it is locked is not returned.
-            return [(one, row.body) for one in old if (row := database.outbox.get(one)) is not None]
+            return [(one, found.body) for one in old if (found := database.outbox.get(one)) is not None]
 
     async def forget_handled(self, keep_s: float, limit: int) -> None:
         """Drop old records of handled messages."""
@@ -335,7 +349,13 @@ def _drop(rows: dict[Any, Any], keys: Iterable[Hashable]) -> None:
 def _renew(outbox: dict[int, Row], row_id: int, now: float) -> None:
     row = outbox.get(row_id)
     if row is not None:
-        outbox[row_id] = Row(row.body, now)
+        outbox[row_id] = structs.replace(row, taken_at=now)
+
+
+def _replace(outbox: dict[int, Row], row_id: int, outgoing: Sequence[Addressed]) -> None:
+    row = outbox.get(row_id)
+    if row is not None:
+        outbox[row_id] = structs.replace(row, buses=tuple(buses_of(outgoing)), body=encode_row(outgoing))
 
 
 def _copy(rows: Any) -> Any:

@@ -153,7 +153,9 @@ async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(dat
 async def test_forgetting_finds_one_row_or_two_thousand_by_key(database: Database, kept: int) -> None:
     async with database.raw() as connection:
         await connection.execute(
-            "INSERT INTO outbox (id, body) OVERRIDING SYSTEM VALUE SELECT n, 'x' FROM generate_series(1, $1) n", kept
+            "INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE "
+            "SELECT n, '{api}', 'x' FROM generate_series(1, $1) n",
+            kept,
         )
     async with database.single() as connection:
         await connection.execute("ANALYZE outbox")
@@ -272,6 +274,91 @@ async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database:
     assert await rows(database) >= 40  # none is lost
 
 
+async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(database: Database) -> None:
+    """They are more than a sweep takes, before a dead worker's row, and not written to while the cell is away."""
+    api, cell = StubBus("api"), StubBus("cell1")
+    cell.away = 10**9
+    to_cell = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    async with database.raw() as connection:
+        await outbox.add(connection, to_cell)
+        await connection.execute(
+            "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)",
+            10 * outbox.SWEEP_BATCH,
+        )
+        await outbox.add(connection, [Addressed("api", event("left"))])
+    async with running(database, api, cell, sweep_age_s=0.0):
+        await api.until(1)
+        while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
+            await asyncio.sleep(0)
+        taken_at = []
+        for turn in range(4):  # each is another sweep; the second one began when the cell was known to be away
+            await commit(database, [Addressed("api", event(sequence=turn))])
+            await api.until(2 + turn)
+            async with database.raw() as connection:
+                taken_at.append(
+                    await connection.fetchval("SELECT max(taken_at) FROM outbox WHERE 'cell1' = ANY(buses)")
+                )
+        assert len(set(taken_at[1:])) == 1
+        cell.away = 0
+        await until_equal(lambda: rows(database), 0)
+
+
+async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Database) -> None:
+    async with database.raw() as connection:
+        await outbox.add(connection, [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))])
+        await connection.execute(
+            "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)", 50
+        )
+        last = await outbox.add(connection, [Addressed("api", event())])
+    store = PostgresRows(database)
+    found = [row for row, _ in await store.take_old(-1.0, 10, [])]
+    assert len(found) == 11
+    assert last in found
+    await store.forget([last] if last else [])
+    again = [row for row, _ in await store.take_old(-1.0, 10, [])]
+    assert not set(again) & set(found)  # the longest untaken first
+    assert await store.take_old(-1.0, 10, ["cell1", "cell2"]) == []
+
+
+@pytest.mark.parametrize("rest", ["cell1", "removed"])
+async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(database: Database, rest: str) -> None:
+    """Its bus is away with more than it may hold, or it is none of ours."""
+    api, cell = StubBus("api"), StubBus("cell1")
+    cell.away = 10**9
+    to_cell = [Addressed(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]
+    relay = Relay(
+        PostgresRows(database),
+        {"api": api, "cell1": cell},  # type: ignore[dict-item]
+        clock=SystemClock(),
+        max_rows=4,
+        sweep_every_s=0.02,
+        sweep_age_s=0.0,
+    )
+    task = asyncio.create_task(relay.run())
+    filler = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * outbox.LANE_BATCH)
+    relay.send(await commit(database, filler), filler)
+    while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
+        await asyncio.sleep(0)
+    both = [Addressed("api", event("both")), *to_cell]
+    row = await commit(database, both)
+    relay.send(row, both)
+    await api.until(1)
+
+    async def buses() -> list[str]:
+        async with database.raw() as connection:
+            found: list[str] = await connection.fetchval("SELECT buses FROM outbox WHERE id = $1", row)
+        return found
+
+    await until_equal(buses, [rest])
+    await commit(database, [Addressed("api", event("last"))])
+    await api.until(2)
+    task.cancel()
+    await asyncio.wait([task])
+    assert [message.project_id for message, _ in api.got] == ["both", "last"]  # type: ignore[attr-defined]
+    ((_, body),) = [found for found in await PostgresRows(database).take_old(-1.0, 10, []) if found[0] == row]
+    assert msgspec.json.decode(body)[0]["cause"] == "kept"
+
+
 async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(database: Database) -> None:
     api = StubBus("api")
     api.refused = {"nobody"}
@@ -319,7 +406,7 @@ async def test_draining_ends_with_the_grace_time_and_the_row_stays(database: Dat
 async def test_a_row_of_another_version_is_kept_and_the_rest_goes(database: Database) -> None:
     async with database.raw() as connection:
         body = msgspec.json.encode([{"bus": "api", "message": {"type": "from.the.future.v9"}}])
-        await connection.execute("INSERT INTO outbox (body) VALUES ($1)", body)
+        await connection.execute("INSERT INTO outbox (buses, body) VALUES ('{api}', $1)", body)
         await outbox.add(connection, [Addressed("api", event())])
     api = StubBus("api")
     async with running(database, api, sweep_age_s=0.0):

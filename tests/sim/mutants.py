@@ -60,7 +60,7 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 def outbox_never_swept() -> AbstractContextManager[Any]:
     """What a dead process left in its outbox stays there."""
 
-    async def take_old(self: MemoryRows, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+    async def take_old(self: MemoryRows, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []
 
     return patch.object(MemoryRows, "take_old", take_old)

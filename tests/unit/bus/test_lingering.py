@@ -49,7 +49,9 @@ class Gate(SystemClock):
 class NoRows:
     async def forget(self, row_ids: Sequence[int]) -> None: ...
 
-    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None: ...
+
+    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []
 
     async def forget_handled(self, keep_s: float, limit: int) -> None: ...

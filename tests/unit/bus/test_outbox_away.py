@@ -38,7 +38,9 @@ class QuickClock(SystemClock):
 class NoRows:
     async def forget(self, row_ids: Sequence[int]) -> None: ...
 
-    async def take_old(self, age_s: float, limit: int) -> list[tuple[int, bytes]]:
+    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None: ...
+
+    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         await asyncio.Event().wait()
         return []
 
