@@ -7,7 +7,7 @@ providers are used again. Python objects per provider are strings only, which th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -66,7 +66,7 @@ class Book(Trees):
         self.moves = Moves()  # roots whose tree moved in any way
         self.shape_moves = Moves()  # roots whose tree changed in more than usage
         self.epoch = 0  # moves when the numbers of distinct values are dealt anew
-        self._caches: dict[type, object] = {}  # see `cache`
+        self._caches: dict[type, Any] = {}  # see `cache`
         self.texts: dict[Hashable, object] = {}  # what answers keep beside the columns
         self.assumptions = Assumptions()
         self._stamps = 0
@@ -154,10 +154,10 @@ class Book(Trees):
 
     def cache(self, kind: type[Cache]) -> Cache:
         """What readers keep beside the columns: one value of each type, made when it is first asked for."""
-        kept = self._caches.get(kind)
+        kept: Cache | None = self._caches.get(kind)
         if kept is None:
             kept = self._caches[kind] = kind()
-        return cast("Cache", kept)
+        return kept
 
     @property
     def version(self) -> int:

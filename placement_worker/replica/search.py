@@ -58,7 +58,7 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     """
     verdicts = kept_verdicts(book, query)
     slots = verdicts.compiled.slots
-    return [_option(book, slots, rows) for rows in verdicts.assignments(root_row, min(limit, MAX_OPTIONS)).tolist()]
+    return [_option(book, slots, rows) for rows in verdicts.assignments(root_row, min(limit, MAX_OPTIONS))]
 
 
 def _option(book: Book, slots: Sequence[Slot], rows: Sequence[int]) -> ClaimOption:

@@ -83,17 +83,17 @@ class RootVerdicts:
             unexplained = np.flatnonzero(self.verdicts == self.reasons.unexplained)
             self._set(unexplained, explain(self.compiled, unexplained).astype(np.uint16))
 
-    def assignments(self, root: int, limit: int) -> Rows:
+    def assignments(self, root: int, limit: int) -> list[list[int]]:
         """Up to so many assignments on one root, best first, as the book is now: per assignment and slot, a row.
 
         A tree is solved by itself: what moved elsewhere is judged by the next search, all at once.
         """
         if not self.compiled.stands_alone(root):
             self.compiled.refresh()
-            return self.compiled.assignments(root, limit)
+            found: list[list[int]] = self.compiled.assignments(root, limit).tolist()
+            return found
         self.refresh()
-        passes = limit > 0 and self.verdicts[root] == self.passes
-        return np.full((int(passes), len(self.compiled.slots)), root, dtype=np.intp)
+        return [[root] * len(self.compiled.slots)] if limit > 0 and self.verdicts[root] == self.passes else []
 
     def _affected(self, moved: Rows | None) -> Rows | None:
         """The roots to judge again when these moved; None: all. A sharing provider that moved draws in its trees.

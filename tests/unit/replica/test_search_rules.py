@@ -272,6 +272,17 @@ def test_plans_are_bounded_and_forgotten_ones_answer_the_same() -> None:
         book.apply([used(1, 0, 2, {"VCPU": 0})])
 
 
+def test_inventories_are_read_anew_after_a_sweep() -> None:
+    """A sweep numbers distinct inventories anew: what was known by number must not stay."""
+    book = told(provider(0, inventories={"VCPU": 1}), provider(1, inventories={"VCPU": 8}))
+    query = Query(resources={"VCPU": 4})
+    assert found(book, query) == ["p1"]
+    book._sweep_at = 1
+    book.apply([changed(1, provider(0, generation=2, shape=2, inventories={"VCPU": 8}))])
+    assert book.epoch == 3
+    assert found(book, query) == ["p0", "p1"]
+
+
 def test_a_class_that_appears_later_is_found() -> None:
     book = told(provider(0))
     query = Query(resources={"CUSTOM_NEW": 1})
