@@ -66,7 +66,9 @@ def gone_node_stays() -> AbstractContextManager[Any]:
 def node_never_undeployed() -> AbstractContextManager[Any]:
     """The service of bare metal says `destroyed` and asks Ironic for nothing."""
 
-    async def destroy(self: BareMetal, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+    async def destroy(
+        self: BareMetal, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+    ) -> None:
         return None
 
     return patch.object(BareMetal, "destroy", destroy)
@@ -106,10 +108,12 @@ def half_built_is_kept() -> AbstractContextManager[Any]:
     """A host destroys machines that were completed, and lets half-built ones lie."""
     destroyed = Hypervisors.destroy
 
-    async def destroy(self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int) -> None:
+    async def destroy(
+        self: Hypervisors, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None
+    ) -> None:
         guest = self._fleet.guest(host_uuid, instance_uuid)
         if guest is None or guest.complete:
-            await destroyed(self, host_uuid, instance_uuid, attempt)
+            await destroyed(self, host_uuid, instance_uuid, attempt, deployment)
 
     return patch.object(Hypervisors, "destroy", destroy)
 

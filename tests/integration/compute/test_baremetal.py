@@ -320,7 +320,8 @@ async def test_every_node_that_was_seen_is_listed_and_no_other(ironic: IronicSta
 
 async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, ironic: IronicStandIn) -> None:
     """Mere absence proves nothing: only a node that is there and carries another's or nobody's instance does."""
-    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
+    fleet = Fleet.planned(settings(ironic), CELL, "c1-a")
+    life = await cell.compute(settings(ironic), fleet)
     node, instance = next(iter(ironic.farm.nodes)), cell.instance()
     await cell.spawn(node, instance)
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
@@ -329,6 +330,7 @@ async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, i
     await cell.ask()
     page = (await cell.until(lambda: cell.announced()[first:]))[0]
     assert node not in {host.uuid for host in page.hosts}
+    assert list(fleet.records.running()) == [(node, instance)]
     ironic.farm.nodes[node] = hidden
     first = len(cell.announced())
     await cell.ask()

@@ -80,6 +80,7 @@ async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
     (report,) = world.said
     assert isinstance(report, ComputeHosts)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
+    assert [host.running for host in report.hosts] == [None], "a host that the driver did not see proves nothing lost"
 
 
 class Building(SlowWorld):
