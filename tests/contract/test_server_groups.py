@@ -203,6 +203,14 @@ async def test_a_member_that_is_swapped_to_another_host_is_counted_there(store: 
     assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
 
 
+async def test_a_member_that_claims_and_is_swapped_in_one_transaction_is_counted_where_it_ends(
+    store: PlacementStore,
+) -> None:
+    replies = await store.apply([member(0, 0), swap(0, 1), member(1, 1), member(2, 0)])
+    assert [str(reply.outcome) for reply in replies] == ["claimed", "claimed", "ruled_out", "claimed"]
+    assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
+
+
 async def test_a_member_on_two_hosts_keeps_others_off_both(store: PlacementStore) -> None:
     """On its way from one to the other."""
     assert await outcomes(store, member(0, 0)) == ["claimed"]
