@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import structlog
 from msgspec import Struct
 
 from bus.contracts.base import Resources
@@ -18,6 +19,8 @@ from compute_sim.journal import Journal
 from compute_sim.records import Records
 
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
+
+log = structlog.get_logger(__name__)
 
 
 class Guest(Struct, frozen=True, array_like=True):
@@ -93,13 +96,26 @@ class Fleet:
         return cls(plans, Records(base / f"{cell}.{service}.records"), base / f"{cell}.{service}.machines")
 
     def open(self) -> None:
-        """Read back what was there. Raises JournalInUse."""
+        """Read back what was there. Raises JournalInUse, JournalUnusable."""
         self.records.open()
         if self._journal is not None:
             for row in self._journal.open():
                 self._apply(row)
+            if self._journal.damage is not None:
+                self._assume_what_is_recorded()
             if self._journal.rows > REWRITE_AFTER + 4 * self._guests:
                 self._journal.rewrite(self._snapshot())
+
+    def _assume_what_is_recorded(self) -> None:
+        """After damage: a machine that the records have running runs, for its line may be one of those unread.
+
+        Believed to be gone it would be told lost; an older one in its place would be taken for undead, and destroyed.
+        """
+        for (host, instance), entry in self.records.running().items():
+            found = self.guest(host, instance)
+            if host in self._hosts and (found is None or found.attempt < entry.attempt):
+                log.error("machine.assumed", host=host, instance=instance, cause=instance, attempt=entry.attempt)
+                self.put(host, Guest(instance, entry.attempt, {}, deployment=entry.deployment))
 
     def close(self) -> None:
         """Let go of the files; the machines stay."""

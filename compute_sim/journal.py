@@ -2,31 +2,68 @@
 
 Each append is one write to the operating system, so what was appended before a SIGKILL is there afterwards. It is
 not synced to the disk: a simulated fleet need not survive a power cut. A line that was cut short is dropped.
+
+A line is a row as JSON, a tab and the checksum of that JSON, so that a damaged byte is noticed wherever it is. A
+damaged file is kept aside whole, told of in the log, and written anew from all lines that can be read. A line without
+a checksum is one of a release that wrote none.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+import structlog
+from msgspec import Struct
 
-from bus.faults import BrokenInvariant
+from bus.faults import Forbidden
+from compute_sim import metrics
 
 Row = TypeVar("Row")
 
 MAX_LINE = 4 * 2**20  # bytes; a Spawn with the most allocations a contract allows stays far below
+MAX_KEPT = 16  # damaged files of one journal that are kept; a disk that damages more is to be looked at
+MAX_NAMED = 16  # uuids found in damaged bytes that the log names
+CHECK_LENGTH = 8  # hexadecimal digits of CRC-32
+DAMAGED = "journal.damaged"
+
+_UUID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+
+log = structlog.get_logger(__name__)
 
 
 class JournalInUse(Exception):
     """Another process has this journal open: two services of one name would fence nothing."""
 
 
+class JournalUnusable(Forbidden):
+    """A journal that cannot be mended without its operator; starting again does not help."""
+
+    code = DAMAGED
+
+
+class Damage(Struct, frozen=True):
+    """Lines that cannot be read: where the first begins, how many, their bytes, and uuids that can be seen in them."""
+
+    offset: int
+    lines: int
+    length: int
+    uuids: tuple[str, ...]
+    kept: str = ""
+
+
 class Journal(Generic[Row]):
-    """One file of JSON lines of one (union of) row type, owned by one process at a time."""
+    """One file of JSON lines of one (union of) row type, owned by one process at a time.
+
+    damage: what `open` found; None when all could be read.
+    """
 
     def __init__(self, path: Path, row_type: type[Row]) -> None:
         self._path = path
@@ -34,10 +71,14 @@ class Journal(Generic[Row]):
         self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row_type).decode
         self._file = -1
         self._lock = -1
-        self.rows = 0  # in the file, for whoever decides when to rewrite it
+        self.rows = 0  # in the file: tells its owner when to rewrite it
+        self.damage: Damage | None = None
 
     def open(self) -> list[Row]:
-        """Take the file (raises JournalInUse), cut off a torn end, and return what it holds."""
+        """Take the file (raises JournalInUse), cut off a torn end, and return what can be read of it.
+
+        Raises JournalUnusable when it is damaged and cannot be kept aside.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -46,36 +87,91 @@ class Journal(Generic[Row]):
             os.close(self._lock)
             self._lock = -1
             raise JournalInUse(f"{self._path} is in use by another process") from None
-        rows, good = self._read()
+        rows, good, self.damage = self._read()
+        if self.damage is not None:
+            self.damage = self._keep_aside(self.damage)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if self.damage is not None:
+            self.rewrite(rows)
+            return rows
         os.ftruncate(self._file, good)
         self.rows = len(rows)
         return rows
 
-    def _read(self) -> tuple[list[Row], int]:
-        """The whole lines, and how many bytes they take."""
+    def _read(self) -> tuple[list[Row], int, Damage | None]:
+        """The rows, how many bytes the whole lines take, and what cannot be read."""
         rows: list[Row] = []
+        bad: list[tuple[int, int]] = []
+        uuids: dict[str, None] = {}
         good = 0
         if not self._path.exists():
-            return rows, good
+            return rows, good, None
         with self._path.open("rb") as file:
-            while line := file.readline(MAX_LINE):
-                if not line.endswith(b"\n"):
+            for line, length in _lines(file.readline):
+                too_long = length > len(line)
+                row = None if too_long else self._row(line[:-1])
+                if row is not None:
+                    rows.append(row)
+                elif not line.endswith(b"\n") and not too_long:
+                    log.warning("journal.torn_end", file=str(self._path), offset=good, length=length)
                     break
-                try:
-                    rows.append(self._decode(line))
-                except msgspec.DecodeError as error:  # a whole line that makes no sense was not a crash's doing
-                    raise BrokenInvariant(f"{self._path} is damaged at byte {good}: {error}") from error
-                good += len(line)
-        return rows, good
+                if row is None or not line.endswith(b"\n"):  # a row, and no line's end: that byte alone is damaged
+                    bad.append((good, length))
+                    uuids.update((found.decode(), None) for found in _UUID.findall(line))
+                good += length
+        if not bad:
+            return rows, good, None
+        named = tuple(list(uuids)[:MAX_NAMED])
+        return rows, good, Damage(bad[0][0], len(bad), sum(length for _, length in bad), named)
+
+    def _row(self, line: bytes) -> Row | None:
+        """The row of a line. None: it is damaged."""
+        body, tab, check = line.rpartition(b"\t")
+        if tab and (len(check) != CHECK_LENGTH or check != _check(body)):
+            return None
+        try:
+            return self._decode(body if tab else line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def _keep_aside(self, damage: Damage) -> Damage:
+        """Copy the damaged file, before anything is written, and tell of it."""
+        names = (self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, MAX_KEPT + 1))
+        kept = next((name for name in names if not name.exists()), None)
+        said = f"{self._path} is damaged at byte {damage.offset} ({damage.lines} lines, {damage.length} bytes)"
+        if kept is None:
+            raise JournalUnusable(
+                f"{said}, and {MAX_KEPT} damaged ones are kept beside it: look after the disk, then move those away"
+            )
+        fresh = kept.with_name(kept.name + ".new")
+        try:
+            shutil.copyfile(self._path, fresh)
+            fresh.chmod(0o600)
+            fresh.replace(kept)
+        except OSError as error:
+            raise JournalUnusable(f"{said}, and it cannot be copied to {kept}: {error.strerror or error}") from error
+        metrics.JOURNALS_DAMAGED.labels(self._path.name).inc()
+        log.error(
+            DAMAGED,
+            file=str(self._path),
+            offset=damage.offset,
+            lines=damage.lines,
+            length=damage.length,
+            uuids=damage.uuids,
+            kept=str(kept),
+        )
+        return msgspec.structs.replace(damage, kept=str(kept))
 
     def append(self, rows: Sequence[Row]) -> None:
         """Write these rows. What is returned from here outlives the process."""
         if self._file < 0 or not rows:
             return
-        encode = self._encode
-        self._write(self._file, b"\n".join([encode(row) for row in rows]) + b"\n")
+        self._write(self._file, self._written(rows))
         self.rows += len(rows)
+
+    def _written(self, rows: Iterable[Row]) -> bytes:
+        encode = self._encode
+        return b"".join([b"%b\t%b\n" % (body, _check(body)) for body in map(encode, rows)])
 
     @staticmethod
     def _write(file: int, data: bytes) -> None:
@@ -91,7 +187,7 @@ class Journal(Generic[Row]):
         fresh = self._path.with_name(self._path.name + ".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         for at in range(0, len(kept), 1000):
-            self._write(file, b"".join([self._encode(row) + b"\n" for row in kept[at : at + 1000]]))
+            self._write(file, self._written(kept[at : at + 1000]))
         os.replace(fresh, self._path)
         os.close(self._file)
         self._file, self.rows = file, len(kept)
@@ -102,3 +198,19 @@ class Journal(Generic[Row]):
             if getattr(self, name) >= 0:
                 os.close(getattr(self, name))
                 setattr(self, name, -1)
+
+
+def _check(body: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(body)
+
+
+def _lines(readline: Callable[[int], bytes]) -> Iterator[tuple[bytes, int]]:
+    """Each line with its end, and its length; of one that is too long only the beginning."""
+    while line := readline(MAX_LINE):
+        length = last = len(line)
+        more = line
+        while last == MAX_LINE and not more.endswith(b"\n"):
+            more = readline(MAX_LINE)
+            last = len(more)
+            length += last
+        yield line, length

@@ -18,3 +18,6 @@ ACCEPTED = Gauge("berth_compute_builds_accepted", "Builds accepted and not ended
 RESULTS = Counter("berth_compute_results_total", "Results that the broker confirmed.", ["service"])
 REPORTS = Counter("berth_compute_inventory_updates_total", "Inventory updates that the broker confirmed.", ["service"])
 ANNOUNCED = Counter("berth_compute_hosts_announced_total", "Host reports published.", ["service"])
+JOURNALS_DAMAGED = Counter(
+    "berth_compute_journals_damaged_total", "Journals that were found damaged and kept aside, by file.", ["file"]
+)

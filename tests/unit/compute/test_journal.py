@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ComputeOutcome, ComputeResult
-from bus.faults import BrokenInvariant
+from bus.faults import Forbidden
 from compute_sim import records as records_module
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.attempts import Entry, Phase, destroyed, failed, on_destroy, on_spawn
+from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet, Guest
-from compute_sim.journal import Journal, JournalInUse
+from compute_sim.journal import MAX_KEPT, MAX_LINE, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import ForgetRow, Records
+from tests.unit.compute.test_agent import Service
 
 A = "host-a"
+DEPLOYMENT = "d"
 
 
 def rows(path: Path) -> list[ForgetRow]:
@@ -41,13 +47,130 @@ def test_a_torn_end_is_cut_off_and_written_over(tmp_path: Path) -> None:
     assert rows(path) == [ForgetRow("a", "1"), ForgetRow("c", "3")]
 
 
-def test_damage_in_the_middle_stops_the_service(tmp_path: Path) -> None:
-    path = tmp_path / "x.records"
-    path.write_bytes(b'["f","a","1"]\n{nonsense}\n["f","b","2"]\n')
+ROWS = [ForgetRow(f"host-{number}", str(number)) for number in range(3)]
+
+
+def written(path: Path, many: list[ForgetRow]) -> bytes:
+    path.unlink(missing_ok=True)
     journal = Journal(path, ForgetRow)
-    with pytest.raises(BrokenInvariant):
+    journal.open()
+    journal.append(many)
+    journal.close()
+    return path.read_bytes()
+
+
+def test_each_damaged_byte_is_noticed_and_costs_no_other_row(tmp_path: Path) -> None:
+    """Every byte of a journal, turned into each of several others: the service starts, and nothing is lost unsaid."""
+    path = tmp_path / "x.records"
+    whole = written(path, ROWS)
+    for offset in range(len(whole)):
+        for wrong in (0x00, 0xFF, ord("\n"), ord("\t"), ord(" "), ord('"'), ord("7"), whole[offset] ^ 1):
+            if wrong == whole[offset]:
+                continue
+            path.write_bytes(whole[:offset] + bytes((wrong,)) + whole[offset + 1 :])
+            journal = Journal(path, ForgetRow)
+            found = journal.open()
+            journal.close()
+            damage = journal.damage
+            assert damage is not None and abs(damage.offset - offset) <= len(whole) // len(ROWS)
+            hit = whole[:offset].count(b"\n")
+            of_two = whole[offset : offset + 1] == b"\n"  # without the end between them two lines are one
+            assert [row for row in ROWS if row in found] == found
+            assert {*ROWS} - {*found} <= {*ROWS[hit : hit + 1 + of_two]}
+            kept = Path(damage.kept)
+            assert kept.read_bytes() == whole[:offset] + bytes((wrong,)) + whole[offset + 1 :]
+            assert rows(path) == found  # the next start finds nothing damaged
+            kept.unlink()
+
+
+def test_a_journal_of_a_release_without_checksums_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.records"
+    path.write_bytes(b'["f","a","1"]\n["f","b","2"]\n')
+    journal = Journal(path, ForgetRow)
+    assert journal.open() == [ForgetRow("a", "1"), ForgetRow("b", "2")]
+    assert journal.damage is None
+    journal.append([ForgetRow("c", "3")])
+    journal.close()
+    assert rows(path) == [ForgetRow("a", "1"), ForgetRow("b", "2"), ForgetRow("c", "3")]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"{nonsense}\n",
+        b'["f","\xff","1"]\n',
+        b"[" * 100_000 + b"\n",
+        bytes(5000) + b"\n",
+        b"\n",
+        b"x" * (MAX_LINE + 10) + b"\n",
+        b"x" * (MAX_LINE + 10),
+    ],
+    ids=["nonsense", "no text", "nested", "zeros", "empty", "too long", "too long and torn"],
+)
+def test_a_damaged_line_is_kept_aside_and_told_with_file_and_offset(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "x.records"
+    first = written(path, ROWS[:1])
+    rest = written(path, ROWS[1:]) if damaged.endswith(b"\n") else b""
+    path.write_bytes(first + damaged + rest)
+    journal = Journal(path, ForgetRow)
+    with capture_logs() as said:
+        found = journal.open()
+    journal.close()
+    assert found == (ROWS if rest else ROWS[:1])
+    (told,) = [line for line in said if line["event"] == "journal.damaged"]
+    assert (told["file"], told["offset"], told["lines"], told["length"]) == (str(path), len(first), 1, len(damaged))
+    assert Path(told["kept"]).read_bytes() == first + damaged + rest
+    assert Path(told["kept"]).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_damages_again_and_again_stops_the_service_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "x.records"
+    for _ in range(MAX_KEPT):
+        path.write_bytes(b"nonsense\n")
+        rows(path)
+    path.write_bytes(b"nonsense\n")
+    journal = Journal(path, ForgetRow)
+    with pytest.raises(JournalUnusable, match=rf"{path} is damaged at byte 0 .* {MAX_KEPT} damaged ones are kept"):
         journal.open()
     journal.close()
+    assert path.read_bytes() == b"nonsense\n"
+    assert JournalUnusable.code == "journal.damaged" and issubclass(JournalUnusable, Forbidden)
+
+
+async def test_machines_whose_lines_are_damaged_are_neither_lost_nor_destroyed(tmp_path: Path) -> None:
+    """Each line of the machines' journal, and each two: what the records have running is there after the start."""
+    config = ComputeConfig(hosts=1, state_dir=str(tmp_path))
+    host, instances = _fleet_with_a_rebuilt_machine(config)
+    machines, records = tmp_path / "c1.s.machines", tmp_path / "c1.s.records"
+    lines, recorded = machines.read_bytes().splitlines(keepends=True), records.read_bytes()
+    for first, count in [(first, count) for first in range(len(lines)) for count in (1, 2)]:
+        wrong = [b"x" + line[1:] for line in lines[first : first + count]]
+        machines.write_bytes(b"".join([*lines[:first], *wrong, *lines[first + count :]]))
+        records.write_bytes(recorded)
+        fleet = Fleet.planned(config, "c1", "s")
+        fleet.open()
+        service = Service(Hypervisors(fleet, config.faults, seed=1, clock=SystemClock(), nested=True), fleet.records)
+        await service.agent.resume()
+        await service.rest()
+        assert {guest.instance_uuid: guest.attempt for _, guest in fleet.guests()} == {instances[0]: 2, instances[1]: 1}
+        assert set(fleet.records.running()) == {(host, instance) for instance in instances}
+        fleet.close()
+
+
+def _fleet_with_a_rebuilt_machine(config: ComputeConfig) -> tuple[str, list[str]]:
+    """One instance that was destroyed once and built again, and one that was built once."""
+    fleet = Fleet.planned(config, "c1", "s")
+    fleet.open()
+    (host,) = (each.plan.uuid for each in fleet.hosts)
+    instances = [new_uuid(random.Random(number)) for number in range(2)]
+    fleet.put(host, Guest(instances[0], 1, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
+    fleet.remove(host, instances[0])
+    fleet.put(host, Guest(instances[0], 2, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
+    fleet.put(host, Guest(instances[1], 1, {host: {"VCPU": 1}}, deployment=DEPLOYMENT))
+    fleet.records.put((host, instances[0]), Entry(2, Phase.RUNNING, fence=1, deployment=DEPLOYMENT))
+    fleet.records.put((host, instances[1]), Entry(1, Phase.RUNNING, deployment=DEPLOYMENT))
+    fleet.close()
+    return host, instances
 
 
 def test_only_one_process_has_it(tmp_path: Path) -> None:
