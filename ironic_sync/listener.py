@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 
 import structlog
 
 from bus.clock import Clock
-from bus.faults import BrokenInvariant
 from bus.port import BusError, BusUnavailable, Delivery, QueueMissing, Subscription, Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
@@ -19,6 +19,7 @@ from ironic_sync.waiting import event_or_time
 
 log = structlog.get_logger(__name__)
 
+UNHANDLED = "notification.unhandled"
 RECOUNTED_EVENTS = 64  # distinct event names counted by name; what is beyond that is counted as "other"
 
 
@@ -48,7 +49,6 @@ class NotificationListener:
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
         self._stopped = False
-        self._fault: BrokenInvariant | None = None
         self._events: set[str] = set()
         self.bound = False
 
@@ -63,8 +63,6 @@ class NotificationListener:
         try:
             while True:
                 self._check.clear()
-                if self._fault is not None:
-                    raise self._fault
                 was_bound, self.bound = self.bound, await self._bind()
                 metrics.BOUND.set(self.bound)
                 if first or (self.bound and not was_bound):
@@ -106,14 +104,17 @@ class NotificationListener:
         return True
 
     def on_delivery(self, delivery: Delivery) -> None:
-        """Take one message. Never blocks, never shows a body; a bug in here ends the term instead of losing it."""
+        """Take one message. Never blocks, never raises, never shows a body: it may be anything that anyone published.
+
+        One that cannot be handled is given up, and all nodes are read: they tell what it could have told.
+        """
         try:
             self._take(delivery)
-        except Exception as error:  # raised here it would only be logged, and the message held for ever
-            delivery.nack(requeue=True)
-            self._fault = BrokenInvariant(f"a notification could not be handled: {type(error).__name__}")
-            self._fault.__cause__ = error
-            self._check.set()
+        except Exception as error:
+            metrics.REJECTED.labels(UNHANDLED).inc()
+            log.error("ironic.unhandled", code=UNHANDLED, error=type(error).__name__, where=_where(error))
+            delivery.ack()
+            self._read_all()
 
     def _take(self, delivery: Delivery) -> None:
         heard = parse(delivery.body)
@@ -145,3 +146,9 @@ class NotificationListener:
         if len(self._events) < RECOUNTED_EVENTS:
             self._events.add(heard.event)
         return heard.event if heard.event in self._events else "other"
+
+
+def _where(error: Exception) -> str:
+    """The line that raised it. Its text might quote the body, and a body may hold a live token."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.name}:{frame.lineno}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from bus.faults import BrokenInvariant, DatabaseUnavailable
+from bus.faults import DatabaseUnavailable
 from bus.port import BusUnavailable
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.store.memory import MemoryTerm
@@ -16,19 +15,24 @@ from tests.unit.ironic.nodes import reserved, told, turns, world
 from tests.unit.ironic.world import VirtualClock
 
 
-async def test_a_bug_in_a_callback_ends_the_process_and_keeps_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, here = world()
-    await here.transport.open()
-    await here.ironic.open()
-    task = asyncio.create_task(here.loop.run())
-    await here.settle()
-    monkeypatch.setattr("ironic_sync.listener.effect_of", lambda *_, **__: 1 / 0)
-    await here.say(told("node.update.end"))
-    with pytest.raises(BrokenInvariant):
-        await task
-    assert await here.transport.depth(here.config.queue) == 1
-    await here.transport.close()
-    await here.ironic.close()
+async def test_a_notification_that_cannot_be_handled_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up and counted, its neighbours are handled, and a read of all nodes tells what it could not."""
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        lists = nodes.lists
+        with monkeypatch.context() as patched:
+            patched.setattr("ironic_sync.listener.effect_of", lambda *_, **__: 1 / 0)
+            nodes.put(maintenance=True)
+            await here.say(told("node.maintenance_set.end", maintenance=True))
+            await here.settle()
+        assert nodes.lists > lists
+        assert reserved(here) == 1
+        nodes.put(maintenance=False)
+        await here.say(told("node.maintenance_set.end", maintenance=False))
+        await here.settle()
+        assert reserved(here) == 0
+        assert await here.transport.depth(here.config.queue) == 0
 
 
 async def test_the_exchange_may_come_later() -> None:
