@@ -27,7 +27,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store.postgres import PostgresStore
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}

@@ -44,7 +44,7 @@ from berth.settings import Settings
 from berth.site import Site
 from berth.up import LocalSystem, site
 from bus.clock import Clock
-from bus.service.database import Database
+from bus.persistence.database import Database
 from bus.service.telemetry import configure_logging
 
 LOOK_S = 0.25  # the book is looked at so often

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import (
     BuildEvent,
     BuildPage,
@@ -22,7 +23,6 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.faults import Fault, Transient
-from bus.outcome import Done, Outcome, Received
 from bus.port import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.bus import Bus
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Change, FeedChanges
-from bus.outcome import Done, Outcome, Received
 
 MAX_CHANGES = 1_000_000
 

@@ -10,11 +10,11 @@ from typing import Any
 from berth.invariants import AT_REST, Facts, InstanceFact, InventoryFact, RunningFact
 from berth.site import Site
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.placement import Change
-from bus.outcome import Done, Outcome, Received
-from bus.service.database import Database
+from bus.persistence.database import Database
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine.

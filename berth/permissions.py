@@ -170,7 +170,7 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
         if not row.key.endswith(OF_PROJECT):
             continue
         head = row.key.removesuffix(OF_PROJECT)
-        if "client" in row.said_by:
+        if "client" in row.publishers:
             allowed.publishes(names.exchange(row.exchange), f"{_filled(head)}\\.{project}")
         elif row.exchange == EVENTS and row.public:
             allowed.binds(names.exchange(row.exchange), f"{_filled(head, ONE_OR_ANY)}\\.{project}")
@@ -216,15 +216,15 @@ def _allow(allowed: _Allowed, role: Role, kind: Where, names: Names) -> None:
         allowed.configure[_literal(names.exchange(exchange))] = None
     for queue in QUEUES:
         watched = role is Role.OPERATOR and queue.name in _WATCHED
-        if queue.where in (kind, Where.BOTH) and (package in (queue.reader, *queue.declared_by) or watched):
+        if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names)
     home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
-    said = [row for row in MESSAGES if package in row.said_by and row.where in home]
+    said = [row for row in MESSAGES if package in row.publishers and row.where in home]
     for row in said:
         exchange = names.exchange(row.exchange)
         allowed.publishes(exchange, _filled(row.key))
-        if row.together:
-            allowed.publishes(exchange, _literal(row.together))
+        if row.batch_key:
+            allowed.publishes(exchange, _literal(row.batch_key))
     if any(row.reply is not None for row in said):
         reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
         allowed.configure[reply] = allowed.read[reply] = None

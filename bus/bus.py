@@ -10,15 +10,15 @@ import structlog
 from msgspec import structs
 
 from bus.clock import Clock, new_uuid
-from bus.consumer import Consumer
+from bus.consuming.batch_interval import AdaptiveBatchInterval
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Handler
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
 from bus.faults import Fault
-from bus.link import TOGETHER, BusLimits, Mode, Place, Publisher, Waiter
-from bus.outcome import Handler
-from bus.pace import Pace
 from bus.port import QueueLocked, Transport
-from bus.requester import Requester
+from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
+from bus.requests import Requester
 from bus.topology import fill_in
 from bus.wire import Malformed, Packed, pack
 
@@ -99,13 +99,13 @@ class Bus:
     async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
         """Publish many messages, each with its cause, and say of each how it went: None is confirmed."""
         waiter = Waiter()
-        places: list[Place] = []
+        places: list[Confirmation] = []
         few = len(messages) <= FEW
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
                 await self.publisher.room()
-            places.append(Place(waiter))
+            places.append(Confirmation(waiter))
             self._post(message, cause, places[-1], None, None, few=few)
         self.publisher.pump()
         await waiter.wait()
@@ -161,7 +161,8 @@ class Bus:
     ) -> Consumer:
         """A consumer of a queue of the catalogue; it declares the queue when it starts.
 
-        paced: it takes larger batches less often while its handler takes longer than it does alone (`bus.pace`).
+        paced: it takes larger batches less often while its handler takes longer than it does alone
+        (`bus.consuming.batch_interval`).
         """
         return Consumer(
             self,
@@ -172,7 +173,7 @@ class Bus:
             prefetch=prefetch,
             on_malformed=on_malformed,
             fill=fill,
-            pace=Pace() if paced else None,
+            batch_interval=AdaptiveBatchInterval() if paced else None,
         )
 
     def _post(
@@ -195,15 +196,15 @@ class Bus:
         )
         packed = pack(message, meta)
         # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
-        key = row.together if row.together and not mode.asks_first else routing_key(message)
+        key = row.batch_key if row.batch_key and not mode.asks_first else routing_key(message)
         said_twice = mode.asks_first
-        if said_twice and few and self.publisher.post_once(row.exchange, key, mode, row.together, packed, waiter):
+        if said_twice and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
         if said_twice:
             # An id of its own: the broker's answers on this connection are told apart by it.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(row.exchange, row.together, TOGETHER, again, waiter)
+            self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)
@@ -212,6 +213,6 @@ class Bus:
             # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
             # Where there are none, as good as nothing is spent on them.
             alone = row.public and row.exchange == EVENTS and self.name == API
-            asks_first = alone and bool(row.together)
-            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first, row.most))
+            asks_first = alone and bool(row.batch_key)
+            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first, row.max_batch))
         return found

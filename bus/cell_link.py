@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from bus.bus import Bus
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
 from bus.port import BusUnavailable
 
 log = structlog.get_logger(__name__)

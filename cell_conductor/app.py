@@ -6,7 +6,7 @@ from bus.bus import API
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant
-from bus.outbox import Relay
+from bus.persistence.outbox import Relay
 from bus.service.environment import Environment
 from bus.service.service import Service
 

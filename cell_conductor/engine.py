@@ -20,8 +20,8 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import Fault, RequestRefused, Transient
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
+from bus.persistence.outbox import OutboxMessage
 
 from . import metrics
 from .config import ConductorConfig
@@ -64,18 +64,18 @@ class Recorded(Struct, frozen=True):
     """What one transaction has made of its instances, what it sends, and what is told of it once it is committed."""
 
     instances: Mapping[str, Instance]
-    outgoing: list[Addressed]
+    outgoing: list[OutboxMessage]
     steps: Counter[tuple[State, str]]
     ended: list[Instance]
 
 
 class Sender(Protocol):
-    """Publishes what an outbox row holds, once it is committed (`bus.outbox.Relay`)."""
+    """Publishes what an outbox row holds, once it is committed (`bus.persistence.outbox.Relay`)."""
 
     async def room(self) -> None:
         """Wait while too much is in flight."""
 
-    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         """Publish soon; forget the row after the confirm."""
 
 
@@ -159,7 +159,7 @@ class Engine:
     ) -> Recorded:
         """Step every event and write down what changed, with what is to be sent."""
         now: dict[str, Instance] = dict(known)
-        outgoing: list[Addressed] = []
+        outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
         patience = replace(self._patience, deployment=self._store.deployment)
@@ -168,7 +168,7 @@ class Engine:
             stepped = step(before, arrival.event, patience)
             now[arrival.uuid] = stepped.instance
             cause = stepped.instance.cause or arrival.cause
-            outgoing += [Addressed(self._bus.name, command, cause) for command in stepped.commands]
+            outgoing += [OutboxMessage(self._bus.name, command, cause) for command in stepped.commands]
             steps[before.state, type(arrival.event).__name__] += 1
             if stepped.instance.state is not before.state and stepped.instance.state in ENDS:
                 ended.append(stepped.instance)
@@ -313,7 +313,7 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
     )
 
 
-def _tell(steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[Addressed]) -> None:
+def _tell(steps: Counter[tuple[State, str]], ended: Sequence[Instance], outgoing: Sequence[OutboxMessage]) -> None:
     """Count a batch, and log each instance that came to an end."""
     for (state, event), times in steps.items():
         metrics.STEPS.labels(state, event).inc(times)

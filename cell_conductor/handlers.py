@@ -8,8 +8,8 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult
-from bus.outcome import Done, Outcome, Received, Refuse
 
 from . import metrics
 from .config import ConductorConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.cell import Destroy, Heartbeat, Spawn
-from bus.outcome import Done, Outcome, Received, Refuse
 from compute_sim.agent import Agent
 
 DONE = Done()

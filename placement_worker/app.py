@@ -9,7 +9,7 @@ import structlog
 
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
 from bus.service.environment import Environment
 from bus.service.health import Health
 from bus.service.service import Service

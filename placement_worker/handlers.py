@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
 from bus.contracts.placement import (
     ChangesRequest,
@@ -20,7 +21,6 @@ from bus.contracts.placement import (
     Swap,
     WhereRequest,
 )
-from bus.outcome import Done, Outcome, Received, Refuse
 from placement_worker import metrics
 from placement_worker.store.port import ClaimItem, ClaimReply, PlacementStore, Refused
 

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, StoryLine
 from bus.contracts.stages import Stamps
-from bus.outbox import Addressed
-from bus.outcome import Done, Outcome, Received
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
 from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, story_lines
@@ -79,7 +79,7 @@ class AnnouncementHandler:
                 announced = replace(announced, stamps=folded.ended[-1])
             builds[event.instance_uuid] = after
             stories.setdefault(event.instance_uuid, []).extend(story_lines(announced, len(found.history), now))
-            unit.emit(Addressed(API, announced, event.instance_uuid))
+            unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)
         return folded
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.cell import ComputeHosts, Heartbeat, ReportHosts
-from bus.outbox import Relay
-from bus.outcome import Done, Outcome, Received
+from bus.persistence.outbox import Relay
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.service import Service

@@ -26,12 +26,12 @@ from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.build import BuildState
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
 from bus.contracts.stages import Stamps
 from bus.faults import Fault, Transient
-from bus.outcome import Done, Outcome, Retry
 from bus.persistence.unit_of_work import run_optimistic
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics

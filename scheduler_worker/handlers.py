@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.clock import Clock
+from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildRequest
-from bus.outcome import Outcome, Received
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import pending_delete
 from scheduler_worker.domain.pending import pending_build

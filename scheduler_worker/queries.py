@@ -8,8 +8,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
-from bus.outcome import Done, Outcome, Received
 from scheduler_worker.domain.hosts import NOBODY, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.store.port import SchedulerStore

@@ -26,7 +26,7 @@ from berth.commands.common import (
 )
 from berth.site import Site
 from bus.contracts.placement import Release
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.rest.copying import Source
 from placement_worker.store import audit as questions
 from placement_worker.store import cells, image, surplus

@@ -26,8 +26,8 @@ from berth.render import printable
 from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
 from bus.faults import DatabaseUnavailable, Fault, RequestTimeout, Transient
+from bus.persistence.database import DatabaseForbidden
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
-from bus.service.database import DatabaseForbidden
 from bus.service.environment import NotConfigured
 from bus.service.settings import SettingsError, hide_password
 from bus.service.telemetry import configure_logging

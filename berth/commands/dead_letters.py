@@ -13,10 +13,10 @@ from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_tim
 from berth.commands.expired import send_back
 from berth.render import printable, render_rows
 from berth.site import Site
-from bus import dead_letters as letters
 from bus.bus import API
+from bus.consuming import dead_letters as letters
+from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.catalogue import QUEUES, QueueKind, Where
-from bus.dead_letters import DeadLetter
 from bus.port import QueueMissing, Transport, dead_queue
 
 MAX_SHOWN = 10_000

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from berth.settings import Settings
-from bus import dead_letters
+from bus.consuming import dead_letters
+from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
-from bus.dead_letters import DeadLetter
 from bus.port import Transport
 from scheduler_worker.retention import CLOCK_SLACK_S
 

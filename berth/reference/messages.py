@@ -100,11 +100,11 @@ def _message(row: MessageRow) -> Iterator[str]:
     yield f"{_doc(row.message)}\n"
     bus = {Where.API: "API bus", Where.CELL: "each cell's bus", Where.BOTH: "API bus and each cell's bus"}[row.where]
     yield f"- {bus}, exchange `{row.exchange}`, routing key `{row.key}`"
-    if row.together:
+    if row.batch_key:
         only = "; on a cell's bus only so" if row.where is Where.BOTH else ""
-        yield f"- also in batches, under `{row.together}`: for listeners of many that read `{BATCH}`{only}"
+        yield f"- also in batches, under `{row.batch_key}`: for listeners of many that read `{BATCH}`{only}"
         yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
-    yield f"- said by {', '.join(row.said_by)}; decided on by {row.owner}"
+    yield f"- said by {', '.join(row.publishers)}; decided on by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
     if row.reply is not None:
         yield f"- answered by `{tag_of(row.reply)}`, or `{tag_of(Refusal)}`"
@@ -196,7 +196,7 @@ def _queues() -> Iterator[str]:
         size = f", {row.max_bytes} bytes" if row.max_bytes else ""
         bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
         retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
-        yield f"| `{row.name}` | {row.where} | {row.kind} | {row.reader} | {bound} | {retries} | {bounds} |"
+        yield f"| `{row.name}` | {row.where} | {row.kind} | {row.consumer} | {bound} | {retries} | {bounds} |"
 
 
 def _doc(message: type[Message]) -> str:

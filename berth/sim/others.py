@@ -16,8 +16,8 @@ from bus.bus import API
 from bus.contracts.base import Message, Resources
 from bus.contracts.catalogue import COMMANDS, EVENTS
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
+from bus.persistence.memory_database import MemoryDatabase
 from bus.port import Outgoing, PublishRefused, QueueMissing, Unroutable
-from bus.service.memory_database import MemoryDatabase
 from bus.wire import BATCH, JSON, MAX_ID
 from compute_sim.domain.attempts import Entry
 from compute_sim.fleet import Fleet, Guest

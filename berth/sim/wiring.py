@@ -19,8 +19,8 @@ from berth.sim.metal import URL, IronicTransport
 from berth.sim.metal_watch import MetalWatch, WatchedPositions
 from berth.sim.network import SimTransport
 from berth.sim.plan import SIZES, Plan
+from bus.persistence.memory_database import Session
 from bus.service.environment import Environment
-from bus.service.memory_database import Session
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances

@@ -28,9 +28,9 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
+from bus.persistence.memory_database import MemoryDatabase, Session
 from bus.port import BusUnavailable, Outgoing
 from bus.service.environment import Environment
-from bus.service.memory_database import MemoryDatabase, Session
 from bus.service.service import Service
 from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable

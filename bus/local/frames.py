@@ -19,7 +19,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
-class Parcel(Struct, array_like=True):
+class DeliveryFrame(Struct, array_like=True):
     """A delivery on its way through the socket. `tag` names it in ack and nack."""
 
     tag: int

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from bus.contracts.catalogue import QueueRow
-from bus.local.frames import Parcel, frame, read
+from bus.local.frames import DeliveryFrame, frame, read
 from bus.port import BusError, Delivery, Outgoing, Subscription, Transport
 
 MAX_CALLS_IN_FLIGHT = 10_000
@@ -144,7 +144,7 @@ class _Session:
             return await self._subscriptions.pop(a[0]).cancel()
         if what == "get":
             delivery = await transport.get(a[0])
-            return None if delivery is None else self._parcel(delivery)
+            return None if delivery is None else self._delivery_frame(delivery)
         if what == "declare_queue":
             bindings = [(str(exchange), str(key)) for exchange, key in a[2]]
             return await transport.declare_queue(msgspec.convert(a[0], QueueRow), a[1], bindings)
@@ -161,15 +161,15 @@ class _Session:
 
     async def _consume(self, subscription: int, queue: str, prefetch: int) -> None:
         def deliver(delivery: Delivery) -> None:
-            self._writer.write(frame(0, "deliver", subscription, self._parcel(delivery)))
+            self._writer.write(frame(0, "deliver", subscription, self._delivery_frame(delivery)))
 
         self._subscriptions[subscription] = await self._transport.consume(queue, deliver, prefetch=prefetch)
 
-    def _parcel(self, d: Delivery) -> Parcel:
+    def _delivery_frame(self, d: Delivery) -> DeliveryFrame:
         tag = self._next
         self._next += 1
         self._held[tag] = d
-        return Parcel(
+        return DeliveryFrame(
             tag, d.body, d.exchange, d.routing_key, d.content_type, d.message_id, d.type, d.correlation_id,
             d.reply_to, dict(d.headers), d.redelivered, d.delivery_count, d.timestamp,
         )  # fmt: skip

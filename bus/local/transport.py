@@ -15,7 +15,7 @@ import msgspec
 
 from bus import port
 from bus.contracts.catalogue import QueueRow
-from bus.local.frames import MAX_CALL, Parcel, frame, read
+from bus.local.frames import MAX_CALL, DeliveryFrame, frame, read
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing, PublishRefused, Subscription
 
 _FAULTS: dict[str, type[BusError]] = {
@@ -34,20 +34,20 @@ _FAULTS: dict[str, type[BusError]] = {
 class _Held:
     """A delivery on the client's side of the socket."""
 
-    def __init__(self, parcel: Parcel, send: Callable[..., None]) -> None:
-        self.body = parcel.body
-        self.exchange = parcel.exchange
-        self.routing_key = parcel.routing_key
-        self.content_type = parcel.content_type
-        self.message_id = parcel.message_id
-        self.type = parcel.type
-        self.correlation_id = parcel.correlation_id
-        self.reply_to = parcel.reply_to
-        self.headers: Mapping[str, object] = parcel.headers
-        self.redelivered = parcel.redelivered
-        self.delivery_count = parcel.delivery_count
-        self.timestamp = parcel.timestamp
-        self._tag = parcel.tag
+    def __init__(self, delivered: DeliveryFrame, send: Callable[..., None]) -> None:
+        self.body = delivered.body
+        self.exchange = delivered.exchange
+        self.routing_key = delivered.routing_key
+        self.content_type = delivered.content_type
+        self.message_id = delivered.message_id
+        self.type = delivered.type
+        self.correlation_id = delivered.correlation_id
+        self.reply_to = delivered.reply_to
+        self.headers: Mapping[str, object] = delivered.headers
+        self.redelivered = delivered.redelivered
+        self.delivery_count = delivered.delivery_count
+        self.timestamp = delivered.timestamp
+        self._tag = delivered.tag
         self._send = send
 
     def ack(self) -> None:
@@ -138,7 +138,7 @@ class LocalTransport:
     async def get(self, queue: str) -> Delivery | None:
         """Take one message, or None."""
         parts = await self.call("get", queue)
-        return None if parts is None else _Held(msgspec.convert(parts, Parcel), self._send)
+        return None if parts is None else _Held(msgspec.convert(parts, DeliveryFrame), self._send)
 
     async def depth(self, queue: str) -> int:
         """Messages ready in a queue."""
@@ -182,7 +182,7 @@ class LocalTransport:
             while True:
                 number, what, *rest = await read(reader)
                 if what == "deliver":
-                    self._deliver(rest[0], _Held(msgspec.convert(rest[1], Parcel), self._send))
+                    self._deliver(rest[0], _Held(msgspec.convert(rest[1], DeliveryFrame), self._send))
                     continue
                 answer = self._waiting.pop(number, None)
                 if answer is None or answer.done():

@@ -183,22 +183,22 @@ class Queue:
 
     def die(self, stored: Stored, reason: str) -> None:
         """To the dead letters; while they are full it waits here, as in RabbitMQ (at-least-once)."""
-        if self.dying or not self.bury(stored, reason):
+        if self.dying or not self.dead_letter(stored, reason):
             self.dying.append((stored, reason))
             self.broker.alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
 
-    def bury(self, stored: Stored, reason: str) -> bool:
+    def dead_letter(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: there is no room for it; who ignores it loses it."""
         return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored.message, reason)
 
     def expire(self, now: float) -> None:
         """What is past its time leaves from the head of the line, as in RabbitMQ; never for a queue that is full."""
-        while self.dying and self.bury(*self.dying[0]):
+        while self.dying and self.dead_letter(*self.dying[0]):
             self.dying.popleft()
         if self.dying:
             self.broker.alarm(self, now + ROOM_AGAIN_S)
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
-            if not self.bury(first, "expired"):
+            if not self.dead_letter(first, "expired"):
                 first.expires_at = now + ROOM_AGAIN_S
                 break
             self.pop()

@@ -1,1 +1,1 @@
-"""How workers keep their state: guarded statements, cached row versions, and the optimistic unit of work."""
+"""How workers keep their state: database, migrations, the optimistic unit of work, the outbox."""

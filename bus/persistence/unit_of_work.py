@@ -17,8 +17,8 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from bus.outbox import Addressed, Relay
 from bus.persistence.conflict import Conflict
+from bus.persistence.outbox import OutboxMessage, Relay
 from bus.persistence.version_cache import VersionCache
 
 Row = TypeVar("Row")
@@ -37,7 +37,7 @@ class WriteSet(Struct, kw_only=True):
     """
 
     versions: dict[str, int] = {}
-    outbox: list[Addressed] = []
+    outbox: list[OutboxMessage] = []
     durable: bool = True
 
     def is_empty(self) -> bool:
@@ -70,7 +70,7 @@ class EmittingUnit(Protocol):
         """The id of the outbox row; None when there are no messages."""
 
     @property
-    def outbox(self) -> Sequence[Addressed]:
+    def outbox(self) -> Sequence[OutboxMessage]:
         """The messages, in order."""
 
 
@@ -115,7 +115,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         return found
 
     @property
-    def outbox(self) -> Sequence[Addressed]:
+    def outbox(self) -> Sequence[OutboxMessage]:
         """The messages to publish after the commit."""
         return self.writes.outbox
 

@@ -13,7 +13,7 @@ MAX_CACHED = 5_000
 
 
 class Connections(Protocol):
-    """What counts the lost connections (`bus.service.database`, a session of `memory_database`)."""
+    """What counts the lost connections (`bus.persistence.database`, a session of `memory_database`)."""
 
     @property
     def losses(self) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from bus.bus import API, Bus, BusLimits
 from bus.clock import Clock, SystemClock
 from bus.faults import Fault
+from bus.persistence.database import Database
 from bus.port import Transport
-from bus.service.database import Database
 
 DEFAULT_POOL_SIZE = 8
 

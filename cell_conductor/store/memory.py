@@ -7,11 +7,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from uuid import uuid4
 
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict, PreconditionFailed
+from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
-from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 
@@ -87,7 +87,7 @@ class MemoryTransaction:
             await self._transaction.statement()
             self._write(instances)
 
-    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
         self.row = await self._transaction.send_later(outgoing)
         return self.row

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus.service.memory_database import Session
+from bus.persistence.memory_database import Session
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Kind, Unexplained
 

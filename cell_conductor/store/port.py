@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.outbox import Addressed, Rows
+from bus.persistence.outbox import OutboxMessage, Rows
 from cell_conductor.domain.instance import Instance, State
 
 from .safety import Safety
@@ -50,7 +50,7 @@ class Transaction(Protocol):
     async def update(self, instances: Sequence[Instance]) -> None:
         """Record what became of locked instances."""
 
-    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay (None while it is not known: see `row`)."""
 
 

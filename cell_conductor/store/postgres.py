@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 
-from bus import outbox
-from bus.outbox import Addressed
+from bus.persistence import outbox
 from bus.persistence.conflict import Conflict
+from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
-from bus.service.database import Database
 from cell_conductor.domain.instance import Instance, State
 
 from . import rows
@@ -123,7 +123,7 @@ class PostgresTransaction:
             self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *rows.columns(instances))
 
-    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay."""
         self.row = await outbox.add(self._connection, outgoing)
         return self.row

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.instance import Instance
@@ -63,7 +63,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self.writes.updates = list(instances)
         self._after.update((one.uuid, one) for one in instances)
 
-    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Kept for the end; `row` tells the outbox row then."""
         self.writes.outbox = list(outgoing)
         return None

@@ -13,7 +13,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.service.memory_database import MemoryDatabase, Session, Transaction
+from bus.persistence.memory_database import MemoryDatabase, Session, Transaction
 from ironic_sync.domain.position import Position
 from ironic_sync.store.port import NotLeader
 

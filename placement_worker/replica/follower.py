@@ -17,6 +17,7 @@ import structlog
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import (
     Change,
     ChangesPage,
@@ -28,7 +29,6 @@ from bus.contracts.placement import (
     SnapshotRequest,
 )
 from bus.faults import RequestRefused, RequestTimeout
-from bus.outcome import Done, Outcome, Received
 from bus.port import BusError, BusForbidden
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book

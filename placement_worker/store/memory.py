@@ -28,7 +28,7 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from bus.faults import BrokenInvariant
-from bus.service.memory_database import Session, Transaction
+from bus.persistence.memory_database import Session, Transaction
 from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.handover import taken
 from placement_worker.domain.names import is_class, is_custom

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import Change, FeedHead
-from bus.service.memory_database import MemoryDatabase
+from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.company import hosts_of, together
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.reports import Plan

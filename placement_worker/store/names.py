@@ -13,7 +13,7 @@ from typing import TypeVar
 import asyncpg
 import os_traits
 
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.domain.names import STANDARD_CLASSES
 
 Written = TypeVar("Written")

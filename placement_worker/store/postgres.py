@@ -16,7 +16,7 @@ from bus.contracts.placement import (
     WherePage,
     WhereRequest,
 )
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, feed, inventory, members, quick, snapshot
 from placement_worker.store.names import Names

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 
 from bus.contracts.placement import FeedChanges
+from bus.persistence.database import Database
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
-from bus.service.database import Database
 from placement_worker.store import feed
 from placement_worker.store.port import Published
 

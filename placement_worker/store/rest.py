@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
 from placement_worker.domain.refusal import Refusal
 from placement_worker.domain.reshape import Reshape

@@ -9,13 +9,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.consuming.outcome import Retry
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
-from bus.outbox import Addressed
-from bus.outcome import Retry
+from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import (
@@ -181,18 +181,18 @@ def messages_of(  # noqa: PLR0917  (hot, so no keywords)
     at: float,
     stamps: Stamps,
     config: SchedulerConfig,
-) -> list[Addressed]:
+) -> list[OutboxMessage]:
     """What follows from a decision once it is written: the command to the cell, and the event to clients."""
     event = to_clients(decided_event(decided, at, stamps))
     if claimed is None:
         return [event]
     command = cell_build(request, claimed, at, stamps, config)
-    return [Addressed(claimed.cell, command, request.instance_uuid), event]
+    return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]
 
 
-def to_clients(event: BuildEvent) -> Addressed:
+def to_clients(event: BuildEvent) -> OutboxMessage:
     """An event on the API bus."""
-    return Addressed(API, event, event.instance_uuid)
+    return OutboxMessage(API, event, event.instance_uuid)
 
 
 class _Named(Struct):

@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
-from bus.outbox import Addressed
-from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import DELETED, Author, BuildUpdate, NewBuild, RecordedBuild
 
 # A delete may overtake its build request on the way to another scheduler: so often the record is looked for again.
@@ -41,7 +41,7 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     outcomes: dict[int, Outcome]
     accepted: set[str]
     updates: list[BuildUpdate]
-    messages: list[Addressed]
+    messages: list[OutboxMessage]
     unknown: list[PendingDelete]
 
 
@@ -49,7 +49,7 @@ class BuildEnd(Struct, frozen=True):
     """What a delete does to one build: its new record, and the message that follows from it, if any."""
 
     update: BuildUpdate
-    message: Addressed | None = None
+    message: OutboxMessage | None = None
 
 
 def pending_delete(received: Received, position: int) -> PendingDelete:
@@ -99,7 +99,7 @@ def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
     command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id)
     line = author.line("delete_requested", f"passed to cell {build.cell}")
     deleting = replace(build, state=BuildState.DELETING, delete_requested=True)
-    return BuildEnd(BuildUpdate(build=deleting, story=(line,)), Addressed(build.cell, command, build.instance_uuid))
+    return BuildEnd(BuildUpdate(build=deleting, story=(line,)), OutboxMessage(build.cell, command, build.instance_uuid))
 
 
 def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
@@ -114,7 +114,7 @@ def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
     )
     deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
     update = BuildUpdate(build=deleted, story=(author.line("deleted", detail),))
-    return BuildEnd(update, Addressed(API, event, build.instance_uuid))
+    return BuildEnd(update, OutboxMessage(API, event, build.instance_uuid))
 
 
 def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:
@@ -125,13 +125,15 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 def refuse_unknown(
     unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author
-) -> tuple[dict[int, Outcome], list[Addressed]]:
+) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
     """The outcomes and events of deletes of unknown instances. Where no tombstone is on record, the build just came."""
     final = [one for one in unknown if one.request.instance_uuid in on_record]
     refused: dict[int, Outcome] = {
         one.position: Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)) for one in final
     }
-    return refused, [Addressed(API, _no_such_instance(one.request, author), one.request.instance_uuid) for one in final]
+    return refused, [
+        OutboxMessage(API, _no_such_instance(one.request, author), one.request.instance_uuid) for one in final
+    ]
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:

@@ -8,10 +8,10 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.stages import Stamps
-from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
 from scheduler_worker.domain.builds import ACCEPTED, DECIDED, Author, BuildStatus, NewBuild, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN

@@ -10,11 +10,11 @@ import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, StoryLine
-from bus.outbox import Addressed, Relay
 from bus.persistence.conflict import PreconditionFailed
+from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.persistence.outbox import OutboxMessage, Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
-from bus.service.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     BuildDecision,
@@ -48,7 +48,7 @@ class MemoryBuildUnit:
     def __init__(self, table: MemoryBuildTable, transaction: Transaction) -> None:
         self._table = table
         self._transaction = transaction
-        self.outbox: list[Addressed] = []
+        self.outbox: list[OutboxMessage] = []
         self.row: int | None = None
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
@@ -113,7 +113,7 @@ class MemoryBuildUnit:
                 key = _key(update.build.instance_uuid)
                 self._transaction.will(partial(_update, self._table, update.build, update.story, now), key)
 
-    def emit(self, message: Addressed) -> None:
+    def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.outbox.append(message)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
-from bus.outbox import Addressed, Relay, Rows
+from bus.persistence.outbox import OutboxMessage, Relay, Rows
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 
 
@@ -41,7 +41,7 @@ class BuildUnit(Protocol):
     async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
         """Write records that were locked."""
 
-    def emit(self, message: Addressed) -> None:
+    def emit(self, message: OutboxMessage) -> None:
         """Publish this after the commit."""
 
 

@@ -8,13 +8,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import asyncpg
 import structlog
 
-from bus import outbox
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
-from bus.outbox import Addressed, Relay
+from bus.persistence import outbox
+from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.outbox import OutboxMessage, Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
-from bus.service.database import Database
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     BuildDecision,
@@ -114,7 +114,7 @@ class PostgresBuildUnit:
     def __init__(self, connection: asyncpg.Connection, cache: VersionCache[RecordedBuild]) -> None:
         self._connection = connection
         self._cache = cache
-        self.outbox: list[Addressed] = []
+        self.outbox: list[OutboxMessage] = []
         self.row: int | None = None
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
@@ -170,7 +170,7 @@ class PostgresBuildUnit:
             self._cache.invalidate([update.build.instance_uuid for update in updates])
             await self._connection.execute(UPDATE, *rows.update_columns(updates), now)
 
-    def emit(self, message: Addressed) -> None:
+    def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.outbox.append(message)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
@@ -61,6 +61,6 @@ class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
         self.writes.updates, self.writes.at = updates, now
         self._after.update((one.build.instance_uuid, one.build) for one in updates)
 
-    def emit(self, message: Addressed) -> None:
+    def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
         self.writes.outbox.append(message)

@@ -9,7 +9,7 @@ import pytest
 
 from bus.clock import Clock, SystemClock
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore

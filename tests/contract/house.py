@@ -10,9 +10,9 @@ import pytest
 
 from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.outcome import Done, Handler, Outcome, Received
 from bus.port import dead_queue
 from tests.contract.rig import Rig, until
 

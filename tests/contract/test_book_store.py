@@ -25,8 +25,8 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.faults import DatabaseUnavailable
-from bus.service.database import Database
-from bus.service.memory_database import turn
+from bus.persistence.database import Database
+from bus.persistence.memory_database import turn
 from placement_worker.store import publishing
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import ClaimItem, PlacementStore, Published, Refused

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
 from bus.faults import DatabaseUnavailable
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
+from bus.persistence.database import Database
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
-from bus.service.database import Database
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.retention import purge
 from scheduler_worker.store.memory import MemoryBuilds, MemoryBuildTable
@@ -33,12 +33,12 @@ class Sent:
     """Stands where the relay is: what it is given has committed."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int | None, list[Addressed]]] = []
+        self.rows: list[tuple[int | None, list[OutboxMessage]]] = []
 
     async def room(self) -> None:
         return None
 
-    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         self.rows.append((row_id, list(outgoing)))
 
 
@@ -141,12 +141,12 @@ async def test_what_a_unit_says_is_published_when_it_has_committed(store: Schedu
     with pytest.raises(RuntimeError):
         async with store.unit() as unit:
             await unit.insert([new(A)], 1.0)
-            unit.emit(Addressed("api", event))
+            unit.emit(OutboxMessage("api", event))
             raise RuntimeError
     assert sent.rows == []
     async with store.unit() as unit:
         assert await unit.insert([new(A)], 1.0) == {A}
-        unit.emit(Addressed("api", event))
+        unit.emit(OutboxMessage("api", event))
     ((row, said),) = sent.rows
     assert [one.message for one in said] == [event]
     assert [found for found, _ in await store.outbox.take_old(-1.0, 10, [])] == [row]
@@ -214,8 +214,8 @@ async def test_what_changed_lately_is_kept_however_old_it_is(store: SchedulerSto
     assert await purge(store, before=10.0, batch=10) == 0
 
 
-def event(state: BuildState) -> Addressed:
-    return Addressed("api", BuildEvent(instance_uuid=A, project_id="p", state=state, sequence=1))
+def event(state: BuildState) -> OutboxMessage:
+    return OutboxMessage("api", BuildEvent(instance_uuid=A, project_id="p", state=state, sequence=1))
 
 
 async def optimistically(

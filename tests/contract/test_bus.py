@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from bus.consuming.outcome import Received
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import EVENTS
 from bus.contracts.cell import CellDelete
-from bus.outcome import Received
 from bus.port import Outgoing, Unroutable
 from bus.wire import BATCH
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, settled

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.placement import (
     Claim,
@@ -23,8 +24,7 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
-from bus.outcome import Done, Received, Refuse
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import Handlers
 from placement_worker.store.cells import move_host

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from bus import dead_letters, metrics, topology
+from bus import metrics, topology
 from bus.clock import SystemClock
-from bus.consumer import Malformed
+from bus.consuming import dead_letters
+from bus.consuming.consumer import Malformed
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.contracts.cell import CellDelete
 from bus.faults import BrokenInvariant, DatabaseUnavailable
-from bus.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.persistence.database import DatabaseForbidden
 from bus.port import BusForbidden, Outgoing
-from bus.service.database import DatabaseForbidden
 from bus.wire import BATCH
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
@@ -437,8 +438,8 @@ async def test_a_paced_consumer_gathers_what_comes_before_its_turn(house: House)
     consumer = await house.consume(bus, REQUESTS, handler, paced=True)
     await bus.publish(boot(1))
     await handler.wait(1)
-    assert consumer._pace is not None
-    consumer._pace.gap_s = 1000.0
+    assert consumer._batch_interval is not None
+    consumer._batch_interval.gap_s = 1000.0
     for number in (2, 3):
         await bus.publish(boot(number))
     await settled(bus)  # both are in its hands

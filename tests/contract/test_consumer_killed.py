@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bus import dead_letters
 from bus.bus import Bus
+from bus.consuming import dead_letters
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
-from bus.outcome import Done, Outcome, Received
 from bus.port import Delivery, dead_queue
 from bus.wire import batch, pack
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus import dead_letters
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming import dead_letters
+from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import COMMANDS
-from bus.outcome import Done, Outcome, Received, Retry
 from bus.port import dead_queue
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
@@ -241,7 +241,7 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 ) -> None:
     """Whatever else may go wrong while a message is settled, it goes wrong for that message."""
     watched.answer = Retry("not.yet")
-    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._settling)
+    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
     retry = settling._retry
 
     def breaks(self: object, received: Received, waiter: object) -> None:
@@ -262,7 +262,7 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._settling)
+    settling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
 
     async def breaks(*_: object) -> None:
         raise ValueError("cannot be written")

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.faults import DatabaseUnavailable
-from bus.outbox import Addressed
 from bus.persistence.conflict import Conflict
-from bus.service.database import Database
+from bus.persistence.database import Database
+from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
@@ -26,7 +26,7 @@ Make = Callable[[], InstanceStore]
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
 HOST = "10000000-0000-4000-8000-000000000000"
 SPEC = InstanceSpec(instance_uuid=A, project_id="p")
-SAID = [Addressed("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
+SAID = [OutboxMessage("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
 
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])

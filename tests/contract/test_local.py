@@ -26,7 +26,9 @@ async def rig() -> AsyncIterator[LocalRig]:
         await rig.close()
 
 
-ROW = QueueRow(name="work", where=Where.BOTH, kind=QueueKind.DURABLE, reader="tests", bindings=((COMMANDS, "work.#"),))
+ROW = QueueRow(
+    name="work", where=Where.BOTH, kind=QueueKind.DURABLE, consumer="tests", bindings=((COMMANDS, "work.#"),)
+)
 
 
 def command(body: bytes) -> Outgoing:

@@ -22,9 +22,9 @@ from pamqp import encode
 from berth.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.catalogue import COMMANDS, EVENTS
-from bus.outcome import Done, Outcome, Received
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueMissing
 from bus.rabbitmq import RabbitTransport
 from bus.rabbitmq.session import Session

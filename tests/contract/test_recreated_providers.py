@@ -20,7 +20,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore

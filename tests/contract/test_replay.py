@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
-from bus import dead_letters
+from bus.consuming import dead_letters
+from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.contracts.catalogue import COMMANDS, DEAD, QueueKind, QueueRow, Where
-from bus.dead_letters import DIED_AT, DeadLetter
 from bus.port import Delivery, Outgoing, Transport
 from bus.wire import SENT_AT
 from tests.contract.rig import rig_for, until
@@ -20,7 +20,7 @@ QUEUE = "work"
 async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
     async with rig_for(request.param, lambda: request.getfixturevalue("amqp")) as rig:
         made = await rig.transport()
-        row = QueueRow(name=QUEUE, where=Where.BOTH, kind=QueueKind.DURABLE, reader="tests", bindings=())
+        row = QueueRow(name=QUEUE, where=Where.BOTH, kind=QueueKind.DURABLE, consumer="tests", bindings=())
         await made.declare_queue(row, QUEUE, ((COMMANDS, "work.#"),))
         yield made
 

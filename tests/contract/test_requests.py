@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
 from bus.contracts.catalogue import COMMANDS
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
-from bus.outcome import Done, Outcome, Received, Refuse
 from bus.port import Outgoing, Unroutable
 from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
 from tests.contract.rig import PATIENCE_S, Collector

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.service.database import Database
+from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Kind, Unexplained
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 from bus.bus import FEW, Bus
+from bus.consuming.dead_letters import list_dead, replay
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
-from bus.dead_letters import list_dead, replay
-from bus.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.port import CC, Outgoing, Transport
 from bus.wire import BATCH
 from tests.contract.house import KINDS, Answering, House, boot, settled

@@ -23,7 +23,7 @@ async def declare(
     transport: Transport, name: str, *keys: str, kind: QueueKind = QueueKind.DURABLE, retry_s: tuple[float, ...] = ()
 ) -> str:
     bindings = tuple((COMMANDS, key) for key in keys)
-    row = QueueRow(name=name, where=Where.BOTH, kind=kind, reader="tests", bindings=bindings, retry_s=retry_s)
+    row = QueueRow(name=name, where=Where.BOTH, kind=kind, consumer="tests", bindings=bindings, retry_s=retry_s)
     await transport.declare_queue(row, name, bindings)
     return name
 

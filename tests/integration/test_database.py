@@ -13,8 +13,8 @@ from sqlalchemy import text
 
 from berth.embedded.postgres import Postgres
 from bus.faults import DatabaseUnavailable, Transient
-from bus.service import database as module
-from bus.service.database import Database, DatabaseForbidden
+from bus.persistence import database as module
+from bus.persistence.database import Database, DatabaseForbidden
 
 pytestmark = pytest.mark.postgres
 

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from bus import outbox
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
-from bus.outbox import Addressed, PostgresRows, Relay
+from bus.persistence import outbox
+from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.outbox import OutboxMessage, PostgresRows, Relay
 from bus.port import BusUnavailable, Unroutable
-from bus.service.database import Database
 
 pytestmark = pytest.mark.postgres
 
@@ -93,7 +93,7 @@ async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0
         await asyncio.wait([task])
 
 
-async def commit(database: Database, outgoing: list[Addressed]) -> int | None:
+async def commit(database: Database, outgoing: list[OutboxMessage]) -> int | None:
     async with database.raw() as connection:
         return await outbox.add(connection, outgoing)
 
@@ -118,8 +118,8 @@ async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
 async def test_a_committed_row_is_published_with_its_causes_and_forgotten(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     outgoing = [
-        Addressed("api", event(), "cause-1"),
-        Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "cause-2"),
+        OutboxMessage("api", event(), "cause-1"),
+        OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "cause-2"),
     ]
     async with running(database, api, cell) as relay:
         relay.send(await commit(database, outgoing), outgoing)
@@ -140,7 +140,7 @@ async def test_forgetting_waits_for_no_disk_and_leaves_the_session_as_it_was(dat
             "CREATE CONSTRAINT TRIGGER see AFTER DELETE ON outbox DEFERRABLE INITIALLY DEFERRED "
             "FOR EACH ROW EXECUTE FUNCTION see()"
         )
-    row = await commit(database, [Addressed("api", event())])
+    row = await commit(database, [OutboxMessage("api", event())])
     assert row is not None
     await PostgresRows(database).forget([row])
     async with database.single() as connection:
@@ -174,13 +174,13 @@ async def test_nothing_to_say_is_no_row(database: Database) -> None:
     async with running(database, StubBus("api")) as relay:
         relay.send(None, [])
         with pytest.raises(AssertionError):
-            relay.send(None, [Addressed("api", event())])
+            relay.send(None, [OutboxMessage("api", event())])
 
 
 async def test_a_rolled_back_transaction_says_nothing(database: Database) -> None:
     with pytest.raises(KeyError):
         async with database.raw() as connection:
-            await outbox.add(connection, [Addressed("api", event())])
+            await outbox.add(connection, [OutboxMessage("api", event())])
             raise KeyError
     assert await rows(database) == 0
 
@@ -188,7 +188,7 @@ async def test_a_rolled_back_transaction_says_nothing(database: Database) -> Non
 async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(database: Database) -> None:
     """After a crash the sequence gives numbers again; the new row was not sent, and deleted with the old one."""
     api = StubBus("api")
-    forgotten, kept = ([Addressed("api", event(project))] for project in ("p", "q"))
+    forgotten, kept = ([OutboxMessage("api", event(project))] for project in ("p", "q"))
     held = await commit(database, forgotten)
     async with database.raw() as connection:
         await connection.execute("DELETE FROM outbox; SELECT setval('outbox_id_seq', 1, false)")
@@ -207,7 +207,7 @@ async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(data
 
 
 async def test_what_a_dead_process_left_is_swept_by_another(database: Database) -> None:
-    await commit(database, [Addressed("api", event(sequence=n), f"c{n}") for n in range(3)])
+    await commit(database, [OutboxMessage("api", event(sequence=n), f"c{n}") for n in range(3)])
     api = StubBus("api")
     async with running(database, api, sweep_age_s=0.0):
         await api.until(3)
@@ -216,11 +216,11 @@ async def test_what_a_dead_process_left_is_swept_by_another(database: Database) 
 
 
 async def test_a_young_row_is_left_to_its_own_process(database: Database) -> None:
-    await commit(database, [Addressed("api", event())])
+    await commit(database, [OutboxMessage("api", event())])
     api = StubBus("api")
     async with running(database, api, sweep_age_s=60.0) as relay:
-        row = await commit(database, [Addressed("api", event("mine"))])
-        relay.send(row, [Addressed("api", event("mine"))])
+        row = await commit(database, [OutboxMessage("api", event("mine"))])
+        relay.send(row, [OutboxMessage("api", event("mine"))])
         await relay.drain(PATIENCE_S)
     assert [message.project_id for message, _ in api.got] == ["mine"]
     assert await rows(database) == 1
@@ -230,7 +230,7 @@ async def test_a_broker_that_is_away_is_waited_for(database: Database) -> None:
     api = StubBus("api")
     api.away = 2
     async with running(database, api) as relay:
-        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await relay.drain(PATIENCE_S)
     assert len(api.got) == 1
     assert await rows(database) == 0
@@ -239,12 +239,13 @@ async def test_a_broker_that_is_away_is_waited_for(database: Database) -> None:
 async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     cell.open.clear()
-    stuck = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    stuck = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     async with running(database, api, cell) as relay:
         relay.send(await commit(database, stuck), stuck)
         for n in range(20):
             relay.send(
-                await commit(database, [Addressed("api", event(sequence=n))]), [Addressed("api", event(sequence=n))]
+                await commit(database, [OutboxMessage("api", event(sequence=n))]),
+                [OutboxMessage("api", event(sequence=n))],
             )
         await api.until(20)
         await until_equal(lambda: rows(database), 1)
@@ -257,7 +258,7 @@ async def test_a_cell_that_is_away_does_not_hold_up_the_others(database: Databas
 async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database: Database) -> None:
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9
-    to_cell = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     async with asyncio.timeout(PATIENCE_S):
@@ -267,7 +268,7 @@ async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database:
             while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
                 await asyncio.sleep(0)
         await relay.room()
-        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await api.until(1)
     task.cancel()
     await asyncio.wait([task])
@@ -278,21 +279,21 @@ async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(d
     """They are more than a sweep takes, before a dead worker's row, and not written to while the cell is away."""
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9
-    to_cell = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
+    to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     async with database.raw() as connection:
         await outbox.add(connection, to_cell)
         await connection.execute(
             "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)",
             10 * outbox.SWEEP_BATCH,
         )
-        await outbox.add(connection, [Addressed("api", event("left"))])
+        await outbox.add(connection, [OutboxMessage("api", event("left"))])
     async with running(database, api, cell, sweep_age_s=0.0):
         await api.until(1)
         while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
             await asyncio.sleep(0)
         taken_at = []
         for turn in range(4):  # each is another sweep; the second one began when the cell was known to be away
-            await commit(database, [Addressed("api", event(sequence=turn))])
+            await commit(database, [OutboxMessage("api", event(sequence=turn))])
             await api.until(2 + turn)
             async with database.raw() as connection:
                 taken_at.append(
@@ -305,11 +306,11 @@ async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(d
 
 async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Database) -> None:
     async with database.raw() as connection:
-        await outbox.add(connection, [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))])
+        await outbox.add(connection, [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))])
         await connection.execute(
             "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)", 50
         )
-        last = await outbox.add(connection, [Addressed("api", event())])
+        last = await outbox.add(connection, [OutboxMessage("api", event())])
     store = PostgresRows(database)
     found = [row for row, _ in await store.take_old(-1.0, 10, [])]
     assert len(found) == 11
@@ -325,7 +326,7 @@ async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(data
     """Its bus is away with more than it may hold, or it is none of ours."""
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9
-    to_cell = [Addressed(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]
+    to_cell = [OutboxMessage(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]
     relay = Relay(
         PostgresRows(database),
         {"api": api, "cell1": cell},  # type: ignore[dict-item]
@@ -335,11 +336,11 @@ async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(data
         sweep_age_s=0.0,
     )
     task = asyncio.create_task(relay.run())
-    filler = [Addressed("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * outbox.LANE_BATCH)
+    filler = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))] * (5 * outbox.LANE_BATCH)
     relay.send(await commit(database, filler), filler)
     while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
         await asyncio.sleep(0)
-    both = [Addressed("api", event("both")), *to_cell]
+    both = [OutboxMessage("api", event("both")), *to_cell]
     row = await commit(database, both)
     relay.send(row, both)
     await api.until(1)
@@ -350,7 +351,7 @@ async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(data
         return found
 
     await until_equal(buses, [rest])
-    await commit(database, [Addressed("api", event("last"))])
+    await commit(database, [OutboxMessage("api", event("last"))])
     await api.until(2)
     task.cancel()
     await asyncio.wait([task])
@@ -364,7 +365,7 @@ async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(dat
     api.refused = {"nobody"}
     async with running(database, api) as relay:
         for project in ("a", "nobody", "b"):
-            outgoing = [Addressed("api", event(project))]
+            outgoing = [OutboxMessage("api", event(project))]
             relay.send(await commit(database, outgoing), outgoing)
         await relay.drain(PATIENCE_S)
         assert await rows(database) == 1
@@ -382,7 +383,9 @@ async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Datab
     relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     for n in range(3):
-        relay.send(await commit(database, [Addressed("api", event(sequence=n))]), [Addressed("api", event(sequence=n))])
+        relay.send(
+            await commit(database, [OutboxMessage("api", event(sequence=n))]), [OutboxMessage("api", event(sequence=n))]
+        )
     assert relay.held == 2
     room = asyncio.create_task(relay.room())
     api.open.set()
@@ -397,7 +400,7 @@ async def test_draining_ends_with_the_grace_time_and_the_row_stays(database: Dat
     api = StubBus("api")
     api.open.clear()
     async with running(database, api) as relay:
-        relay.send(await commit(database, [Addressed("api", event())]), [Addressed("api", event())])
+        relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await relay.drain(0.05)
         assert relay.held == 1
     assert await rows(database) == 1
@@ -407,7 +410,7 @@ async def test_a_row_of_another_version_is_kept_and_the_rest_goes(database: Data
     async with database.raw() as connection:
         body = msgspec.json.encode([{"bus": "api", "message": {"type": "from.the.future.v9"}}])
         await connection.execute("INSERT INTO outbox (buses, body) VALUES ('{api}', $1)", body)
-        await outbox.add(connection, [Addressed("api", event())])
+        await outbox.add(connection, [OutboxMessage("api", event())])
     api = StubBus("api")
     async with running(database, api, sweep_age_s=0.0):
         await api.until(1)

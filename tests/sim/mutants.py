@@ -12,11 +12,11 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, Release
-from bus.outbox import Relay
-from bus.service.memory_database import MemoryDatabase, MemoryRows, Transaction
+from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Transaction
+from bus.persistence.outbox import Relay
 from cell_conductor.domain import rules, table
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine

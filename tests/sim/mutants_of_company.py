@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
 from bus.contracts.placement import Claim, ClaimOutcome, WherePage
-from bus.service.memory_database import Transaction
+from bus.persistence.memory_database import Transaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
 from placement_worker.store.memory import MemoryBookTable

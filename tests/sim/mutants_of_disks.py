@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from bus.persistence.memory_database import MemoryDatabase
 from bus.persistence.version_cache import VersionCache
-from bus.service.memory_database import MemoryDatabase
 from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
 from scheduler_worker.store.memory import MemoryBuildRows, MemoryBuilds

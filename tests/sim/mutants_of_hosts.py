@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 import cell_conductor.app
 import placement_worker.store.memory as book_store
-from bus.consumer import Consumer
-from bus.outcome import Refuse
-from bus.service.memory_database import Transaction
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Refuse
+from bus.persistence.memory_database import Transaction
 from cell_conductor.domain import rules
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from bus import consumer as consuming
-from bus import outbox
-from bus.consumer import Consumer
+from bus.consuming import consumer as consuming
+from bus.consuming.consumer import Consumer
 from bus.faults import Transient
-from bus.link import Waiter
+from bus.persistence import outbox
 from bus.port import BusError
+from bus.publishing import Waiter
 from cell_conductor import engine
 from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine

@@ -12,9 +12,9 @@ import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
-from bus import dead_letters
 from bus.bus import API
-from bus.dead_letters import DeadLetter
+from bus.consuming import dead_letters
+from bus.consuming.dead_letters import DeadLetter
 from tests.system.small import Small, small_processes
 
 PATIENCE_S = 60.0

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from berth.servers import API_VHOST, Plan
-from bus import dead_letters
+from bus.consuming import dead_letters
 from bus.contracts.catalogue import COMMANDS
 from compute_sim.config import ComputeConfig
 from tests.contract.rig import until

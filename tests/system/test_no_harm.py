@@ -15,12 +15,12 @@ import compute_sim.app
 from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, InstanceSpec, ReportHosts, Selection
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig

@@ -38,7 +38,7 @@ def may_come_under(message: Message, key: str) -> bool:
     The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
     """
     row = BY_TYPE.get(type(message))
-    return row is None or key == routing_key(message) or bool(row.together and key == row.together)
+    return row is None or key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
 
 
 def project_of(key: str) -> str:
@@ -63,7 +63,7 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
         message
         for message in MESSAGES
         if any(
-            exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.together)
+            exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key)
             for exchange, pattern in row.bindings
         )
     )

@@ -37,7 +37,7 @@ class QueueKind(StrEnum):
 class QueueRow(Struct, frozen=True, kw_only=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
-    reader: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
+    consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
     first, second, ... retry; after the last the message is a dead letter. delivery_limit: redeliveries (a consumer died
     or gave no answer) before the broker gives it up. max_length: messages; past it a publisher is refused (durable,
     transient) or the oldest goes (private).
@@ -48,7 +48,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     name: str
     where: Where
     kind: QueueKind
-    reader: str
+    consumer: str
     bindings: tuple[tuple[str, str], ...]
     retry_s: tuple[float, ...] = ()
     delivery_limit: int = 20
@@ -61,10 +61,10 @@ class QueueRow(Struct, frozen=True, kw_only=True):
 class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
 
-    said_by: packages of workers; "client": any program of the project that its key names; "operator": the operator's
+    publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
     programs, of which the command line is one. What may be said is what the broker's permissions allow
     (`berth permissions`).
-    together: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
+    batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
     what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where
     nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where nobody else listens,
     it leaves under this key only.
@@ -72,7 +72,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
 
     message: type[Message]
     owner: str  # the package that decides about this message
-    said_by: tuple[str, ...]
+    publishers: tuple[str, ...]
     where: Where
     exchange: str
     key: str
@@ -80,8 +80,8 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     reply: type[Message] | None = None
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
-    together: str = ""
-    most: int = 0  # at most so many in one broker message; 0: as many as the bus's limits say
+    batch_key: str = ""
+    max_batch: int = 0  # at most so many in one broker message; 0: as many as the bus's limits say
 
     @property
     def tag(self) -> str:

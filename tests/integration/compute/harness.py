@@ -9,7 +9,8 @@ from typing import Any
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.cell import (
     ComputeHosts,
@@ -23,7 +24,6 @@ from bus.contracts.cell import (
 )
 from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import Transport
 from bus.service.environment import Environment
 from bus.service.service import Service

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import (
@@ -22,10 +23,9 @@ from bus.contracts.cell import (
 )
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.memory import MemoryBroker
-from bus.outbox import Relay
-from bus.outcome import Done, Outcome, Received
+from bus.persistence.database import Database
+from bus.persistence.outbox import Relay
 from bus.port import Transport
-from bus.service.database import Database
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine

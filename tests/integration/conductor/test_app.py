@@ -10,11 +10,11 @@ import pytest
 from berth.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import BusForbidden, Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment

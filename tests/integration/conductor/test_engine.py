@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
+from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import (
@@ -21,7 +22,6 @@ from bus.contracts.cell import (
     Running,
 )
 from bus.faults import Transient
-from bus.outcome import Outcome, Received
 from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival

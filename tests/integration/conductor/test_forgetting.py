@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
+from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport
-from bus.outcome import Received
 from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Arrival

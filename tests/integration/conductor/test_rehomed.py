@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
+from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
 from bus.contracts.cell import (
@@ -17,7 +18,6 @@ from bus.contracts.cell import (
     HostReport,
     Running,
 )
-from bus.outcome import Received
 from cell_conductor.domain.instance import State
 from tests.integration.conductor.neighbours import CELL, Cell, opened
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bus.service.database import Database
+from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Kind, Unexplained
 from cell_conductor.store.postgres import PostgresInstances

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, ProviderReport
 from bus.faults import Transient
-from bus.service.database import Database
+from bus.persistence.database import Database
 from ironic_sync.domain.position import Position
 from ironic_sync.store.memory import MemoryPositions
 from ironic_sync.store.port import NotLeader, Positions

@@ -15,9 +15,9 @@ import pytest
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicStandIn, MemoryAnnouncer
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment

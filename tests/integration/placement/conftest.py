@@ -8,7 +8,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store import audit
 from placement_worker.store.postgres import PostgresStore
 

@@ -10,6 +10,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import (
     Change,
     ChangesPage,
@@ -31,7 +32,6 @@ from bus.contracts.placement import (
 )
 from bus.faults import RequestRefused
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig

@@ -21,7 +21,7 @@ from bus.contracts.placement import (
     InventoryUpdate,
     ProviderReport,
 )
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store import audit, quick
 from placement_worker.store.port import ClaimReply
 from placement_worker.store.postgres import PostgresStore

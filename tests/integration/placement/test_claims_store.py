@@ -23,7 +23,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.faults import DatabaseUnavailable
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store import claims, quick
 from placement_worker.store.port import ClaimItem
 from placement_worker.store.postgres import PostgresStore

@@ -12,7 +12,7 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Change, Claim, FeedChanges, ProviderState, Release
 from bus.faults import DatabaseUnavailable
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store import feed, publishing, snapshot
 from placement_worker.store.postgres import PostgresStore
 

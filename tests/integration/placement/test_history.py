@@ -11,7 +11,7 @@ from sqlalchemy.engine import make_url
 
 from berth.embedded.postgres import Postgres
 from bus.contracts.placement import FeedChanges
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.replica.local import LocalReplica
 from placement_worker.store import image
 from placement_worker.store.postgres import PostgresStore

@@ -11,8 +11,8 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Change, FeedChanges
-from bus.outcome import Done, Outcome, Received
 from placement_worker.domain.trees import CreateProvider
 from placement_worker.store.rest import RestStore
 from tests.integration.placement_rest.conftest import Placement, holding

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bus.clock import new_uuid
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.copying import Source
 from placement_worker.store import audit, image

@@ -6,7 +6,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from bus.service.database import Database
+from bus.persistence.database import Database
 from placement_worker.store import image
 from placement_worker.store.postgres import PostgresStore
 from tests.integration.placement_rest.conftest import Placement

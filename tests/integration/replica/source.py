@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from bus.bus import Bus
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import (
     Change,
     ChangesPage,
@@ -19,7 +20,6 @@ from bus.contracts.placement import (
     SnapshotPage,
     SnapshotRequest,
 )
-from bus.outcome import Done, Outcome, Received
 from placement_worker.replica.book import Book
 from tests.unit.replica.books import inventory, uuid
 

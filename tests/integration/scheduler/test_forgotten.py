@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from bus import dead_letters
 from bus.bus import API, Bus
 from bus.clock import SystemClock
+from bus.consuming import dead_letters
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import DEAD

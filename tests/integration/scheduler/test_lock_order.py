@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from bus.contracts.build import BuildRequest, BuildState
-from bus.service.database import Database
+from bus.persistence.database import Database
 from scheduler_worker.domain.builds import BuildDecision, NewBuild, RecordedBuild
 from scheduler_worker.store.port import BuildUnit
 from scheduler_worker.store.postgres import PostgresBuilds, PostgresBuildUnit

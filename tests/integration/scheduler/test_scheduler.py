@@ -22,7 +22,7 @@ from bus.contracts.build import (
 )
 from bus.contracts.catalogue import BY_QUEUE
 from bus.faults import DatabaseUnavailable, RequestRefused
-from bus.service.database import Database
+from bus.persistence.database import Database
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import Attempt, PlacementRequest

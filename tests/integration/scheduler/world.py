@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
-from bus.consumer import Consumer
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, Heartbeat, HostReport, ReportHosts
@@ -22,7 +23,6 @@ from bus.contracts.placement import (
     SnapshotRequest,
 )
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import Transport
 from bus.service.environment import Environment
 from bus.service.service import Service

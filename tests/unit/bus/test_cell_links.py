@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from bus.bus import Bus
 from bus.cell_link import CellLink
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Release, ReleaseResult
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 
 PATIENCE_S = 60.0
 RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")

@@ -9,9 +9,9 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 
 REQUEST = BuildRequest(instance_uuid="5f1bd4b0-6a3e-4c27-9a6f-4d0d1e2d7d11", flavor="m1.small", project_id="p")
 

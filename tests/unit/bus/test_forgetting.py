@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from bus import outbox
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
-from bus.outbox import FORGET_PAUSE_S, Addressed, Relay
+from bus.persistence import outbox
+from bus.persistence.outbox import FORGET_PAUSE_S, OutboxMessage, Relay
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 PATIENCE_S = 20.0
 CELL = "c1"
-OUTGOING = [Addressed(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
+OUTGOING = [OutboxMessage(CELL, CellDelete(instance_uuid=UUID, project_id="p"))]
 
 
 class Gate(SystemClock):
@@ -52,7 +52,7 @@ class Rows:
         self.statements.append(list(row_ids))
         self.deleted.set()
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None: ...
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
     async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []

@@ -13,7 +13,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker
-from bus.outbox import Addressed, Relay
+from bus.persistence.outbox import OutboxMessage, Relay
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
 
@@ -49,7 +49,7 @@ class Gate(SystemClock):
 class NoRows:
     async def forget(self, row_ids: Sequence[int]) -> None: ...
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None: ...
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
     async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []
@@ -90,10 +90,10 @@ async def turns() -> None:
 async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> None:
     heard = Heard()
     async with relaying(Gate(), heard) as relay:
-        relay.send(1, [Addressed(CELL, BUILDING)])
+        relay.send(1, [OutboxMessage(CELL, BUILDING)])
         await turns()
         assert heard.batches == []
-        relay.send(2, [Addressed(CELL, ACTIVE)])
+        relay.send(2, [OutboxMessage(CELL, ACTIVE)])
         await turns()
         assert heard.batches == [[BUILDING, ACTIVE]]
 
@@ -101,13 +101,13 @@ async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> N
 async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
     clock, heard = Gate(), Heard()
     async with relaying(clock, heard) as relay:
-        relay.send(1, [Addressed(CELL, BUILDING)])
+        relay.send(1, [OutboxMessage(CELL, BUILDING)])
         await asyncio.wait_for(clock.waiting.wait(), 10)
         assert heard.batches == []
         clock.over.set()
         await turns()
         assert heard.batches == [[BUILDING]]
-        relay.send(2, [Addressed(CELL, BUILDING)])
+        relay.send(2, [OutboxMessage(CELL, BUILDING)])
         await turns()
         assert len(heard.batches) == 2, "and so does the next"
 

@@ -9,8 +9,8 @@ import pytest
 from bus.clock import SystemClock
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, Transient
-from bus.outbox import Addressed
-from bus.service.memory_database import UNFLUSHED_S, MemoryDatabase, Session
+from bus.persistence.memory_database import UNFLUSHED_S, MemoryDatabase, Session
+from bus.persistence.outbox import OutboxMessage
 
 
 async def change(session: Session, rows: list[str], *keys: str) -> None:
@@ -122,7 +122,7 @@ async def test_what_has_come_to_the_disk_survives_a_crash(how: str) -> None:
 async def test_a_number_of_the_outbox_never_comes_again() -> None:
     """A relay that still holds the old row under it would forget the new one."""
     database = MemoryDatabase(Hands())
-    said = [Addressed("api", Release(consumer="a"))]
+    said = [OutboxMessage("api", Release(consumer="a"))]
 
     async def say() -> int | None:
         async with database.session().transaction() as transaction:

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import structlog
 
-from bus import outbox
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
-from bus.outbox import AWAY_TOLD_EVERY_S, Addressed, Relay
+from bus.persistence import outbox
+from bus.persistence.outbox import AWAY_TOLD_EVERY_S, OutboxMessage, Relay
 from bus.port import BusUnavailable
 
 AWAY_S = 200.0
@@ -38,7 +38,7 @@ class QuickClock(SystemClock):
 class NoRows:
     async def forget(self, row_ids: Sequence[int]) -> None: ...
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None: ...
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
     async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         await asyncio.Event().wait()
@@ -71,7 +71,7 @@ async def test_an_outage_is_told_when_it_begins_now_and_then_and_when_it_ends() 
     with structlog.testing.capture_logs() as lines:
         running = asyncio.create_task(relay.run())
         for row in range(outbox.LANE_PUBLISHES):
-            relay.send(row + 1, [Addressed("c1", CellDelete(instance_uuid=UUID, project_id="p"))])
+            relay.send(row + 1, [OutboxMessage("c1", CellDelete(instance_uuid=UUID, project_id="p"))])
             await asyncio.sleep(0)  # each of the lane's publishers has something in hand
         async with asyncio.timeout(10):
             await bus.done.wait()

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 
 from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts
 from bus.faults import DatabaseUnavailable
-from bus.outcome import Done, Received
 from cell_conductor.domain.report import Newest
 from cell_conductor.handlers import HostHandlers
 

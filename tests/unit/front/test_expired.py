@@ -10,8 +10,8 @@ import pytest
 from berth.commands.expired import is_expired, send_back
 from berth.settings import Settings
 from bus.clock import SystemClock
+from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.catalogue import BY_QUEUE, DEAD
-from bus.dead_letters import DeadLetter
 from bus.memory import MemoryBroker
 from bus.port import Outgoing
 from bus.wire import SENT_AT

@@ -93,11 +93,11 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
     settings = Settings()
     for queue in QUEUES:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)
-        grants = of_role(role_of[queue.reader], settings)
+        grants = of_role(role_of[queue.consumer], settings)
         assert any(allows(one.read, name) and allows(one.configure, name) and allows(one.write, name) for one in grants)
     for message in MESSAGES:
         key = re.sub(r"\{[a-z_]+\}", "some-1", message.key)
-        for publisher in message.said_by:
+        for publisher in message.publishers:
             grants = (
                 [of_project("some-1", settings)] if publisher == "client" else of_role(role_of[publisher], settings)
             )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from berth.gather import Reports
 from bus.clock import SystemClock
+from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport, Running
-from bus.outcome import Received
 
 HOSTS = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(4)]
 INSTANCE = "a0000000-0000-4000-8000-000000000000"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from berth.client import BuildClient
 from bus.bus import API, Bus
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import (
     BuildEvent,
@@ -22,7 +23,6 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.memory import MemoryBroker
-from bus.outcome import Done, Outcome, Received
 from bus.port import BusUnavailable, PublishRefused
 
 # Turns of the loop after which everybody who could run without waiting for the time has run.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from alembic import op
 
-from bus.outbox import HANDLED_DDL, OUTBOX_DDL
+from bus.persistence.outbox import HANDLED_DDL, OUTBOX_DDL
 
 revision = "c0001"
 down_revision = None

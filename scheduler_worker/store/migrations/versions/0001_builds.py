@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from bus.outbox import handled_table, outbox_table
+from bus.persistence.outbox import handled_table, outbox_table
 
 revision = "0001"
 down_revision = None

@@ -22,15 +22,15 @@ from prometheus_client import Counter
 
 from bus import metrics
 from bus.clock import new_uuid
+from bus.consuming.batch_interval import AdaptiveBatchInterval
+from bus.consuming.in_flight import InFlightDelivery, InFlightMessage
+from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
+from bus.consuming.outcome_handling import OutcomeHandler
+from bus.consuming.retry import RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, taken_by
 from bus.faults import BrokenInvariant, Forbidden
-from bus.insistence import Insistence
-from bus.outcome import Done, Handler, Outcome, Received, Refuse
-from bus.pace import Pace
-from bus.parcel import Item, Parcel
 from bus.port import BusError, BusForbidden, Delivery, Subscription
-from bus.settling import Settling
 from bus.wire import Codec, Malformed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer", "Malformed"]
 
-log = structlog.get_logger("bus.consumer")
+log = structlog.get_logger("bus.consuming.consumer")
 
 # A consumer that has waited this long for what it depends on says that it is not ready.
 NOT_READY_AFTER_S = 10.0
@@ -66,25 +66,25 @@ class Consumer:
         prefetch: int,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None,
         fill: Mapping[str, str],
-        pace: Pace | None,
+        batch_interval: AdaptiveBatchInterval | None,
     ) -> None:
         self.queue = queue
-        self._pace = pace
+        self._batch_interval = batch_interval
         self._bus = bus
         self._row = BY_QUEUE[queue]
         self._handler = handler
         self._max_batch = max_batch
         self._concurrency = concurrency
         self._prefetch = prefetch
-        self._settling = Settling(bus, self._row, on_malformed)
-        self._insistence = Insistence(bus, queue)
+        self._outcome_handler = OutcomeHandler(bus, self._row, on_malformed)
+        self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
         self._deliveries: deque[Delivery] = deque()
-        self._items: deque[Item] = deque()
-        self._suspects: list[Item] = []
+        self._items: deque[InFlightMessage] = deque()
+        self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
-        self._in_hand: set[Parcel] = set()
+        self._in_hand: set[InFlightDelivery] = set()
         self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
@@ -100,7 +100,7 @@ class Consumer:
         """Whether it gets on with its work (for /readyz)."""
         if self._subscription is None or not self._bus.transport.connected:
             return False
-        return self._insistence.waited_s < NOT_READY_AFTER_S
+        return self._until_available.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
@@ -110,7 +110,7 @@ class Consumer:
     async def start(self) -> None:
         """Declare the queue and begin. When the bus goes away meanwhile it may be called again."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
-        self._settling.queue = self._insistence.queue = self.queue
+        self._outcome_handler.queue = self._until_available.queue = self.queue
         self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
@@ -142,9 +142,9 @@ class Consumer:
             for worker in late:
                 worker.cancel()
             await asyncio.gather(*self._workers, return_exceptions=True)
-        for parcel in self._in_hand:
-            if parcel.open:
-                parcel.delivery.nack(requeue=True)
+        for in_flight in self._in_hand:
+            if in_flight.open:
+                in_flight.delivery.nack(requeue=True)
         self._in_hand.clear()
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
@@ -186,9 +186,9 @@ class Consumer:
 
     async def _turn(self) -> None:
         """Until it is time for a batch; what has come by then goes into it."""
-        if self._pace is None or not self._waiting() or self._draining or self._broken is not None:
+        if self._batch_interval is None or not self._waiting() or self._draining or self._broken is not None:
             return
-        left_s = self._pace.wait_s(self._bus.clock.monotonic())
+        left_s = self._batch_interval.wait_s(self._bus.clock.monotonic())
         if left_s > 0:
             await self._bus.clock.sleep(left_s)
 
@@ -196,7 +196,7 @@ class Consumer:
         """At least so many messages have arrived that nobody has in hand."""
         return len(self._deliveries) + len(self._items) + len(self._suspects)
 
-    def _take(self) -> list[Item]:
+    def _take(self) -> list[InFlightMessage]:
         """At most `max_batch` messages of what has arrived; a suspect alone, and late.
 
         A message that ends its process takes with it what was delivered beside it. In the order of the queue the same
@@ -211,8 +211,8 @@ class Consumer:
             if not count or self._passed_over > MOST_PASSED_OVER:
                 self._passed_over = 0
                 return [self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))]
-        if count and self._pace is not None:
-            self._pace.taken(self._bus.clock.monotonic())
+        if count and self._batch_interval is not None:
+            self._batch_interval.taken(self._bus.clock.monotonic())
         return [self._items.popleft() for _ in range(count)]
 
     def _open(self, delivery: Delivery) -> None:
@@ -221,16 +221,16 @@ class Consumer:
         if not reads:
             delivery.ack()
             return
-        parcel = Parcel(delivery, len(reads))
-        self._in_hand.add(parcel)
-        opened = self._suspects if parcel.is_suspect else self._items
+        in_flight = InFlightDelivery(delivery, len(reads))
+        self._in_hand.add(in_flight)
+        opened = self._suspects if in_flight.is_suspect else self._items
         exhausted = delivery.delivery_count > self._row.delivery_limit - LAST_DELIVERIES
         for read in reads:
             if isinstance(read, Malformed):
-                opened.append(Item(parcel, read))
+                opened.append(InFlightMessage(in_flight, read))
                 continue
             received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted)
-            opened.append(Item(parcel, received, self._until(read.meta)))
+            opened.append(InFlightMessage(in_flight, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:
         """When an answer is of no use any more, on our clock.
@@ -243,12 +243,12 @@ class Consumer:
         left_s = meta.deadline - (meta.sent_at or self._bus.clock.time())
         return self._bus.clock.monotonic() + left_s
 
-    async def _settle_all(self, items: list[Item], number: int) -> None:
+    async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
         now = self._bus.clock.monotonic()
-        sound: list[Item] = []
+        sound: list[InFlightMessage] = []
         for item in items:
             if isinstance(item.received, Malformed):
-                await self._settle_one(item, number, lambda item=item: self._settling.refuse_malformed(item))  # type: ignore[misc]
+                await self._settle_one(item, number, lambda item=item: self._outcome_handler.refuse_malformed(item))  # type: ignore[misc]
                 self._close(item)
                 self._count(item.received.code, 1)
             elif item.until is not None and item.until < now:
@@ -258,21 +258,21 @@ class Consumer:
                 sound.append(item)
         if sound:
             outcomes = await self._ask(sound, number)
-            if self._pace is not None:
+            if self._batch_interval is not None:
                 done = self._bus.clock.monotonic()
-                self._pace.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
+                self._batch_interval.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
             await self._act(sound, outcomes, number)
             for item in sound:
                 self._close(item)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
 
-    async def _act(self, items: Sequence[Item], outcomes: Sequence[Outcome], number: int) -> None:
+    async def _act(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
         """Do what the outcomes ask for; what cannot be done for one message is that message's end alone."""
         if len(items) == 1:
-            return await self._settle_one(items[0], number, lambda: self._settling.act(items, outcomes))
+            return await self._settle_one(items[0], number, lambda: self._outcome_handler.act(items, outcomes))
         try:
-            await self._insistence.insist(number, lambda: self._settling.act(items, outcomes))
+            await self._until_available.call(number, lambda: self._outcome_handler.act(items, outcomes))
         except BusForbidden:
             raise
         except Exception as error:
@@ -280,9 +280,9 @@ class Consumer:
             for item, outcome in zip(items, outcomes, strict=True):
                 await self._act([item], [outcome], number)
 
-    async def _settle_one(self, item: Item, number: int, call: Callable[[], Awaitable[None]]) -> None:
+    async def _settle_one(self, item: InFlightMessage, number: int, call: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._insistence.insist(number, call)
+            await self._until_available.call(number, call)
         except BusForbidden:
             raise
         except Exception as error:
@@ -290,17 +290,17 @@ class Consumer:
         else:
             return
         try:
-            await self._insistence.insist(number, lambda: self._settling.park(item, cause))
+            await self._until_available.call(number, lambda: self._outcome_handler.park(item, cause))
         except BusForbidden:
             raise
         except Exception:  # nothing of it can be written: the broker parks it as it came
             log.exception("consumer.cannot_park", queue=self.queue)
-            item.parcel.rejected = True
+            item.in_flight.rejected = True
 
-    def _close(self, item: Item) -> None:
-        item.parcel.settle()
-        if not item.parcel.open:
-            self._in_hand.discard(item.parcel)
+    def _close(self, item: InFlightMessage) -> None:
+        item.in_flight.settle()
+        if not item.in_flight.open:
+            self._in_hand.discard(item.in_flight)
 
     def _count(self, outcome: str, times: int) -> None:
         counter = self._outcomes.get(outcome)
@@ -308,12 +308,12 @@ class Consumer:
             counter = self._outcomes[outcome] = metrics.OUTCOMES.labels(self._bus.name, self._row.name, outcome)
         counter.inc(times)
 
-    async def _ask(self, items: Sequence[Item], number: int) -> Sequence[Outcome]:
+    async def _ask(self, items: Sequence[InFlightMessage], number: int) -> Sequence[Outcome]:
         """The handler's answers; a crash is narrowed down to the items that cause it."""
         received = [item.received for item in items if isinstance(item.received, Received)]
         last = max((math.inf if item.until is None else item.until) for item in items)
         try:
-            return await self._insistence.insist(number, lambda: self._call(received, last))
+            return await self._until_available.call(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):
             raise  # not the message's fault: it goes back with the connection, and the process says why it ends
         except BrokenInvariant as broken:

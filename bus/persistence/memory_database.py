@@ -20,9 +20,9 @@ from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
-from bus.outbox import Addressed, buses_of, encode_row
+from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
 
-LOCK_TIMEOUT_S = 25.0  # as bus.service.database: the server gives a waiting statement up after this
+LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
 # What is committed in no hurry is on disk after this at the latest: three turns of PostgreSQL's WAL writer.
 UNFLUSHED_S = 0.6
 
@@ -85,7 +85,7 @@ class MemoryDatabase:
         return Session(self, pause)
 
     def next_row(self) -> int:
-        """A new outbox row's id: rolled back it leaves a hole, and no crash gives it again (bus.outbox.NEW_ID)."""
+        """A new outbox row's id: rolled back it leaves a hole, and no crash gives it again (outbox.NEW_ID)."""
         self._last_row += 1
         return self._last_row
 
@@ -219,7 +219,7 @@ class Transaction:
         self.will(lambda: handled.update({(handler, one): now for one in sorted(fresh)}))
         return fresh
 
-    async def send_later(self, outgoing: Sequence[Addressed]) -> int | None:
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; returns the row's id, None when there are none."""
         if not outgoing:
             return None
@@ -228,7 +228,7 @@ class Transaction:
         self.will(lambda: self._database.outbox.update({row_id: row}))
         return row_id
 
-    def _row(self, outgoing: Sequence[Addressed]) -> Row:
+    def _row(self, outgoing: Sequence[OutboxMessage]) -> Row:
         return Row(tuple(buses_of(outgoing)), encode_row(outgoing), self._database.clock.time())
 
     async def commit(self) -> None:
@@ -261,7 +261,7 @@ class Session:
         self.database = database
         self.pause = pause
         self.transactions: dict[Transaction, None] = {}
-        self.losses = 0  # connections that ended by themselves, as bus.service.database counts them
+        self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         """Commits at the end, rolls back on an exception."""
@@ -306,7 +306,7 @@ class MemoryRows:
             transaction.durable = False  # forgotten in a crash, a sweep repeats them
             transaction.will(lambda: _drop(outbox, gone))
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
         async with self._session.transaction() as transaction:
             await transaction.lock([("outbox", row_id)])
@@ -352,7 +352,7 @@ def _renew(outbox: dict[int, Row], row_id: int, now: float) -> None:
         outbox[row_id] = structs.replace(row, taken_at=now)
 
 
-def _replace(outbox: dict[int, Row], row_id: int, outgoing: Sequence[Addressed]) -> None:
+def _replace(outbox: dict[int, Row], row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
     row = outbox.get(row_id)
     if row is not None:
         outbox[row_id] = structs.replace(row, buses=tuple(buses_of(outgoing)), body=encode_row(outgoing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.outcome import Received
+from bus.consuming.outcome import Received
 from bus.port import Delivery
 from bus.wire import Malformed
 
@@ -10,7 +10,7 @@ from bus.wire import Malformed
 SUSPECT_FROM = 2
 
 
-class Parcel:
+class InFlightDelivery:
     """One delivery, which may hold many messages; it is acknowledged when the last of them is settled.
 
     rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
@@ -39,12 +39,12 @@ class Parcel:
             self.delivery.ack()
 
 
-class Item:
+class InFlightMessage:
     """One message in hand. until: by this process's own clock, nobody waits for its answer any more; None: never so."""
 
-    __slots__ = ("parcel", "received", "until")
+    __slots__ = ("in_flight", "received", "until")
 
-    def __init__(self, parcel: Parcel, received: Received | Malformed, until: float | None = None) -> None:
-        self.parcel = parcel
+    def __init__(self, in_flight: InFlightDelivery, received: Received | Malformed, until: float | None = None) -> None:
+        self.in_flight = in_flight
         self.received = received
         self.until = until

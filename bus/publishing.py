@@ -17,7 +17,7 @@ from bus import metrics
 from bus.port import BusError, BusUnavailable, Outgoing, Transport, Unroutable
 from bus.wire import Packed, batch, single
 
-log = structlog.get_logger("bus.link")
+log = structlog.get_logger("bus.publishing")
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
@@ -44,22 +44,22 @@ class Mode(Struct, frozen=True):
 
     asks_first: when several have gathered the first one leaves `mandatory`. If it comes back nobody listens to this
     routing key, so the broker would drop the others too, and they are settled without being sent.
-    most: in one broker message; 0: as the bus's limits say.
+    max_batch: in one broker message; 0: as the bus's limits say.
     """
 
     batches: bool
     persistent: bool = True
     mandatory: bool = False
     asks_first: bool = False
-    most: int = 0
+    max_batch: int = 0
 
     def at_most(self, limits: BusLimits) -> int:
         """How many messages of this kind one broker message carries."""
-        return min(self.most, limits.batch_items) if self.most else limits.batch_items
+        return min(self.max_batch, limits.batch_items) if self.max_batch else limits.batch_items
 
 
 # What is also said one by one, gathered under a key of its own.
-TOGETHER = Mode(True)
+BATCHED = Mode(True)
 
 
 class Waiter:
@@ -89,7 +89,7 @@ class Waiter:
             raise self.error
 
 
-class Place(Waiter):
+class Confirmation(Waiter):
     """One message among many whose publisher wants to know of each how it went: `error`, once the group has waited."""
 
     __slots__ = ("_group",)
@@ -113,7 +113,7 @@ class _Entry(Struct):
     alone: str = ""  # the routing key under which it leaves alone, besides its link's
 
 
-class _Link:
+class _BatchingPublisher:
     __slots__ = ("asked", "entries", "exchange", "flying", "heard", "key", "mode")
 
     def __init__(self, exchange: str, key: str, mode: Mode) -> None:
@@ -174,8 +174,8 @@ class Publisher:
     def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
         self._transport = transport
         self._limits = limits
-        self._links: dict[tuple[str, str, Mode], _Link] = {}
-        self._stalled: dict[_Link, None] = {}  # have entries, but all flights of the bus are taken
+        self._links: dict[tuple[str, str, Mode], _BatchingPublisher] = {}
+        self._stalled: dict[_BatchingPublisher, None] = {}  # have entries, but all flights of the bus are taken
         self._flights: set[asyncio.Task[None]] = set()
         self._room: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
@@ -198,7 +198,7 @@ class Publisher:
         name = (exchange, key, mode)
         link = self._links.get(name)
         if link is None:
-            link = self._links[name] = _Link(exchange, key, mode)
+            link = self._links[name] = _BatchingPublisher(exchange, key, mode)
             self._stalled[link] = None
         elif not link.flying:
             self._stalled[link] = None
@@ -217,8 +217,8 @@ class Publisher:
         """
         self.pump()  # what was posted before it leaves before it
         alone = self._links.get((exchange, key, mode))
-        name = (exchange, together, TOGETHER)
-        link = self._links.get(name) or _Link(*name)
+        name = (exchange, together, BATCHED)
+        link = self._links.get(name) or _BatchingPublisher(*name)
         waits = link.entries or (alone is not None and alone.entries)
         if waits or link.flying >= self._limits.link_flights or len(self._flights) >= self._limits.flights:
             return False
@@ -253,7 +253,7 @@ class Publisher:
         while self._flights and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(list(self._flights), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def _pump_link(self, link: _Link) -> None:
+    def _pump_link(self, link: _BatchingPublisher) -> None:
         while link.entries and link.flying < self._most(link) and not link.asked:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
@@ -266,20 +266,20 @@ class Publisher:
         if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
-    def _launch(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:
+    def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, asks: bool) -> None:
         link.flying += 1
         task = asyncio.get_running_loop().create_task(self._fly(link, entries, asks=asks))
         self._flights.add(task)
         task.add_done_callback(self._flights.discard)
 
-    def _most(self, link: _Link) -> int:
+    def _most(self, link: _BatchingPublisher) -> int:
         """How many broker messages of a link may fly now."""
         if not link.mode.batches:
             return self._limits.flights
         full = len(link.entries) >= link.mode.at_most(self._limits)
         return self._limits.full_flights if full else self._limits.link_flights
 
-    async def _fly(self, link: _Link, entries: list[_Entry], *, asks: bool) -> None:
+    async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, asks: bool) -> None:
         error: BaseException | None = None
         try:
             await self._transport.publish(link.message(entries, asks=asks))

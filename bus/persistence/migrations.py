@@ -18,7 +18,7 @@ class MigrationsMissing(LookupError):
 
 
 def config(package: str, connection: Connection | None = None, schema: str = "") -> Config:
-    """Alembic's configuration for one package, in memory; `bus/service/alembic` is the environment of all of them."""
+    """Alembic's configuration for one package, in memory; the folder `alembic` is the environment of all of them."""
     versions = Path(str(files(package))) / "versions"
     if not versions.is_dir():
         raise MigrationsMissing(f"{package} has no versions/ directory")

@@ -1,11 +1,11 @@
-"""Alembic's environment for every package of migrations; run by `bus.service.migrations.upgrade`."""
+"""Alembic's environment for every package of migrations; run by `bus.persistence.migrations.upgrade`."""
 
 from __future__ import annotations
 
 from alembic import context
 from sqlalchemy import Connection
 
-from bus.service.migrations import VERSION_TABLE
+from bus.persistence.migrations import VERSION_TABLE
 
 _connection = context.config.attributes["connection"]
 assert isinstance(_connection, Connection)

@@ -30,7 +30,7 @@ from bus.port import BusError, BusUnavailable
 
 if TYPE_CHECKING:
     from bus.bus import Bus
-    from bus.service.database import Database
+    from bus.persistence.database import Database
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +56,7 @@ _left = Counter("berth_outbox_left_rows", "Outbox rows left to the sweep", ["rea
 _held = Gauge("berth_outbox_held_rows", "Outbox rows that wait for the broker's confirm")
 
 
-class Addressed(Struct, frozen=True):
+class OutboxMessage(Struct, frozen=True):
     """A message, and the bus it is for ("api" or a cell's name). `cause` as in Meta."""
 
     bus: str
@@ -65,7 +65,7 @@ class Addressed(Struct, frozen=True):
 
 
 class _Stored(Struct, frozen=True):
-    """An Addressed as it is read back: the message's type is its tag, so any process of the role can publish it."""
+    """An OutboxMessage as it is read back: the message's type is its tag, so any process of the role can publish it."""
 
     bus: str
     message: Union[tuple(row.message for row in MESSAGES)]  # type: ignore[valid-type]  # noqa: UP007
@@ -137,12 +137,12 @@ NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (n
 INSERT = f"INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}, {{}}) RETURNING id"
 
 
-def buses_of(outgoing: Sequence[Addressed]) -> list[str]:
+def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
     """The buses that these messages are for, each once, in order."""
     return sorted({item.bus for item in outgoing})
 
 
-async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | None:
+async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:
     """Record what this transaction has to say, as one row; returns its id for `Relay.send`, None when it is empty."""
     if not outgoing:
         return None
@@ -150,7 +150,7 @@ async def add(conn: asyncpg.Connection, outgoing: Sequence[Addressed]) -> int | 
     return row_id
 
 
-def add_to(statement: GuardedStatement, outgoing: Sequence[Addressed]) -> None:
+def add_to(statement: GuardedStatement, outgoing: Sequence[OutboxMessage]) -> None:
     """The same as a part of a guarded statement; the row's id is its column `outbox_row`."""
     if not outgoing:
         statement.column("NULL::bigint AS outbox_row")
@@ -188,12 +188,12 @@ REPLACE = "UPDATE outbox SET buses = $2, body = $3 WHERE id = $1"
 
 
 class Rows(Protocol):
-    """What a relay needs of an outbox. Adapters: `PostgresRows`, `bus.service.memory_database`. All raise Transient."""
+    """What a relay needs of an outbox. Adapters: `PostgresRows`, `memory_database`. All raise Transient."""
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
 
     async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
@@ -218,7 +218,7 @@ class PostgresRows:
         async with self._database.single() as connection:
             await connection.fetchval(FORGET, row_ids)
 
-    async def replace(self, row_id: int, outgoing: Sequence[Addressed]) -> None:
+    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
         async with self._database.single() as connection:
             await connection.execute(REPLACE, row_id, buses_of(outgoing), encode_row(outgoing))
@@ -246,7 +246,7 @@ class _Ticket:
 
     __slots__ = ("failed", "left", "row_id", "waiting")
 
-    def __init__(self, row_id: int, waiting: int, left: Sequence[Addressed]) -> None:
+    def __init__(self, row_id: int, waiting: int, left: Sequence[OutboxMessage]) -> None:
         self.row_id = row_id
         self.waiting = waiting
         self.left = left  # messages of the row for buses that take nothing now: they stay in the table
@@ -300,7 +300,7 @@ class Relay:
         """Rows that wait for the broker's confirm or for being forgotten."""
         return len(self._tickets) + len(self._confirmed)
 
-    def send(self, row_id: int | None, outgoing: Sequence[Addressed]) -> None:
+    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         """Publish the messages of a committed row soon. Never blocks: past the bound the row waits for the sweep."""
         if row_id is None or row_id in self._tickets:
             assert row_id is not None or not outgoing, "messages without their outbox row would not survive a crash"
@@ -451,7 +451,7 @@ class Relay:
                 if row_id in self._tickets or row_id in self._confirmed:
                     continue
                 try:
-                    outgoing = [Addressed(item.bus, item.message, item.cause) for item in _decode(body)]
+                    outgoing = [OutboxMessage(item.bus, item.message, item.cause) for item in _decode(body)]
                 except msgspec.DecodeError as error:  # written by another version; it stays for that one
                     log.error("outbox.unreadable", row=row_id, reason=str(error))
                     continue

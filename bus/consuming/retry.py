@@ -15,7 +15,7 @@ from bus.port import BusError, BusForbidden
 if TYPE_CHECKING:
     from bus.bus import Bus
 
-log = structlog.get_logger("bus.consumer")
+log = structlog.get_logger("bus.consuming.consumer")
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 5.0
 
 
-class Insistence:
+class RetryUntilAvailable:
     """One consumer's: each of its workers, by its number, may be waiting for what it depends on."""
 
     def __init__(self, bus: Bus, row: str) -> None:
@@ -39,10 +39,10 @@ class Insistence:
         oldest = min(self._since.values(), default=None)
         return 0.0 if oldest is None else self._bus.clock.monotonic() - oldest
 
-    async def insist(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, number: int, function: Callable[[], Awaitable[T]]) -> T:
         """Call until what we depend on is there; anything but a passing fault is raised."""
         try:
-            return await call()
+            return await function()
         except (Transient, BusError) as error:
             if isinstance(error, BusForbidden):
                 raise
@@ -50,7 +50,7 @@ class Insistence:
         clock, rng = self._bus.clock, self._bus.rng
 
         async def once() -> T:  # tenacity awaits only what it can see to be a coroutine function
-            return await call()
+            return await function()
 
         def wait(state: tenacity.RetryCallState) -> float:
             longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(state.attempt_number, 30))

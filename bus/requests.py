@@ -14,11 +14,11 @@ from bus.clock import Clock, new_uuid
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
 from bus.faults import Fault, RequestRefused, RequestTimeout
-from bus.link import Mode, Publisher, Waiter
 from bus.port import BusError, BusForbidden, Delivery, Transport
+from bus.publishing import Mode, Publisher, Waiter
 from bus.wire import REPLY_PREFIX, Codec, Malformed, pack
 
-log = structlog.get_logger("bus.requester")
+log = structlog.get_logger("bus.requests")
 
 R = TypeVar("R", bound=Message)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from bus import metrics
-from bus.dead_letters import read_letter
+from bus.consuming.dead_letters import read_letter
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, dead_queue
 from bus.wire import shown
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 MOST_TO_DROP = 16
 
 
-async def bury(bus: Bus, queue: str, letter: Outgoing) -> None:
+async def park(bus: Bus, queue: str, letter: Outgoing) -> None:
     """Park a letter of this queue; never stops a consumer because nobody has looked at the others.
 
     Raises BusUnavailable, and what else a publish may raise, except that the queue of dead letters is full.

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import structs
 
-from bus.burial import bury
 from bus.clock import new_uuid
+from bus.consuming.dead_lettering import park
+from bus.consuming.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
+from bus.consuming.in_flight import InFlightMessage
+from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
 from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
-from bus.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
-from bus.link import Mode, Waiter
-from bus.outcome import Done, Outcome, Received, Retry
-from bus.parcel import Item
 from bus.port import BusError, Outgoing, retry_queue
+from bus.publishing import Mode, Waiter
 from bus.wire import (
     JSON,
     ORIGINAL_KEY,
@@ -33,12 +33,12 @@ from bus.wire import (
 if TYPE_CHECKING:
     from bus.bus import Bus
 
-log = structlog.get_logger("bus.consumer")
+log = structlog.get_logger("bus.consuming.consumer")
 
 CANNOT_SETTLE = "settling.failed"
 
 
-class Settling:
+class OutcomeHandler:
     """One consumer's: it sends what outcomes ask for; the consumer acknowledges afterwards."""
 
     def __init__(self, bus: Bus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None) -> None:
@@ -47,10 +47,10 @@ class Settling:
         self._bus = bus
         self._on_malformed = on_malformed
 
-    async def act(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:
+    async def act(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
         """Send what the outcomes ask for. Returns when it is confirmed, so that the messages may be acknowledged."""
         moves, replies = Waiter(), Waiter()
-        buried: list[Outgoing] = []
+        parked: list[Outgoing] = []
         for item, outcome in zip(items, outcomes, strict=True):
             received = item.received
             if isinstance(received, Malformed):
@@ -63,13 +63,13 @@ class Settling:
             elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
                 self._retry(received, moves)
             else:
-                buried += self._give_up(item, outcome.code, outcome.reason, replies)
+                parked += self._give_up(item, outcome.code, outcome.reason, replies)
         self._bus.publisher.pump()
-        await self._sent(moves, replies, buried)
+        await self._sent(moves, replies, parked)
 
-    async def _sent(self, moves: Waiter, replies: Waiter, buried: Sequence[Outgoing]) -> None:
-        for letter in buried:
-            await bury(self._bus, self.queue, letter)
+    async def _sent(self, moves: Waiter, replies: Waiter, parked: Sequence[Outgoing]) -> None:
+        for letter in parked:
+            await park(self._bus, self.queue, letter)
         try:
             await replies.wait()
         except BusError as error:
@@ -94,7 +94,7 @@ class Settling:
         key = retry_queue(self.queue, attempt)
         self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
 
-    def _give_up(self, item: Item, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
+    def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
         """A Refusal to whoever asked, else a dead letter; a queue without one loses it, and says so."""
         received = item.received
         if received.meta.reply_to is not None:
@@ -105,8 +105,8 @@ class Settling:
             return []
         return [self._dead_letter(item, code, reason)]
 
-    def _dead_letter(self, item: Item, code: str, reason: str) -> Outgoing:
-        received, delivery = item.received, item.parcel.delivery
+    def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> Outgoing:
+        received, delivery = item.received, item.in_flight.delivery
         packed = (
             Packed(received.body, received.meta, delivery.type or "")
             if isinstance(received, Malformed)
@@ -134,7 +134,7 @@ class Settling:
             mandatory=True,
         )
 
-    async def park(self, item: Item, error: Exception) -> None:
+    async def park(self, item: InFlightMessage, error: Exception) -> None:
         """Dead-letter one message whose outcome could not be carried out, with its body and nothing else of its own."""
         received, reason = item.received, f"{type(error).__name__}: {error}"
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
@@ -153,9 +153,9 @@ class Settling:
             },
             mandatory=True,
         )
-        await bury(self._bus, self.queue, letter)
+        await park(self._bus, self.queue, letter)
 
-    async def refuse_malformed(self, item: Item) -> None:
+    async def refuse_malformed(self, item: InFlightMessage) -> None:
         """Answer what could not be read: on the reply queue, as the owner says, or as a dead letter."""
         bad = item.received
         assert isinstance(bad, Malformed)
@@ -164,9 +164,9 @@ class Settling:
             await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
             return
         moves, replies = Waiter(), Waiter()
-        buried = self._give_up(item, bad.code, bad.reason, replies)
+        parked = self._give_up(item, bad.code, bad.reason, replies)
         self._bus.publisher.pump()
-        await self._sent(moves, replies, buried)
+        await self._sent(moves, replies, parked)
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
         """What the owner of the queue says to it; a crash there makes it a dead letter, not a dead worker."""

@@ -26,7 +26,7 @@ from sqlalchemy.pool import NullPool
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
 from bus.faults import DatabaseUnavailable, Forbidden, Transient
-from bus.service import migrations
+from bus.persistence import migrations
 
 log = structlog.get_logger(__name__)
 

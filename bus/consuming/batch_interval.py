@@ -17,7 +17,7 @@ FIRST_S, LONGEST_S = 0.004, 0.1  # the shortest gap and the longest
 DOUBLES_S = 600.0  # what a batch takes alone is taken to double in this time, unless one is seen that was as quick
 
 
-class Pace:
+class AdaptiveBatchInterval:
     """The gap between one batch and the next. Times are seconds of one monotonic clock, which the caller reads."""
 
     __slots__ = ("_alone_s", "_heard_at", "_taken_at", "gap_s")

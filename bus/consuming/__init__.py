@@ -1,0 +1,1 @@
+"""Taking batches from queues: the consumer, what handlers return, retries, dead letters."""

@@ -1,0 +1,1 @@
+"""The environment that every package of migrations runs in (bus.persistence.migrations)."""

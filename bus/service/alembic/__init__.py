@@ -1,1 +1,0 @@
-"""The environment that every package of migrations runs in (bus.service.migrations)."""
