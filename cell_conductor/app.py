@@ -13,7 +13,7 @@ from bus.service.service import Service
 from .config import ConductorConfig
 from .engine import Engine
 from .handlers import HostHandlers, RequestHandlers
-from .side_tasks import Reporter, forget_forever, sweep_forever
+from .side_tasks import Reporter, purge_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
 
@@ -54,7 +54,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.declares(declare)
     service.task("outbox relay", relay.run)
     service.task("deadlines", lambda: sweep_forever(engine, env.clock, config))
-    service.task("forgetting", lambda: forget_forever(store, env.clock, config))
+    service.task("retention", lambda: purge_forever(store, env.clock, config))
     service.task("reports", reporter.run)
     for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
         consumer = bus.consumer(

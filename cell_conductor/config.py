@@ -23,7 +23,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
     deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
     than any message can be under way. failed_keep_s: the same of a failed one; longer than the schedulers keep its
-    request (ended_keep_s), because who deletes it there waits for our word. forget_every_s: between two looks for those
+    request (ended_keep_s), because who deletes it there waits for our word. purge_every_s: between two looks for those
     that are older. progress_linger_s: an event that is not a build's end leaves with the next message, or after this.
     """
 
@@ -41,6 +41,6 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
     deleted_keep_s: Seconds = 86_400.0
     failed_keep_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0
-    forget_every_s: Seconds = 60.0
-    forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+    purge_every_s: Seconds = 60.0
+    purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
     progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.01

@@ -27,7 +27,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, TimedOut
 from .domain.instance import Instance, State
-from .domain.rules import Patience
+from .domain.rules import Timeouts
 from .domain.table import step, wanted
 from .store.port import InstanceStore, Transaction
 
@@ -43,7 +43,7 @@ MAX_STALE = 5
 ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED})
 
 
-class Arrival(Struct, frozen=True):
+class InstanceEvent(Struct, frozen=True):
     """One event for one instance. message_id: what it came in, "" when it came in none."""
 
     uuid: str
@@ -52,7 +52,7 @@ class Arrival(Struct, frozen=True):
     cause: str = ""
 
 
-class Question(Struct, frozen=True):
+class PendingQuestion(Struct, frozen=True):
     """What placement is to be asked for one instance. repeated: it may have been asked this very question before."""
 
     instance: Instance
@@ -91,7 +91,7 @@ class Engine:
         self._clock = clock
         self._config = config
         self._asking: set[str] = set()
-        self._patience = Patience(
+        self._timeouts = Timeouts(
             cell=cell,
             ask_again_s=config.ask_again_s,
             destroy_again_s=config.destroy_again_s,
@@ -99,10 +99,10 @@ class Engine:
             report_grace_s=config.report_grace_s,
         )
 
-    async def take(self, arrivals: Sequence[Arrival], *, source: str) -> None:
+    async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> None:
         """Apply events, in order for each instance, and follow up with placement."""
         with metrics.BATCH_SECONDS.labels(source).time():
-            await self._settle(await self._apply(arrivals))
+            await self._settle(await self._apply(incoming))
 
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
@@ -112,8 +112,8 @@ class Engine:
             due = {instance.uuid: instance for instance in await transaction.lock_due(now, self._config.sweep_batch)}
             if not due:
                 return 0
-            arrivals = [Arrival(uuid, TimedOut(at=now)) for uuid in due]
-            recorded = await self._record(transaction, due, arrivals)
+            incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
+            recorded = await self._record(transaction, due, incoming)
         self._committed(transaction, recorded)
         for instance in due.values():
             metrics.SWEPT.labels(instance.state).inc()
@@ -122,17 +122,17 @@ class Engine:
             await self._settle(_questions(due, recorded.instances, again=due.keys()))
         return len(due)
 
-    async def _apply(self, arrivals: Sequence[Arrival]) -> list[Question]:
+    async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
         await self._relay.room()
-        uuids = sorted({arrival.uuid for arrival in arrivals})
-        new = {arrival.uuid for arrival in arrivals if isinstance(arrival.event, BuildAsked)}
+        uuids = sorted({instance_event.uuid for instance_event in incoming})
+        new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildAsked)}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
             begun = self._store.transaction() if number else self._store.optimistic(new)
             try:
                 async with begun as transaction:
-                    fresh = await self._fresh(transaction, arrivals)
+                    fresh = await self._fresh(transaction, incoming)
                     known = await transaction.lock(uuids)
                     recorded = await self._record(transaction, known, fresh)
                     transaction.durable = not _may_be_redone(recorded)
@@ -142,34 +142,34 @@ class Engine:
             if not transaction.durable:
                 await self._store.flush()
             # A message seen before: whoever took it then may have died before it could ask.
-            again = set() if len(fresh) == len(arrivals) else {a.uuid for a in arrivals} - {a.uuid for a in fresh}
+            again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
             return _questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
 
     @staticmethod
-    async def _fresh(transaction: Transaction, arrivals: Sequence[Arrival]) -> Sequence[Arrival]:
-        ids = [arrival.message_id for arrival in arrivals if arrival.message_id]
+    async def _fresh(transaction: Transaction, incoming: Sequence[InstanceEvent]) -> Sequence[InstanceEvent]:
+        ids = [instance_event.message_id for instance_event in incoming if instance_event.message_id]
         if not ids:
-            return arrivals
+            return incoming
         new = await transaction.first_time(ids)
-        return [a for a in arrivals if not a.message_id or a.message_id in new]
+        return [a for a in incoming if not a.message_id or a.message_id in new]
 
     async def _record(
-        self, transaction: Transaction, known: Mapping[str, Instance], arrivals: Sequence[Arrival]
+        self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
     ) -> Recorded:
         """Step every event and write down what changed, with what is to be sent."""
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        patience = replace(self._patience, deployment=self._store.deployment)
-        for arrival in arrivals:
-            before = now.get(arrival.uuid) or Instance(uuid=arrival.uuid)
-            stepped = step(before, arrival.event, patience)
-            now[arrival.uuid] = stepped.instance
-            cause = stepped.instance.cause or arrival.cause
+        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        for instance_event in incoming:
+            before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
+            stepped = step(before, instance_event.event, timeouts)
+            now[instance_event.uuid] = stepped.instance
+            cause = stepped.instance.cause or instance_event.cause
             outgoing += [OutboxMessage(self._bus.name, command, cause) for command in stepped.commands]
-            steps[before.state, type(arrival.event).__name__] += 1
+            steps[before.state, type(instance_event.event).__name__] += 1
             if stepped.instance.state is not before.state and stepped.instance.state in ENDS:
                 ended.append(stepped.instance)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
@@ -184,7 +184,7 @@ class Engine:
         self._relay.send(transaction.row, recorded.outgoing)
         _tell(recorded.steps, recorded.ended, recorded.outgoing)
 
-    async def _settle(self, questions: Sequence[Question]) -> None:
+    async def _settle(self, questions: Sequence[PendingQuestion]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
 
         No answer is no reason to hold the messages back: the question is on record, and asked again until answered.
@@ -203,28 +203,28 @@ class Engine:
             questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
-    async def _ask(self, questions: Sequence[Question]) -> list[Arrival]:
+    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
         """One round of questions, many at once; the answers as events."""
         claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
         releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
-        arrivals: list[Arrival] = []
+        incoming: list[InstanceEvent] = []
         if claims:
             answers = await self._request([c for _, c in claims], ClaimResult, [q.instance.cause for q, _ in claims])
             for (question, claim), answer in zip(claims, answers, strict=True):
                 event = self._claim_event(question, claim, answer)
-                arrivals += [Arrival(question.instance.uuid, event)] if event else []
+                incoming += [InstanceEvent(question.instance.uuid, event)] if event else []
         if releases:
             asked = [release for _, release in releases]
             replies = await self._request(asked, ReleaseResult, [q.instance.cause for q, _ in releases])
             for (question, _), reply in zip(releases, replies, strict=True):
                 if self._is_released(question.instance, reply):
-                    arrivals.append(Arrival(question.instance.uuid, Released(at=self._clock.time())))
-        return arrivals
+                    incoming.append(InstanceEvent(question.instance.uuid, Released(at=self._clock.time())))
+        return incoming
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
         return await self._bus.request_all(questions, reply, timeout_s=self._config.ask_timeout_s, causes=causes)
 
-    def _claim_event(self, question: Question, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
+    def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """What placement's answer means to the instance; None: no answer yet."""
         now, instance = self._clock.time(), question.instance
         if isinstance(answer, RequestRefused):
@@ -280,12 +280,12 @@ def _may_be_redone(recorded: Recorded) -> bool:
 
 def _questions(
     before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
-) -> list[Question]:
+) -> list[PendingQuestion]:
     """What is to be asked now: questions that have just come up, and those of `again`, asked once more.
 
     An instance that was waiting all along is somebody else's: asking twice at the same time would be answered twice.
     """
-    found: list[Question] = []
+    found: list[PendingQuestion] = []
     for uuid, instance in after.items():
         message = wanted(instance)
         if message is None:
@@ -293,7 +293,7 @@ def _questions(
         known = before.get(uuid)
         is_new = known is None or wanted(known) != message
         if is_new or uuid in again:
-            found.append(Question(instance, message, repeated=not is_new))
+            found.append(PendingQuestion(instance, message, repeated=not is_new))
     return found
 
 

@@ -16,7 +16,7 @@ from .config import ConductorConfig
 from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
 from .domain.instance import Look
 from .domain.report import Differences, Newest, differences
-from .engine import Arrival, Engine
+from .engine import Engine, InstanceEvent
 from .guard import Guard
 from .store.port import InstanceStore
 
@@ -41,16 +41,16 @@ class RequestHandlers:
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
         at = self._clock.time()
         outcomes: list[Outcome] = []
-        arrivals: list[Arrival] = []
+        incoming: list[InstanceEvent] = []
         for received in batch:
-            arrival = _arrival(received, at)
+            instance_event = _instance_event(received, at)
             outcomes.append(
-                Refuse("message.unexpected", type(received.message).__name__) if arrival is None else Done()
+                Refuse("message.unexpected", type(received.message).__name__) if instance_event is None else Done()
             )
-            if arrival is not None:
-                arrivals.append(arrival)
-        if arrivals:
-            await self._engine.take(arrivals, source=source)
+            if instance_event is not None:
+                incoming.append(instance_event)
+        if incoming:
+            await self._engine.take(incoming, source=source)
         return outcomes
 
 
@@ -95,27 +95,27 @@ class HostHandlers:
         await self._take(report.service, harmful)
 
     async def _take(self, service: str, events: Sequence[tuple[str, Event]]) -> None:
-        arrivals = [Arrival(uuid, event) for uuid, event in events]
-        for start in range(0, len(arrivals), self._config.max_batch):
-            piece = arrivals[start : start + self._config.max_batch]
-            for arrival in piece:
-                kind = "runs" if isinstance(arrival.event, HostRuns) else "missing"
+        incoming = [InstanceEvent(uuid, event) for uuid, event in events]
+        for start in range(0, len(incoming), self._config.max_batch):
+            piece = incoming[start : start + self._config.max_batch]
+            for instance_event in piece:
+                kind = "runs" if isinstance(instance_event.event, HostRuns) else "missing"
                 metrics.REPAIRED.labels(kind).inc()
-                log.info("instance.differs", instance=arrival.uuid, kind=kind, service=service)
+                log.info("instance.differs", instance=instance_event.uuid, kind=kind, service=service)
             await self._engine.take(piece, source="reports")
 
 
-def _arrival(received: Received, at: float) -> Arrival | None:
+def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     """The event that a message brings; None: not a message of these queues."""
     message, meta = received.message, received.meta
     if isinstance(message, CellBuild):
         uuid = message.spec.instance_uuid
-        return Arrival(uuid, build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
+        return InstanceEvent(uuid, build_asked(message, at, meta.cause or uuid), meta.id, meta.cause)
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
-        return Arrival(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
+        return InstanceEvent(uuid, DeleteAsked(at=at, cause=meta.cause or uuid), meta.id, meta.cause)
     if isinstance(message, ComputeResult):
-        return Arrival(message.instance_uuid, _result(message, at), meta.id, meta.cause)
+        return InstanceEvent(message.instance_uuid, _result(message, at), meta.id, meta.cause)
     return None
 
 

@@ -37,17 +37,17 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             await clock.sleep(config.sweep_every_s)
 
 
-async def forget_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
+async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
     """Drop instances that were deleted or failed long ago; a full batch is followed by the next at once."""
     while True:
         deleted = failed = 0
         try:
-            deleted = await store.forget_deleted(clock.time() - config.deleted_keep_s, config.forget_batch)
-            failed = await store.forget_failed(clock.time() - config.failed_keep_s, config.forget_batch)
+            deleted = await store.purge_deleted(clock.time() - config.deleted_keep_s, config.purge_batch)
+            failed = await store.purge_failed(clock.time() - config.failed_keep_s, config.purge_batch)
         except Transient as fault:
-            log.warning("forget.waiting", code=fault.code, reason=str(fault))
-        if max(deleted, failed) < config.forget_batch:
-            await clock.sleep(config.forget_every_s)
+            log.warning("purge.waiting", code=fault.code, reason=str(fault))
+        if max(deleted, failed) < config.purge_batch:
+            await clock.sleep(config.purge_every_s)
 
 
 class Reporter:

@@ -320,7 +320,7 @@ class Agent:
             self._answers.ended(key, gone)
         elif entry.phase is Phase.RUNNING and machine is None and seen:
             self._records.put(key, lost(entry))
-        elif not entry.told:
+        elif not entry.reported:
             self._answers.ended(key, entry)
 
     async def learn_hosts(self) -> Sequence[DriverHost]:

@@ -37,16 +37,16 @@ class Publisher(Protocol):
 class Announcer:
     """A queue of results, published in the order they came, in batches that grow under load.
 
-    on_told: called with the results that were confirmed. A batch that was not wholly confirmed is published again
+    on_reported: called with the results that were confirmed. A batch that was not wholly confirmed is published again
     wholly: results may come twice, and conductors know.
     """
 
     def __init__(
-        self, bus: Publisher, *, clock: Clock, on_told: Callable[[Sequence[ComputeResult]], None], service: str
+        self, bus: Publisher, *, clock: Clock, on_reported: Callable[[Sequence[ComputeResult]], None], service: str
     ) -> None:
         self._bus = bus
         self._clock = clock
-        self._on_told = on_told
+        self._on_reported = on_reported
         self._service = service
         self._waiting: deque[ComputeResult] = deque()
         self._some = asyncio.Event()
@@ -89,7 +89,7 @@ class Announcer:
             for _ in batch:
                 self._waiting.popleft()
             self._settle()
-            self._on_told(batch)
+            self._on_reported(batch)
 
     def _settle(self) -> None:
         if len(self._waiting) < MAX_WAITING:

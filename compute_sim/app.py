@@ -72,7 +72,7 @@ def build(
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
     result.task("destructions", parts.agent.insist)
-    result.task("fate", parts.doom.wait)
+    result.task("fate", parts.crash_plan.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)
     # Before the first announcement, as the one that holds the name is: whoever hears it may send builds at once.
@@ -110,14 +110,16 @@ class Parts:
         self.name = ServiceName(
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
         )
-        self.announcer = Announcer(self.bus, clock=env.clock, on_told=records.told, service=service)
-        self.voice = Unreliable(self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock)
-        self.doom = Doom(config, self.fleet, die)
+        self.announcer = Announcer(self.bus, clock=env.clock, on_reported=records.reported, service=service)
+        self.result_sender = Unreliable(
+            self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock
+        )
+        self.crash_plan = CrashPlan(config, self.fleet, die)
         self.agent = Agent(
             service=service,
             driver=self.driver,
             records=records,
-            say=self.voice.say,
+            say=self.result_sender.say,
             clock=env.clock,
             limits=Limits(
                 per_host=config.max_builds_per_host,
@@ -127,7 +129,7 @@ class Parts:
                 destroy_tries=config.destroy_tries,
             ),
             on_failures=lambda host: self.reporter.failures_changed(host),  # noqa: PLW0108  (made below)
-            on_accepted=self.doom.accepted,
+            on_accepted=self.crash_plan.accepted,
         )
         self.reporter = Reporter(
             self.bus,
@@ -177,12 +179,12 @@ class Parts:
     async def close(self) -> None:
         """Stop where it stands."""
         await self.agent.stop(0)
-        self.voice.stop()
+        self.result_sender.stop()
         await self.driver.close()
         self.fleet.close()
 
 
-class Doom:
+class CrashPlan:
     """Planned deaths of the whole service."""
 
     def __init__(self, config: ComputeConfig, fleet: Fleet, die: Callable[[], None] | None) -> None:

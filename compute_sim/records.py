@@ -120,14 +120,14 @@ class Records:
         """Remember one entry and write it."""
         self.write([self.note(key, entry, spawn)])
 
-    def told(self, results: Sequence[ComputeResult]) -> None:
+    def reported(self, results: Sequence[ComputeResult]) -> None:
         """These results have reached the broker: a restart need not say them again."""
         rows: list[Row] = []
         for result in results:
             key = (result.host_uuid, result.instance_uuid)
             entry = self._entries.get(key)
-            if entry is not None and not entry.told and answer(entry) == (result.attempt, result.outcome):
-                rows.append(self.note(key, replace(entry, told=True)))
+            if entry is not None and not entry.reported and answer(entry) == (result.attempt, result.outcome):
+                rows.append(self.note(key, replace(entry, reported=True)))
         self.write(rows)
 
     def is_live(self, host: str, instance: str) -> bool:

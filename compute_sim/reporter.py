@@ -97,7 +97,7 @@ class Wanted:
 
 
 class Reporter:
-    """One service's voice."""
+    """Publishes what one service has to report."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Reporter:
         self._announce = Wanted()
         self._inventory = Wanted()
         self._changed: dict[str, float] = {}  # hosts whose inventory is to be said once more, and when they changed
-        self._voice = asyncio.Lock()
+        self._publishing = asyncio.Lock()
         self._sequence = 0
 
     # --- what makes it speak
@@ -200,7 +200,7 @@ class Reporter:
     # --- speaking
 
     async def _heartbeat(self, *, leaving: bool = False) -> None:
-        async with self._voice:
+        async with self._publishing:
             self._sequence += 1
             await self._bus.publish(
                 Heartbeat(
@@ -226,7 +226,7 @@ class Reporter:
         pages = self._pages(known, running)
         began = 0
         for number, page in enumerate(pages, 1):
-            async with self._voice:
+            async with self._publishing:
                 self._sequence += 1
                 if hosts is None:
                     began = began or self._sequence

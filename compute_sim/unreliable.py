@@ -1,4 +1,4 @@
-"""A voice that lies as planned: results that come twice, and successes that come long after their deadline."""
+"""A result sender that lies as planned: results that come twice, and successes that come long after their deadline."""
 
 from __future__ import annotations
 

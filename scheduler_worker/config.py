@@ -134,8 +134,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Forgetting builds that ended without a machine; a request sent longer ago than they are kept is not taken for new
     ended_keep_s: Seconds = 7 * 86_400.0
-    forget_every_s: Seconds = 600.0
-    forget_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
+    purge_every_s: Seconds = 600.0
+    purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
 
     # Bounds of the consumers
     batch: Positive = 512  # 256: an eighth fewer boots a second where much waits (docs/lab/performance.md)

@@ -24,9 +24,9 @@ def max_request_age_s(config: SchedulerConfig) -> float:
 async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
     """A pass now and then; schedulers share the work, each takes what no other has locked."""
     while True:
-        await clock.sleep(config.forget_every_s)
+        await clock.sleep(config.purge_every_s)
         try:
-            await purge(store, clock.time() - config.ended_keep_s, config.forget_batch)
+            await purge(store, clock.time() - config.ended_keep_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
 

@@ -51,7 +51,7 @@ CONDUCTOR = ConductorConfig(
     report_grace_s=10.0,
     report_every_s=30.0,
     sweep_every_s=1.0,
-    forget_every_s=5.0,
+    purge_every_s=5.0,
     # A host that is reinstalled loses all its machines at once, and no operator is simulated who says go.
     breaker_limit=10_000,
 )

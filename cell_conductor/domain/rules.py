@@ -1,4 +1,4 @@
-"""What each transition does: `rule(instance, event, patience) -> Step`. Which one applies is the table's business.
+"""What each transition does: `rule(instance, event, timeouts) -> Step`. Which one applies is the table's business.
 
 A rule may be called late or twice; where an attempt or a host does not match, it says so by leaving things alone or by
 destroying what should not run. Commands are the contract's own messages, ready to be sent.
@@ -33,7 +33,7 @@ from .instance import Instance, State
 from .proof import is_over
 
 
-class Patience(Struct, frozen=True, kw_only=True):
+class Timeouts(Struct, frozen=True, kw_only=True):
     """How long the machine waits, and where it is (`cell` is named in every announcement).
 
     deployment: the identity of the cell's database, which every machine is marked with.
@@ -54,38 +54,38 @@ class Step(Struct, frozen=True):
     commands: tuple[Message, ...] = ()
 
 
-def keep(instance: Instance, event: object, patience: Patience) -> Step:
+def keep(instance: Instance, event: object, timeouts: Timeouts) -> Step:
     """Nothing changes: it is late, doubled, or already taken care of."""
     return Step(instance)
 
 
-def begin(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+def begin(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The first selection, claimed under attempt 1, is commanded."""
-    return _spawn(_adopt(instance, event), event.at, patience)
+    return _spawn(_adopt(instance, event), event.at, timeouts)
 
 
-def begin_again(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+def begin_again(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
     if event.requested_at <= instance.requested_at:
         return Step(instance)
-    return begin(Instance(uuid=instance.uuid, sequence=instance.sequence), event, patience)
+    return begin(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
 
 
-def bury(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+def tombstone(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """The delete came first: remember it, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
 
 
-def refuse_build(instance: Instance, event: BuildAsked, patience: Patience) -> Step:
+def refuse_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The build of a deleted instance: give its claim back, start nothing."""
     adopted = replace(_adopt(instance, event), cause=instance.cause)
-    return Step(_ask(adopted, State.RELEASING, event.at, patience))
+    return Step(_ask(adopted, State.RELEASING, event.at, timeouts))
 
 
-def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs: active, once it is certainly built. An older attempt is destroyed, never doubled."""
     if not _is_ours(instance, event):
-        return disown(instance, event, patience)
+        return destroy_orphan(instance, event, timeouts)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     instance = _at_service(instance, event.service)
@@ -102,10 +102,10 @@ def come_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -
         up_look=event.look,
         answered=True,
     )
-    return _announce(up, BuildState.ACTIVE, event.at, patience, terminal=True)
+    return _announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
 
 
-def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """An attempt runs that the record proves to be over: destroy it where it is. What is not proved is kept."""
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
@@ -114,68 +114,68 @@ def disown(instance: Instance, event: Spawned | HostRuns, patience: Patience) ->
         attempt=event.attempt,
         host_uuid=event.host_uuid,
         service=event.service,
-        deployment=patience.deployment,
+        deployment=timeouts.deployment,
     )
     return Step(instance, (order,))
 
 
-def stay_up(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+def stay_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
     if _is_ours(instance, event):
         moved = _at_service(instance, event.service)
         return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_look=event.look))
-    return disown(instance, event, patience)
+    return destroy_orphan(instance, event, timeouts)
 
 
-def chase(instance: Instance, event: Spawned | HostRuns, patience: Patience) -> Step:
+def repeat_destroy(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """It still runs, and its destroy is on its way; unless the host has another service now: that one is told, too."""
     if not _is_ours(instance, event):
-        return disown(instance, event, patience)
+        return destroy_orphan(instance, event, timeouts)
     moved = _at_service(instance, event.service)
-    return Step(moved, (_destroy_here(moved, patience),)) if moved is not instance else Step(instance)
+    return Step(moved, (_destroy_here(moved, timeouts),)) if moved is not instance else Step(instance)
 
 
-def fail_over(instance: Instance, event: SpawnFailed, patience: Patience) -> Step:
+def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
     if event.final:
-        return _give_up(failed, event.at, patience, code=event.code, reason=event.reason)
-    return _next(failed, event.at, patience)
+        return _give_up(failed, event.at, timeouts, code=event.code, reason=event.reason)
+    return _next(failed, event.at, timeouts)
 
 
-def time_out(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The host never answered: fence the attempt there, then claim the next alternate, or give up."""
     reason = f"no answer within {instance.build_timeout_s:g} s"
     over = _noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
-    return _next(replace(over, stamps=_stamped(instance, event)), event.at, patience)
+    return _next(replace(over, stamps=_stamped(instance, event)), event.at, timeouts)
 
 
-def vanish(instance: Instance, event: Destroyed, patience: Patience) -> Step:
+def vanish(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
     """The host destroyed the attempt that was being built, though nobody asked: the attempt has failed."""
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
     gone = _noted(instance, "failed", at=event.at, code="spawn.destroyed")
-    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, patience)
+    return _next(replace(gone, stamps=_stamped(instance, event)), event.at, timeouts)
 
 
-def move_on(instance: Instance, event: Claimed, patience: Patience) -> Step:
+def move_on(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     """An alternate is claimed: command it under the next attempt. An answer to an older question is ignored."""
     if event.attempt != instance.attempt + 1:
         return Step(instance)
-    return _spawn(_taken(instance, event), event.at, patience)
+    return _spawn(_taken(instance, event), event.at, timeouts)
 
 
-def hand_back(instance: Instance, event: Claimed, patience: Patience) -> Step:
+def hand_back(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
     if event.attempt != instance.attempt + 1:
         return Step(instance)
-    return Step(_ask(_taken(instance, event), State.RELEASING, event.at, patience))
+    return Step(_ask(_taken(instance, event), State.RELEASING, event.at, timeouts))
 
 
-def run_out(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
+def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
 
     Unless somebody else holds the consumer: then nothing is ours to release (trap 6).
@@ -186,83 +186,83 @@ def run_out(instance: Instance, event: ClaimRefused, patience: Patience) -> Step
     if event.consumer_changed:
         reason = event.reason or "somebody else holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=_cut(reason))
-        return _end_failed(changed, event.at, patience)
+        return _end_failed(changed, event.at, timeouts)
     over = replace(tried, code="max_retries_exceeded", reason=_cut(_story(tried)))
-    return Step(_ask(over, State.GIVING_UP, event.at, patience))
+    return Step(_ask(over, State.GIVING_UP, event.at, timeouts))
 
 
-def drop(instance: Instance, event: ClaimRefused, patience: Patience) -> Step:
+def drop(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     """No alternate was claimed for an instance that is to be deleted: release as in `run_out`, and end deleted."""
     if event.attempt != instance.attempt + 1:
         return Step(instance)
     if event.consumer_changed:
-        return _end_deleted(instance, event.at, patience)
-    return Step(_ask(instance, State.RELEASING, event.at, patience))
+        return _end_deleted(instance, event.at, timeouts)
+    return Step(_ask(instance, State.RELEASING, event.at, timeouts))
 
 
-def abandon(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+def abandon(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """A claim may be under way: wait for its answer, then release instead of building."""
     leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
-    return _announce(leaving, BuildState.DELETING, event.at, patience)
+    return _announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
-def destroy(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """Command the host to destroy; the allocation is held until it says that it has."""
     leaving = replace(
         instance,
         state=State.DELETING,
-        deadline=event.at + patience.destroy_again_s,
+        deadline=event.at + timeouts.destroy_again_s,
         since=event.at,
         cause=event.cause or instance.cause,
     )
-    return _announce(leaving, BuildState.DELETING, event.at, patience, first=(_destroy_here(leaving, patience),))
+    return _announce(leaving, BuildState.DELETING, event.at, timeouts, first=(_destroy_here(leaving, timeouts),))
 
 
-def destroy_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
 
     Less and less often: the orders wait in the service's queue while it is away, so their number has to stay small.
     """
-    wait_s = min(max(patience.destroy_again_s, event.at - instance.since), patience.destroy_longest_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, patience),))
+    wait_s = min(max(timeouts.destroy_again_s, event.at - instance.since), timeouts.destroy_longest_s)
+    return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, timeouts),))
 
 
-def let_go(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
+def let_go(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    gone = _is_gone(instance, event, patience)
-    return Step(_ask(instance, State.RELEASING, event.at, patience)) if gone else Step(instance)
+    gone = _is_gone(instance, event, timeouts)
+    return Step(_ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
 
 
-def lose(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> Step:
+def lose(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
-    gone = _is_gone(instance, event, patience)
+    gone = _is_gone(instance, event, timeouts)
     if not gone:
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
     lost = _noted(instance, "lost", at=event.at, code="instance.lost", reason=reason)
-    return _give_up(lost, event.at, patience, code="instance.lost", reason=reason)
+    return _give_up(lost, event.at, timeouts, code="instance.lost", reason=reason)
 
 
-def delete_instead(instance: Instance, event: DeleteAsked, patience: Patience) -> Step:
+def delete_instead(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     """A release is already under way: it ends deleted instead of failed."""
     leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
-    return _announce(leaving, BuildState.DELETING, event.at, patience)
+    return _announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
-def ask_again(instance: Instance, event: TimedOut, patience: Patience) -> Step:
+def ask_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
-    return Step(replace(instance, deadline=event.at + patience.ask_again_s))
+    return Step(replace(instance, deadline=event.at + timeouts.ask_again_s))
 
 
-def end_failed(instance: Instance, event: Released, patience: Patience) -> Step:
+def end_failed(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
     """Nothing is held any more: failed."""
-    return _end_failed(instance, event.at, patience)
+    return _end_failed(instance, event.at, timeouts)
 
 
-def end_deleted(instance: Instance, event: Released | DeleteAsked, patience: Patience) -> Step:
+def end_deleted(instance: Instance, event: Released | DeleteAsked, timeouts: Timeouts) -> Step:
     """Nothing is held any more: deleted."""
     cause = event.cause if isinstance(event, DeleteAsked) and event.cause else instance.cause
-    return _end_deleted(replace(instance, cause=cause), event.at, patience)
+    return _end_deleted(replace(instance, cause=cause), event.at, timeouts)
 
 
 # --- what several rules share
@@ -284,7 +284,7 @@ def _adopt(instance: Instance, event: BuildAsked) -> Instance:
     )
 
 
-def _spawn(instance: Instance, at: float, patience: Patience) -> Step:
+def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     assert instance.spec is not None
     here = instance.here
     building = replace(instance, state=State.BUILDING, deadline=at + instance.build_timeout_s, since=at)
@@ -294,26 +294,26 @@ def _spawn(instance: Instance, at: float, patience: Patience) -> Step:
         host_uuid=here.host_uuid,
         allocations=here.allocations,
         service=here.service,
-        deployment=patience.deployment,
+        deployment=timeouts.deployment,
     )
-    return _announce(building, BuildState.BUILDING, at, patience, first=(order,))
+    return _announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
 
 
-def _next(instance: Instance, at: float, patience: Patience) -> Step:
+def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
     if not instance.alternates:
-        return _give_up(instance, at, patience, code="max_retries_exceeded", reason=_story(instance))
-    return Step(_ask(instance, State.RECLAIMING, at, patience), (_destroy_here(instance, patience),))
+        return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_story(instance))
+    return Step(_ask(instance, State.RECLAIMING, at, timeouts), (_destroy_here(instance, timeouts),))
 
 
-def _give_up(instance: Instance, at: float, patience: Patience, *, code: str, reason: str) -> Step:
+def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
     over = replace(instance, code=code, reason=_cut(reason))
-    return Step(_ask(over, State.GIVING_UP, at, patience), (_destroy_here(instance, patience),))
+    return Step(_ask(over, State.GIVING_UP, at, timeouts), (_destroy_here(instance, timeouts),))
 
 
-def _ask(instance: Instance, state: State, at: float, patience: Patience) -> Instance:
+def _ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
     """Enter a state that waits for placement; the sweep asks again when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + patience.ask_again_s, since=at)
+    return replace(instance, state=state, deadline=at + timeouts.ask_again_s, since=at)
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
@@ -337,14 +337,14 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
     return replace(instance, history=instance.history + tried) if tried else instance
 
 
-def _end_failed(instance: Instance, at: float, patience: Patience) -> Step:
+def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     over = replace(instance, state=State.FAILED, deadline=None, since=at, answered=True)
-    return _announce(over, BuildState.FAILED, at, patience, terminal=not instance.answered)
+    return _announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 
 
-def _end_deleted(instance: Instance, at: float, patience: Patience) -> Step:
+def _end_deleted(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True)
-    return _announce(gone, BuildState.DELETED, at, patience, terminal=True)
+    return _announce(gone, BuildState.DELETED, at, timeouts, terminal=True)
 
 
 def _noted(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
@@ -373,7 +373,7 @@ def _announce(
     instance: Instance,
     state: BuildState,
     at: float,
-    patience: Patience,
+    timeouts: Timeouts,
     *,
     terminal: bool = False,
     first: tuple[Message, ...] = (),
@@ -387,7 +387,7 @@ def _announce(
         state=state,
         sequence=instance.sequence,
         terminal=terminal,
-        cell=patience.cell,
+        cell=timeouts.cell,
         host=instance.here.host,
         attempt=instance.attempt,
         code=instance.code if failed else "",
@@ -403,14 +403,14 @@ def _announce(
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 
-def _destroy_here(instance: Instance, patience: Patience) -> Destroy:
+def _destroy_here(instance: Instance, timeouts: Timeouts) -> Destroy:
     here: Selection = instance.here
     return Destroy(
         instance_uuid=instance.uuid,
         attempt=instance.attempt,
         host_uuid=here.host_uuid,
         service=here.service,
-        deployment=patience.deployment,
+        deployment=timeouts.deployment,
     )
 
 
@@ -432,7 +432,7 @@ def _is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
     return _is_current(instance, event.attempt, event.host_uuid)
 
 
-def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patience) -> bool:
+def _is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> bool:
     """Whether the current host's word means that the current attempt does not run (any more)."""
     if event.host_uuid != instance.host_uuid:
         return False
@@ -443,7 +443,7 @@ def _is_gone(instance: Instance, event: Destroyed | HostMissing, patience: Patie
             return event.look > instance.up_look  # no clock: the host's may have been set since
         if instance.up_at is not None:
             return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
-    return event.seen_at > instance.since + patience.report_grace_s
+    return event.seen_at > instance.since + timeouts.report_grace_s
 
 
 def _by_its_clock(event: Spawned | HostRuns) -> float | None:

@@ -26,7 +26,7 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, State
-from .rules import Patience, Step
+from .rules import Step, Timeouts
 
 
 class IllegalStep(BrokenInvariant):
@@ -38,7 +38,7 @@ class IllegalStep(BrokenInvariant):
 class Rule(Struct, frozen=True):
     """What an event does in a state: the function, and every state it may lead to besides staying."""
 
-    apply: Callable[[Instance, Any, Patience], Step]
+    apply: Callable[[Instance, Any, Timeouts], Step]
     to: tuple[State, ...] = ()
 
     @property
@@ -48,9 +48,9 @@ class Rule(Struct, frozen=True):
 
 
 KEEP = Rule(rules.keep)
-DISOWN = Rule(rules.disown)
+DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 STAY_UP = Rule(rules.stay_up)
-CHASE = Rule(rules.chase)
+REPEAT_DESTROY = Rule(rules.repeat_destroy)
 AGAIN = Rule(rules.ask_again)
 
 # None: cannot happen. Events from outside (asked, hosts) are legal everywhere; TimedOut comes only from a row that has
@@ -58,7 +58,7 @@ AGAIN = Rule(rules.ask_again)
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildAsked: Rule(rules.begin, (State.BUILDING,)),
-        DeleteAsked: Rule(rules.bury, (State.TOMBSTONE,)),
+        DeleteAsked: Rule(rules.tombstone, (State.TOMBSTONE,)),
         Spawned: KEEP,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: KEEP,
         TimedOut: None,
@@ -72,14 +72,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.TOMBSTONE: {
         BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),
         DeleteAsked: KEEP,
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: None,
         Claimed: None,
         ClaimRefused: None,
         Destroyed: KEEP,
         Released: None,
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.BUILDING: {
@@ -98,27 +98,27 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.RECLAIMING: {
         BuildAsked: KEEP,
         DeleteAsked: Rule(rules.abandon, (State.ABANDONING,)),
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: Rule(rules.move_on, (State.BUILDING,)),
         ClaimRefused: Rule(rules.run_out, (State.GIVING_UP, State.FAILED)),
         Destroyed: KEEP,
         Released: None,
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.ABANDONING: {
         BuildAsked: KEEP,
         DeleteAsked: KEEP,
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: Rule(rules.hand_back, (State.RELEASING,)),
         ClaimRefused: Rule(rules.drop, (State.RELEASING, State.DELETED)),
         Destroyed: KEEP,
         Released: None,
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.ACTIVE: {
@@ -137,72 +137,72 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.GIVING_UP: {
         BuildAsked: KEEP,
         DeleteAsked: Rule(rules.delete_instead, (State.RELEASING,)),
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: KEEP,
         Released: Rule(rules.end_failed, (State.FAILED,)),
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.FAILED: {
         BuildAsked: Rule(rules.begin_again, (State.BUILDING,)),
         DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: None,
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: KEEP,
         Released: KEEP,
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.DELETING: {
         BuildAsked: KEEP,
         DeleteAsked: KEEP,
-        Spawned: CHASE,
+        Spawned: REPEAT_DESTROY,
         SpawnFailed: KEEP,
         TimedOut: Rule(rules.destroy_again),
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: Rule(rules.let_go, (State.RELEASING,)),
         Released: None,
-        HostRuns: CHASE,
+        HostRuns: REPEAT_DESTROY,
         HostMissing: Rule(rules.let_go, (State.RELEASING,)),
     },
     State.RELEASING: {
         BuildAsked: KEEP,
         DeleteAsked: KEEP,
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: AGAIN,
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: KEEP,
         Released: Rule(rules.end_deleted, (State.DELETED,)),
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
     State.DELETED: {
         BuildAsked: KEEP,
         DeleteAsked: KEEP,
-        Spawned: DISOWN,
+        Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
         TimedOut: None,
         Claimed: KEEP,
         ClaimRefused: KEEP,
         Destroyed: KEEP,
         Released: KEEP,
-        HostRuns: DISOWN,
+        HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
     },
 }
 
 
-def step(instance: Instance, event: Event, patience: Patience) -> Step:
+def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
     rule = TABLE[instance.state][type(event)]
     if rule is None:
@@ -210,7 +210,7 @@ def step(instance: Instance, event: Event, patience: Patience) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in MAY_HAVE_ASKED):
         # A claim that no record of ours has asked for would leak: nobody would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
-    stepped = rule.apply(instance, event, patience)
+    stepped = rule.apply(instance, event, timeouts)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
     return stepped

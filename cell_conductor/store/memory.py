@@ -200,11 +200,11 @@ class MemoryInstances:
                 if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
             ]
 
-    async def forget_deleted(self, before: float, limit: int) -> int:
+    async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
         return await self._forget((State.DELETED, State.TOMBSTONE), before, limit)
 
-    async def forget_failed(self, before: float, limit: int) -> int:
+    async def purge_failed(self, before: float, limit: int) -> int:
         """Drop instances that failed before, at most so many."""
         return await self._forget((State.FAILED,), before, limit)
 

@@ -101,8 +101,8 @@ class InstanceStore(Protocol):
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts (active or deleting there), and these instances whatever they are."""
 
-    async def forget_deleted(self, before: float, limit: int) -> int:
+    async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""
 
-    async def forget_failed(self, before: float, limit: int) -> int:
+    async def purge_failed(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as failed before; returns how many."""

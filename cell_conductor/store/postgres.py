@@ -54,8 +54,8 @@ FORGET = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-FORGET_DELETED = FORGET.format(over="state IN ('deleted', 'tombstone')")
-FORGET_FAILED = FORGET.format(over="state = 'failed'")
+PURGE_DELETED = FORGET.format(over="state IN ('deleted', 'tombstone')")
+PURGE_FAILED = FORGET.format(over="state = 'failed'")
 
 
 class PostgresInstanceRows:
@@ -195,13 +195,13 @@ class PostgresInstances:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
         return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in found]
 
-    async def forget_deleted(self, before: float, limit: int) -> int:
+    async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""
-        return await self._forget(FORGET_DELETED, before, limit)
+        return await self._forget(PURGE_DELETED, before, limit)
 
-    async def forget_failed(self, before: float, limit: int) -> int:
+    async def purge_failed(self, before: float, limit: int) -> int:
         """Drop instances that failed before, at most so many."""
-        return await self._forget(FORGET_FAILED, before, limit)
+        return await self._forget(PURGE_FAILED, before, limit)
 
     async def _forget(self, statement: str, before: float, limit: int) -> int:
         async with self._database.raw() as connection:

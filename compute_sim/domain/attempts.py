@@ -30,7 +30,7 @@ class Phase(StrEnum):
 class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     """The newest attempt of one instance on one host.
 
-    fence: attempts up to this one never start here. told: the result of this phase reached the broker.
+    fence: attempts up to this one never start here. reported: the result of this phase reached the broker.
     code and reason: why it failed. final: no other host would do better. deployment: whose machine it is (None: not
     said, by a release that knew none).
     """
@@ -38,7 +38,7 @@ class Entry(Struct, frozen=True, array_like=True, omit_defaults=True):
     attempt: int
     phase: Phase
     fence: int = 0
-    told: bool = False
+    reported: bool = False
     code: str = ""
     reason: str = ""
     final: bool = False
@@ -107,7 +107,7 @@ def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None)
         return DestroyVerdict.NOT_OURS, entry
     fenced = entry
     if attempt > entry.fence:  # what is gone is gone up to a higher attempt now, and that is yet to be said
-        fenced = replace(entry, fence=attempt, told=entry.told and entry.phase is not Phase.GONE)
+        fenced = replace(entry, fence=attempt, reported=entry.reported and entry.phase is not Phase.GONE)
     if entry.phase is Phase.DESTROYING:
         return DestroyVerdict.JOIN, fenced
     if entry.phase is Phase.GONE:
@@ -160,7 +160,7 @@ def lost(entry: Entry) -> Entry:
         entry.attempt,
         Phase.FAILED,
         fence=entry.fence,
-        told=True,
+        reported=True,
         code="instance.lost",
         reason="the host does not run it",
         deployment=entry.deployment,

@@ -297,10 +297,10 @@ async def test_what_is_not_committed_is_seen_by_nobody_else(make: Make, store: I
 
 async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:
     await insert(store, instance(A, State.FAILED), instance(B, State.DELETED), instance(C, State.ACTIVE))
-    assert await store.forget_failed(3.0, 10) == 0  # they failed at 3.0
-    assert await store.forget_failed(3.5, 10) == 1
+    assert await store.purge_failed(3.0, 10) == 0  # they failed at 3.0
+    assert await store.purge_failed(3.5, 10) == 1
     assert sorted(await recorded(store)) == [B, C]
-    assert await store.forget_deleted(3.5, 10) == 1
+    assert await store.purge_deleted(3.5, 10) == 1
     assert sorted(await recorded(store)) == [C]
 
 

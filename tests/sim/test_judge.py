@@ -21,7 +21,7 @@ from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.wire import pack, single
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.side_tasks import forget_forever
+from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from placement_worker.domain.values import Provider, stock_of
 
@@ -110,10 +110,10 @@ def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whatever_the_
         table.instances[INSTANCE] = buried
         config = conductor(plan)
         store = MemoryInstances(table.session())
-        forgetting = asyncio.create_task(forget_forever(store, SimClock(skew_s), config))
+        forgetting = asyncio.create_task(purge_forever(store, SimClock(skew_s), config))
         await asyncio.sleep(plan.keep_s - 1.0)
         assert INSTANCE in table.instances
-        await asyncio.sleep(1.0 + 2 * config.forget_every_s)
+        await asyncio.sleep(1.0 + 2 * config.purge_every_s)
         assert INSTANCE not in table.instances
         forgetting.cancel()
 

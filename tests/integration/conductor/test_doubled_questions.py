@@ -10,7 +10,7 @@ import pytest
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from cell_conductor.domain.events import SpawnFailed
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import Arrival, Engine, Question
+from cell_conductor.engine import Engine, InstanceEvent, PendingQuestion
 from cell_conductor.handlers import build_asked
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
@@ -27,7 +27,7 @@ class Held(Engine):
     def hold(self) -> None:
         self.asking, self.go = asyncio.Event(), asyncio.Semaphore(0)
 
-    async def _ask(self, questions: Sequence[Question]) -> list[Arrival]:
+    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
         self.asking.set()
         await self.go.acquire()
         return await super()._ask(questions)
@@ -42,7 +42,7 @@ async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(
     """The first asking releases and finds no room; then there is room for the second one (a redelivered message)."""
     uuid = await _building(cell)
     one, two = _held(cell), _held(cell)
-    failed = Arrival(uuid, SpawnFailed(at=cell.clock.time(), attempt=1, host_uuid=cell.host(1)), "a message")
+    failed = InstanceEvent(uuid, SpawnFailed(at=cell.clock.time(), attempt=1, host_uuid=cell.host(1)), "a message")
     cell.around.full = {cell.host(2)}
     cell.around._claim = _placement(cell)  # type: ignore[method-assign]
     first = asyncio.create_task(one.take([failed], source="test"))
@@ -74,7 +74,7 @@ async def _building(cell: Cell) -> str:
     cell.around.hangs = {cell.host(1)}
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
-    await cell.engine.take([Arrival(uuid, build_asked(build, cell.clock.time(), uuid))], source="test")
+    await cell.engine.take([InstanceEvent(uuid, build_asked(build, cell.clock.time(), uuid))], source="test")
     return uuid
 
 

@@ -24,7 +24,7 @@ from bus.contracts.cell import (
 from bus.faults import Transient
 from cell_conductor.domain.events import DeleteAsked
 from cell_conductor.domain.instance import State
-from cell_conductor.engine import Arrival
+from cell_conductor.engine import InstanceEvent
 from cell_conductor.handlers import RequestHandlers, build_asked
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 
@@ -302,9 +302,9 @@ async def _calm_outbox(cell: Cell) -> None:
         await connection.execute("DROP TRIGGER disturb ON outbox")
 
 
-def _delete_arrival(uuid: str, cell: Cell) -> Arrival:
-    return Arrival(uuid, DeleteAsked(at=cell.clock.time()), new_uuid(cell.rng))
+def _delete_arrival(uuid: str, cell: Cell) -> InstanceEvent:
+    return InstanceEvent(uuid, DeleteAsked(at=cell.clock.time()), new_uuid(cell.rng))
 
 
-def _build_arrival(build: CellBuild, cell: Cell) -> Arrival:
-    return Arrival(build.spec.instance_uuid, build_asked(build, cell.clock.time(), "why"), "message-1")
+def _build_arrival(build: CellBuild, cell: Cell) -> InstanceEvent:
+    return InstanceEvent(build.spec.instance_uuid, build_asked(build, cell.clock.time(), "why"), "message-1")

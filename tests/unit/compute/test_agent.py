@@ -353,7 +353,7 @@ async def test_results_nobody_confirmed_are_said_again_by_the_next_start() -> No
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1)])
     await service.rest()
-    service.records.told([r for r in service.said if r.instance_uuid == INSTANCES[0]])
+    service.records.reported([r for r in service.said if r.instance_uuid == INSTANCES[0]])
     again = Service(driver, service.records)
     await again.agent.resume()
     assert [(r.instance_uuid, r.outcome) for r in again.said] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]

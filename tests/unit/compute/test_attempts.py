@@ -50,13 +50,13 @@ def test_spawn(entry: Entry | None, attempt: int, verdict: SpawnVerdict, after: 
     [
         (None, 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
         (Entry(1, B), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
-        (Entry(1, R, told=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
+        (Entry(1, R, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
         (Entry(1, F, code="x"), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
         (Entry(1, D, fence=1), 1, DestroyVerdict.JOIN, Entry(1, D, fence=1)),
         (Entry(1, D, fence=1), 2, DestroyVerdict.JOIN, Entry(1, D, fence=2)),
-        (Entry(1, G, fence=1, told=True), 1, DestroyVerdict.NOTHING, Entry(1, G, fence=1, told=True)),
-        (Entry(1, G, fence=1, told=True), 2, DestroyVerdict.NOTHING, Entry(1, G, fence=2)),
-        (Entry(3, R, told=True), 2, DestroyVerdict.STALE, Entry(3, R, fence=2, told=True)),
+        (Entry(1, G, fence=1, reported=True), 1, DestroyVerdict.NOTHING, Entry(1, G, fence=1, reported=True)),
+        (Entry(1, G, fence=1, reported=True), 2, DestroyVerdict.NOTHING, Entry(1, G, fence=2)),
+        (Entry(3, R, reported=True), 2, DestroyVerdict.STALE, Entry(3, R, fence=2, reported=True)),
         (Entry(3, B, fence=2), 1, DestroyVerdict.STALE, Entry(3, B, fence=2)),
     ],
 )

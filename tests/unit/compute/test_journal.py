@@ -217,7 +217,7 @@ def test_what_is_read_back_is_what_was_known(tmp_path_factory: pytest.TempPathFa
         elif what == "clear":
             after = destroyed(entry)
         else:
-            records.told([_result(key, attempt, outcome) for outcome in ComputeOutcome])
+            records.reported([_result(key, attempt, outcome) for outcome in ComputeOutcome])
         if after is not None:
             records.put(key, after)
     records.close()
