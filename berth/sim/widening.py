@@ -37,15 +37,7 @@ class Widening(StrEnum):
 
 
 # Off until what they break is mended, each with its reason.
-DESTROYS_UNKNOWN = "a conductor destroys what it has no record of, and Ironic's driver lists nodes of others"
-NOT_YET: Mapping[Widening, str] = {
-    Widening.FOREIGN_MACHINES: DESTROYS_UNKNOWN,
-    Widening.FOREIGN_NODES: DESTROYS_UNKNOWN,
-    Widening.NODE_STATES: "only `active` counts as running: a node in rescue or service is taken for lost",
-    Widening.SHARES: DESTROYS_UNKNOWN,
-    Widening.CELL_RESTORED: DESTROYS_UNKNOWN,
-    Widening.SAME_NAME: "a second service of one name starts, and takes builds",
-}
+NOT_YET: Mapping[Widening, str] = {}
 WIDENED = frozenset(Widening) - frozenset(NOT_YET)
 NONE: frozenset[Widening] = frozenset()
 

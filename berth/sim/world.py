@@ -297,7 +297,9 @@ class World:
             self.twins[service] = self._fleet(self.cell_of(service).name, service)
 
     def _runs(self, host: str, instance: str) -> int | None:
-        for fleet in self.fleets.values():
+        for service, fleet in self.fleets.items():
+            if service in self.twins:  # which of two hosts of one uuid is looked at, none can tell
+                continue
             guest = fleet.guest(host, instance)
             if guest is not None and guest.complete:
                 return guest.attempt
