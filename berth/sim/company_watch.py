@@ -6,7 +6,7 @@ Nothing of the product's own counting is used: not who it takes for a member, no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from berth.sim.plan import Order, Plan
 from berth.sim.watch import Breach
@@ -45,6 +45,7 @@ class CompanyWatch:
         self._seen: dict[str, Kept] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
+        self.excused: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
         self.refused: dict[str, None] = {}  # told that their project's quota stands in the way
 
     def asked(self, order: Order) -> None:
@@ -98,7 +99,7 @@ class CompanyWatch:
         members: dict[str, list[tuple[str, str]]] = {}
         for uuid, host in hosts.items():
             order = self._orders.get(uuid)
-            if order is not None and order.group is not None:
+            if order is not None and order.group is not None and uuid not in self.excused:
                 members.setdefault(order.group.uuid, []).append((uuid, host))
         for mates in members.values():
             group = self._orders[mates[0][0]].group

@@ -53,7 +53,9 @@ class Operator:
             case Act.ENABLE:
                 fleet.enable(host)
             case _:
-                fleet.lose(host)
+                fleet.lose(host)  # what others had there, too
+                world = self._world
+                world.foreign = {uuid: at for uuid, at in world.foreign.items() if at != host}
 
     def _host(self, order: Order) -> str | None:
         """The uuid of the host, unless it has gone by now."""

@@ -82,7 +82,9 @@ def told_of_quota(world: World) -> str:
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
     for uuid, standing in world.builds.recorded.items():
         if standing.project_id == NONE_ALLOWED:
-            rightly = standing.code == OVER_QUOTA or not any(host.enabled for host in hosts)
+            # What a restored database does not know keeps its room: there may be none left for anybody.
+            full = bool(world.taken_back) or not any(host.enabled for host in hosts)
+            rightly = standing.code == OVER_QUOTA or full
             return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
     return f"nobody of {NONE_ALLOWED} is on record"
 
@@ -234,9 +236,14 @@ def _running(world: World) -> Iterator[RunningFact]:
                 burnt[guest.instance_uuid, host] = guest.attempt
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
+    # What a second service of a name built while it had the name is on machines that nobody sees any more when it has
+    # gone; but none of it may run here, too.
+    elsewhere = {
+        guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
+    }
     for twin in world.twins.values():
         for host, guest in twin.guests():
-            if guest.complete:
+            if guest.complete and guest.instance_uuid in elsewhere:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():

@@ -37,7 +37,9 @@ class Widening(StrEnum):
 
 
 # Off until what they break is mended, each with its reason.
-NOT_YET: Mapping[Widening, str] = {}
+NOT_YET: Mapping[Widening, str] = {
+    Widening.BOOK_RESTORED: "a replica does not notice that the book was set back (seed 53, `replica_agrees`)",
+}
 WIDENED = frozenset(Widening) - frozenset(NOT_YET)
 NONE: frozenset[Widening] = frozenset()
 

@@ -155,6 +155,7 @@ class World:
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
         self.company = CompanyWatch(plan, self.book, self.cells, self.now)
+        self.company.excused = self.taken_back
         self._book_watch = BookWatch(self.book)
         looks = _all_of(self._book_watch, self.company, self._others_hold)
         self.book.on_commit.append(partial(self._committed, "placement", looks))

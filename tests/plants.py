@@ -1,0 +1,296 @@
+"""Defects planted where the code decides, and what finds each: `python -m tests.plants [NAME ...]` plants them anew.
+
+Each is an edit of one line or two, made in a copy of the tree; the named tests have to fail there. What the edit
+replaces has to be in the file exactly once: otherwise the plant is stale, which is told, and no failure of berth's.
+Long, and so not in CI. docs/lab/plants.md is what the last run printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from msgspec import Struct
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".berth", "*.egg-info", "__pycache__", ".*_cache")
+LIMIT_S = 900.0
+
+
+class Plant(Struct, frozen=True, kw_only=True):
+    """One defect: what it does, where, and the tests that are to find it."""
+
+    name: str
+    does: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+PLANTS = (
+    Plant(
+        name="overtaken_404_believed",
+        does="a node is taken out on a 404 though something was heard of it since",
+        file="ironic_sync/domain/position.py",
+        old="    if position.heard_seq > seq:\n        return replace(position, due_at=now, read_seq=seq)\n    gone =",
+        new="    gone =",
+        tests="tests/unit/ironic",
+    ),
+    Plant(
+        name="failed_machine_left_running",
+        does="a failed instance whose machine runs is left alone",
+        file="cell_conductor/domain/table.py",
+        old="HostRuns: DISOWN,\n        HostMissing: KEEP,\n    },\n    State.DELETING",
+        new="HostRuns: KEEP,\n        HostMissing: KEEP,\n    },\n    State.DELETING",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="undead_machine_kept",
+        does="a machine that was destroyed and runs again is kept at its service's start",
+        file="compute_sim/agent.py",
+        old="entry.phase is Phase.DESTROYING or (undead and entry.phase is not Phase.BUILDING)",
+        new="entry.phase is Phase.DESTROYING",
+        tests="tests/unit/compute",
+    ),
+    Plant(
+        name="older_attempt_may_claim",
+        does="a claim of the attempt that is on record already is taken again",
+        file="placement_worker/domain/claims.py",
+        old="claim.attempt <= known.attempt",
+        new="claim.attempt < known.attempt",
+        tests="tests/unit/placement",
+    ),
+    Plant(
+        name="released_fence_one_lower",
+        does="a claim that gave everything back leaves no fence against the attempt before it",
+        file="placement_worker/domain/claims.py",
+        old="_fence(known, claim.attempt - 1)",
+        new="_fence(known, claim.attempt - 2)",
+        tests="tests/unit/placement tests/contract/test_book_store.py",
+    ),
+    Plant(
+        name="raced_shape_taken",
+        does="a claim is taken though the shape that it was chosen for has changed",
+        file="placement_worker/domain/claims.py",
+        old="if uuid in shapes and shapes[uuid] != provider.shape:",
+        new="if uuid in shapes and shapes[uuid] > provider.shape:",
+        tests="tests/unit/placement tests/contract/test_book_store.py",
+    ),
+    Plant(
+        name="own_member_counted",
+        does="a server group's member that asks again counts itself among the others",
+        file="placement_worker/domain/claims.py",
+        old="            if consumer == claim.consumer:\n                continue\n",
+        new="",
+        tests="tests/unit/placement tests/contract/test_server_groups.py",
+    ),
+    Plant(
+        name="foreign_provider_claimed",
+        does="a cell may claim of another cell's providers",
+        file="placement_worker/domain/claims.py",
+        old=(
+            "is None or uuid in ledger.foreign:\n            return _GONE\n"
+            "        if not resources:\n            invalid = True\n        if uuid in"
+        ),
+        new=(
+            "is None:\n            return _GONE\n"
+            "        if not resources:\n            invalid = True\n        if uuid in"
+        ),
+        tests="tests/unit/placement tests/contract",
+    ),
+    Plant(
+        name="replica_skips_a_number",
+        does="a replica folds a change in whose number is one too high",
+        file="placement_worker/replica/book.py",
+        old="if change.sequence != self.sequence + 1:",
+        new="if change.sequence > self.sequence + 2:",
+        tests="tests/unit/replica",
+    ),
+    Plant(
+        name="older_usage_folded",
+        does="a replica takes a provider's older usage for the newest",
+        file="placement_worker/replica/book.py",
+        old="if row is None or self.generation[row] > generation:",
+        new="if row is None:",
+        tests="tests/unit/replica",
+    ),
+    Plant(
+        name="removed_class_stays",
+        does="a class that a provider has no more stays in the replica",
+        file="placement_worker/replica/book.py",
+        old="            column.kind[row] = 0\n            column.used[row] = 0\n        for name, inventory",
+        new="            column.used[row] = 0\n        for name, inventory",
+        tests="tests/unit/replica",
+    ),
+    Plant(
+        name="settled_too_early",
+        does="a claim's share is dropped one generation before the feed has it",
+        file="placement_worker/replica/book.py",
+        old="or self.generation[row] >= generations[uuid]",
+        new="or self.generation[row] >= generations[uuid] - 1",
+        tests="tests/unit/replica",
+    ),
+    Plant(
+        name="ignored_hosts_chosen",
+        does="a host that the client does not want is chosen like any other",
+        file="scheduler_worker/claiming.py",
+        old='dict.fromkeys(hosts, "host.ignored")',
+        new='dict.fromkeys((), "host.ignored")',
+        tests="tests/unit/scheduler",
+    ),
+    Plant(
+        name="one_alternate_too_many",
+        does="a request may be tried on one host more than it allows",
+        file="scheduler_worker/claiming.py",
+        old="(request.max_attempts or self._config.max_attempts) - 1",
+        new="(request.max_attempts or self._config.max_attempts)",
+        tests="tests/unit/scheduler",
+    ),
+    Plant(
+        name="group_not_told_who_was_faster",
+        does="a member that another one overtook looks at the group as it was",
+        file="scheduler_worker/claiming.py",
+        old="work.spec = work.spec.with_members(answer.members)",
+        new="pass",
+        tests="tests/unit/scheduler",
+    ),
+    Plant(
+        name="lost_within_grace",
+        does="a report counts against a young instance of another service at once",
+        file="cell_conductor/domain/report.py",
+        old="seen_at > record.since + grace_s",
+        new="seen_at > record.since",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="newer_attempt_over",
+        does="a machine of a newer attempt than its record's counts as over",
+        file="cell_conductor/domain/proof.py",
+        old="    return attempt < record.attempt",
+        new="    return attempt != record.attempt",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="deleted_tombstone_builds",
+        does="a build that comes after its delete is built",
+        file="cell_conductor/domain/table.py",
+        old="BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),",
+        new="BuildAsked: Rule(rules.begin, (State.BUILDING,)),",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="claim_of_an_older_question",
+        does="an answer to an older question moves a build on",
+        file="cell_conductor/domain/rules.py",
+        old="    if event.attempt != instance.attempt + 1:\n        return Step(instance)\n    return _spawn(",
+        new="    return _spawn(",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="destroy_waits_no_longer",
+        does="a destroy that is not confirmed is asked again without ever waiting longer",
+        file="cell_conductor/domain/rules.py",
+        old="max(patience.destroy_again_s, event.at - instance.since)",
+        new="patience.destroy_again_s",
+        tests="tests/unit/conductor",
+    ),
+    Plant(
+        name="fence_not_raised_by_replacing",
+        does="an older Spawn that comes late replaces nothing, but is not fenced once the newer one is gone",
+        file="compute_sim/domain/attempts.py",
+        old="Phase.BUILDING, fence=max(entry.fence, entry.attempt)",
+        new="Phase.BUILDING, fence=entry.fence",
+        tests="tests/unit/compute",
+    ),
+    Plant(
+        name="host_slots_unbounded",
+        does="builds of one host are not bounded",
+        file="compute_sim/agent.py",
+        old="async with chain.lock, slot, self._slots:",
+        new="async with chain.lock, self._slots:",
+        tests="tests/unit/compute",
+    ),
+    Plant(
+        name="offer_of_an_overtaken_read",
+        does="a read that something heard has overtaken gives a node back",
+        file="ironic_sync/domain/position.py",
+        old="if overtaken and gives_back(placed.report, position.report):",
+        new="if overtaken and gives_back(position.report or placed.report, position.report):",
+        tests="tests/unit/ironic",
+    ),
+    Plant(
+        name="instance_not_reserved",
+        does="a node that is available and has an instance is on offer",
+        file="ironic_sync/domain/rules.py",
+        old="return unavailable(node) or node.instance_uuid is not None",
+        new="return unavailable(node)",
+        tests="tests/unit/ironic",
+    ),
+    Plant(
+        name="drained_batch_acknowledged",
+        does="what a draining consumer has not begun is acknowledged",
+        file="bus/consumer.py",
+        old="            self._deliveries.popleft().nack(requeue=True)",
+        new="            self._deliveries.popleft().ack()",
+        tests="tests/contract/test_consumer.py",
+    ),
+    Plant(
+        name="outbox_row_forgotten_at_the_first",
+        does="an outbox row is forgotten when the first of its messages is confirmed",
+        file="bus/outbox.py",
+        old="_Ticket(row_id, len(outgoing))",
+        new="_Ticket(row_id, 1)",
+        tests="tests/unit/bus tests/integration/test_outbox.py",
+    ),
+)
+
+
+def plant(one: Plant, copy: Path) -> str:
+    """Plant it in the copy and run its tests; the first that fails, or why there is none."""
+    path = copy / one.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(one.old) != 1:
+        return "stale: what it replaces is not there once"
+    path.write_text(text.replace(one.old, one.new))
+    try:
+        asked = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--no-header",
+            *one.tests.split(),
+        ]
+        told = subprocess.run(asked, cwd=copy, capture_output=True, text=True, check=False, timeout=LIMIT_S).stdout
+    finally:
+        path.write_text(text)
+    failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in told.splitlines() if line.startswith("FAILED ")]
+    return failed[0] if failed else f"found by nothing in {one.tests}"
+
+
+def main(names: list[str]) -> int:
+    """Plant those of these names, or all. 1: some were found by nothing."""
+    sys.stdout.write("| defect | what it does | where | found by |\n| --- | --- | --- | --- |\n")
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="berth-plants-") as directory:
+        copy = Path(directory) / "tree"
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        for one in PLANTS:
+            if names and one.name not in names:
+                continue
+            found = plant(one, copy)
+            missed += found.startswith("found by nothing")
+            sys.stdout.write(f"| {one.name} | {one.does} | `{one.file}` | {found} |\n")
+            sys.stdout.flush()
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
