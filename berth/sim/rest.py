@@ -57,6 +57,13 @@ def _others(world: World) -> Iterator[str]:
     for uuid, host in world.foreign.items():
         if host in there and uuid not in machines:
             yield f"foreign_unchanged: the machine {uuid} of others is gone from {host}"
+    for service, fleet in world.fleets.items():
+        table = world.cells[world.cell_of(service).name]
+        listed = {(noted.machine.host_uuid, noted.machine.uuid) for noted in table.unexplained.values()}
+        for host, guest in fleet.guests() if service not in world.dead | world.twins.keys() else ():
+            known = guest.instance_uuid in table.instances or not guest.complete
+            if not known and (host, guest.instance_uuid) not in listed:
+                yield f"unexplained_is_listed: {guest.instance_uuid} runs on {host}, and no record or list has it"
     for name, broker in world.brokers.items():
         if words := broker.theirs_differ():
             yield f"foreign_unchanged: on the bus {name} {words}"

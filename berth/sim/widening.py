@@ -26,7 +26,8 @@ class Widening(StrEnum):
     NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid
     CELLS = "cells"  # cells are added to the settings, and taken out for a while
     SHARES = "shares"  # services of bare metal come and go, and with them every other one's share
-    CELL_RESTORED = "cell-restored"  # a conductor's database is set back to an earlier moment, or is empty
+    CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty, as it was at the beginning
+    CELL_RESTORED = "cell-restored"  # ... or set back to an earlier moment
     BOOK_RESTORED = "book-restored"  # placement's
     REQUESTS_RESTORED = "requests-restored"  # the schedulers'
     POSITIONS_RESTORED = "positions-restored"  # ironic_sync's
@@ -38,6 +39,8 @@ class Widening(StrEnum):
 
 # Off until what they break is mended, each with its reason.
 NOT_YET: Mapping[Widening, str] = {
+    Widening.CELL_RESTORED: "a record set back to `building` times out, and its machine, active since, is destroyed"
+    " (seed 72, `destroyed_with_reason`)",
     Widening.BOOK_RESTORED: "a replica does not notice that the book was set back (seed 53, `replica_agrees`)",
 }
 WIDENED = frozenset(Widening) - frozenset(NOT_YET)
@@ -146,14 +149,14 @@ def _shares(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
-def _restored(schemas: Callable[[Plan], list[str]]) -> Callable[[random.Random, Plan], Plan]:
+def _restored(schemas: Callable[[Plan], list[str]], *, empty: bool = False) -> Callable[[random.Random, Plan], Plan]:
     def draw(rng: random.Random, plan: Plan) -> Plan:
         chosen = schemas(plan)
         if not chosen:
             return plan
         at = rng.uniform(10.0, LOAD_S - 5.0)
         # Empty, a moment old, or as old as anything in the run.
-        since = rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
+        since = 0.0 if empty else rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
         schema, uuid = rng.choice(chosen), new_uuid(rng)
         away = rng.uniform(0.1, 5.0)
         return _also(
@@ -207,6 +210,10 @@ def _trees(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+def _cell_schemas(plan: Plan) -> list[str]:
+    return [f"cell_{cell.name}" for cell in plan.cells]
+
+
 # A project's quota and a group's rule are kept by the book; one that has forgotten who holds what cannot keep them.
 def _book(plan: Plan) -> list[str]:
     return [] if plan.in_company else ["placement"]
@@ -230,7 +237,8 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.NODES_AGAIN: _of_nodes(("again",), 4),
     Widening.CELLS: _cells,
     Widening.SHARES: _shares,
-    Widening.CELL_RESTORED: _restored(lambda plan: [f"cell_{cell.name}" for cell in plan.cells]),
+    Widening.CELL_EMPTIED: _restored(_cell_schemas, empty=True),
+    Widening.CELL_RESTORED: _restored(_cell_schemas),
     Widening.BOOK_RESTORED: _restored(_book),
     Widening.REQUESTS_RESTORED: _restored(lambda plan: ["scheduler"]),
     Widening.POSITIONS_RESTORED: _restored(lambda plan: ["ironic_sync"]),

@@ -1,0 +1,42 @@
+"""Deliberate defects that only a world of others meets (tests/sim/test_others.py)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+from cell_conductor.domain import events, table
+from cell_conductor.domain.instance import State
+from compute_sim import agent
+from ironic_sync.domain import position
+
+
+def overtaken_404_believed() -> AbstractContextManager[Any]:
+    """A node is taken out on a 404 though something was heard of it since."""
+    was_gone = position.was_gone
+
+    def gone(before: Any, *, seq: int, now: float) -> Any:
+        return was_gone(replace(before, heard_seq=0), seq=seq, now=now)
+
+    return patch.object(position, "was_gone", gone)
+
+
+def failed_machine_left_running() -> AbstractContextManager[Any]:
+    """A failed instance whose machine runs is left alone."""
+    rows = {state: dict(row) for state, row in table.TABLE.items()}
+    rows[State.FAILED][events.HostRuns] = rows[State.FAILED][events.Spawned] = table.KEEP
+    return patch.object(table, "TABLE", rows)
+
+
+def undead_machine_kept() -> AbstractContextManager[Any]:
+    """A machine that was destroyed and runs again is kept at its service's start."""
+    resume = agent.Agent._resume
+
+    def kept(self: Any, key: Any, entry: Any, machine: Any, **more: Any) -> None:
+        forgiven = replace(entry, fence=0) if entry.phase is agent.Phase.GONE else entry
+        resume(self, key, forgiven, machine, **more)
+
+    return patch.object(agent.Agent, "_resume", kept)
