@@ -11,7 +11,6 @@ from placement_worker.replica.predicates import (
     FORBIDDEN_AGGREGATES,
     GIVES,
     IN_USE,
-    NOTHING,
     WRONG_AGGREGATES,
     WRONG_TRAITS,
     WRONG_TREE,
@@ -54,7 +53,6 @@ def _levels(compiled: CompiledRequest, slot: int, group: Group, members: MemberR
     levels[~rules.clean(members)] = WRONG_TRAITS
     for fit in compiled.fits[slot]:
         levels = np.minimum(levels, fit.levels(members.rows))
-    levels[~compiled.book.live[members.rows]] = NOTHING
     return levels
 
 
@@ -66,7 +64,7 @@ def _ranked(levels: Amounts, slot: int, slots: int) -> Amounts:
 def _no_member_left(compiled: CompiledRequest, group: Group, members: MemberRows) -> Codes:
     """Steps at which the un-numbered group's rules leave no member of a tree, whatever the members have."""
     reasons, rules = compiled.reasons, compiled.rules[UNNUMBERED]
-    left = compiled.book.live[members.rows] & rules.clean(members)
+    left = rules.clean(members)
     codes = _unless(left, reasons.has, compiled, members)
     covers = rules.covers(members.rows)
     for bit, code in enumerate(reasons.lacks):
