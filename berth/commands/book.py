@@ -29,11 +29,11 @@ from bus.contracts.placement import Release
 from bus.persistence.database import Database
 from placement_worker.rest.copying import Source
 from placement_worker.store import audit as questions
-from placement_worker.store import cells, image, surplus
+from placement_worker.store import cells, image, overcommit
 from placement_worker.store.image import ImageError
+from placement_worker.store.overcommit import Doubled
 from placement_worker.store.postgres import PostgresStore
 from placement_worker.store.repair import repair
-from placement_worker.store.surplus import Doubled
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -83,7 +83,7 @@ def audit(
                 orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
                 wrong = await questions.findings(connection)
-                over = await surplus.beyond_capacity(connection)
+                over = await overcommit.beyond_capacity(connection)
         found = {
             "orphaned": orphans,
             "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
@@ -241,14 +241,14 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | D
     """(consumers that nobody knows as alive, those that hold something of another host than their own too)."""
     async with database.raw() as connection:
         holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
-        generations = await surplus.generations(connection)  # first: whoever moves from now on is left alone
+        generations = await overcommit.generations(connection)  # first: whoever moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
             await connection.fetch(
                 "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
             )
         )
-        sharing = await surplus.sharers(connection)
+        sharing = await overcommit.sharers(connection)
     if not holders:
         return [], []
     alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
@@ -259,7 +259,7 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | D
                 alive.add(uuid)
             if state == "active" and host is not None:
                 known = generations.get(uuid, 0)
-                doubled += surplus.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
+                doubled += overcommit.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
     return [uuid for uuid in holders if uuid not in alive], doubled
 
 
@@ -318,8 +318,8 @@ async def _mend(
     async with database.raw() as connection:
         mended = await repair(connection)
     async with database.raw() as connection:
-        mended += await surplus.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
-        over = [each for each in await surplus.beyond_capacity(connection) if not each.set_aside] if evict else []
+        mended += await overcommit.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        over = [each for each in await overcommit.beyond_capacity(connection) if not each.set_aside] if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest})
     for start in range(0, len(evicted), RELEASES_AT_ONCE):
         await store.apply([Release(consumer=uuid) for uuid in evicted[start : start + RELEASES_AT_ONCE]])

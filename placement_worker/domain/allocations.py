@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
-from placement_worker.domain.refusal import Refusal, Why, no_such_class
+from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
 
 
@@ -47,16 +47,16 @@ class Replace(Caused, frozen=True):
 
 
 class Remove(Caused, frozen=True):
-    """DELETE: whatever the consumer holds, unguarded (P-1.28)."""
+    """DELETE: all that the consumer holds, at any generation (P-1.28)."""
 
     consumer: str
 
 
 AllocationWrite = Replace | Remove
-AllocationOutcome = Refusal | None
+AllocationOutcome = WriteRefusal | None
 
 
-class Ledger:
+class AllocationLedger:
     """The running state of one group: what was loaded, overlaid by what has been decided so far."""
 
     def __init__(
@@ -109,22 +109,22 @@ def decide(
     known_classes: Mapping[str, int],
 ) -> tuple[list[AllocationOutcome], Decision]:
     """Evaluate a group in order; each item sees what the ones before it did, and is applied whole or not at all."""
-    ledger = Ledger(consumers, providers, known_classes)
+    ledger = AllocationLedger(consumers, providers, known_classes)
     outcomes = [remove(ledger, item) if isinstance(item, Remove) else replace(ledger, item.writes) for item in items]
     return outcomes, ledger.decision()
 
 
-def remove(ledger: Ledger, item: Remove) -> AllocationOutcome:
+def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
     """Take everything from one consumer."""
     known = ledger.consumer(item.consumer)
     if known is None or not known.holding:
-        return Refusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
+        return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
     ledger.move(known.holding, NOTHING)
     ledger.changed[item.consumer] = None
     return None
 
 
-def replace(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     """Give each consumer exactly what is asked, or say what stands against it and change nothing."""
     known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
     for write in writes:
@@ -152,12 +152,12 @@ def replace(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationOutcom
     return None
 
 
-def _holder(ledger: Ledger, uuid: str) -> Consumer | None:
+def _holder(ledger: AllocationLedger, uuid: str) -> Consumer | None:
     known = ledger.consumer(uuid)
     return known if known is not None and known.holding else None
 
 
-def _written(ledger: Ledger, write: ConsumerWrite) -> Consumer:
+def _written(ledger: AllocationLedger, write: ConsumerWrite) -> Consumer:
     known = ledger.consumer(write.consumer)
     consumer_type = write.consumer_type
     if consumer_type is None:
@@ -184,14 +184,16 @@ def _check_generation(write: ConsumerWrite, known: Consumer | None) -> Allocatio
         return None
     else:
         words = f"consumer generation conflict - expected {known.generation} but got {expects}"
-    return Refusal(Why.CONSUMER_GENERATION, words, write.consumer)
+    return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
 
 
-def _check_names(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     for write in writes:
         for uuid in write.holding:
             if uuid not in ledger.providers:
-                return Refusal(Why.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid)
+                return WriteRefusal(
+                    Why.NO_PROVIDER, f"Allocation for resource provider '{uuid}' that does not exist.", uuid
+                )
     for write in writes:
         for resources in write.holding.values():
             for name in resources:
@@ -201,7 +203,7 @@ def _check_names(ledger: Ledger, writes: Sequence[ConsumerWrite]) -> AllocationO
 
 
 def _check_room(
-    ledger: Ledger, writes: Sequence[ConsumerWrite], known: Mapping[str, Consumer | None]
+    ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, Consumer | None]
 ) -> AllocationOutcome:
     """P-41 and P-42 over the sum of what all the consumers hold before and after."""
     more: dict[tuple[str, str], int] = {}
@@ -217,7 +219,7 @@ def _check_room(
             for name, amount in resources.items():
                 room = rooms.get(name)
                 if room is None:
-                    return Refusal(
+                    return WriteRefusal(
                         Why.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
                     )
                 if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
@@ -228,6 +230,6 @@ def _check_room(
     return None
 
 
-def _does_not_fit(name: str, uuid: str, how: str) -> Refusal:
+def _does_not_fit(name: str, uuid: str, how: str) -> WriteRefusal:
     words = f"Unable to create allocation for '{name}' on resource provider '{uuid}'. The requested amount would {how}."
-    return Refusal(Why.DOES_NOT_FIT, words, uuid)
+    return WriteRefusal(Why.DOES_NOT_FIT, words, uuid)

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
-from placement_worker.domain.company import group_key, permitted, together
+from placement_worker.domain.server_groups import group_key, held_by_class, permitted
 from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Swap
@@ -42,7 +42,7 @@ _NO_AMOUNTS: Mapping[str, int] = {}
 _CLAIMED, _FULL, _GONE = ClaimOutcome.CLAIMED, ClaimOutcome.FULL, ClaimOutcome.GONE
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class ClaimVerdict(Struct, frozen=True, kw_only=True):
     """How one item ended. `changed`: it wrote something, so its reply carries the transaction's feed number."""
 
     outcome: str
@@ -64,7 +64,7 @@ class Decision(Struct, frozen=True):
     joined: who is a member of a server group now, and the host that its claim named.
     """
 
-    verdicts: list[Verdict]
+    verdicts: list[ClaimVerdict]
     consumers: dict[str, Consumer | None]
     used: dict[str, dict[str, int]]
     generations: dict[str, int]
@@ -90,7 +90,7 @@ def decide(
     """
     ledger = _Ledger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
-    verdicts: list[Verdict] = []
+    verdicts: list[ClaimVerdict] = []
     for item in items:
         if isinstance(item, Claim):
             verdicts.append(_claim(ledger, item))
@@ -189,13 +189,13 @@ class _Ledger:
         """What a project of limits holds follows its consumers."""
         if consumer is not None and consumer.project_id in self.projects:
             held = self.projects[consumer.project_id]
-            for name, amount in together(consumer.holding).items():
+            for name, amount in held_by_class(consumer.holding).items():
                 held[name] = held.get(name, 0) + sign * amount
 
     def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
         """What the project would hold too much of; empty when nothing. What does not grow is allowed."""
-        now, before = self.projects.get(claim.project_id, {}), together(held)
-        for name, amount in sorted(together(option.allocations).items()):
+        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
+        for name, amount in sorted(held_by_class(option.allocations).items()):
             more = amount - before.get(name, 0)
             if more > 0 and name in claim.limits and now.get(name, 0) + more > claim.limits[name]:
                 return f"{name}: {now.get(name, 0)} of {claim.limits[name]} held, {more} more asked"
@@ -224,16 +224,16 @@ class _Ledger:
         return {uuid: generations[uuid] if uuid in generations else self.providers[uuid].generation for uuid in holding}
 
 
-def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
+def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     known = ledger.consumer(claim.consumer)
     held = known.holding if known is not None else NOTHING
     if ledger.is_others(held):
-        return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if known is not None and held and known.attempt == claim.attempt and known.project_id == claim.project_id:
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         generation = known.generation if known is not None and held else None
-        return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
     outcomes: list[ClaimOutcome] = []
     past = ""
     others = ledger.others(claim) if claim.server_group is not None else {}
@@ -252,7 +252,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> Verdict:
     members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
-    return Verdict(
+    return ClaimVerdict(
         outcome=overall, outcomes=tuple(outcomes), consumer_generation=generation, reason=reason, members=members
     )
 
@@ -266,9 +266,9 @@ def _may_claim(known: Consumer | None, claim: Claim) -> bool:
     return claim.consumer_generation == known.generation
 
 
-def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> Verdict:
+def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> ClaimVerdict:
     option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
-    return Verdict(
+    return ClaimVerdict(
         outcome=_CLAIMED,
         option=option,
         consumer_generation=known.generation,
@@ -279,7 +279,7 @@ def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> Verdict:
 
 def _take(
     ledger: _Ledger, claim: Claim, known: Consumer | None, number: int, outcomes: tuple[ClaimOutcome, ...]
-) -> Verdict:
+) -> ClaimVerdict:
     wanted = claim.options[number].allocations
     ledger.move(known.holding if known is not None else NOTHING, wanted)
     if claim.server_group is not None:
@@ -289,7 +289,7 @@ def _take(
         claim.consumer,
         Consumer(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted),
     )
-    return Verdict(
+    return ClaimVerdict(
         outcome=_CLAIMED,
         option=number,
         outcomes=outcomes,
@@ -301,11 +301,13 @@ def _take(
 
 def _give_back_only(
     ledger: _Ledger, claim: Claim, known: Consumer, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
-) -> Verdict:
+) -> ClaimVerdict:
     """release_first, and nothing fits: the older attempts are over, this one may still be repeated (C-9)."""
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
-    return Verdict(outcome=overall, outcomes=outcomes, changed=True, generations=ledger.generations_of(known.holding))
+    return ClaimVerdict(
+        outcome=overall, outcomes=outcomes, changed=True, generations=ledger.generations_of(known.holding)
+    )
 
 
 def _fence(known: Consumer, attempt: int) -> Consumer:
@@ -348,7 +350,7 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
     return ClaimOutcome.INVALID if invalid else _CLAIMED
 
 
-def _release(ledger: _Ledger, release: Release) -> Verdict:
+def _release(ledger: _Ledger, release: Release) -> ClaimVerdict:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.holding:
@@ -356,40 +358,40 @@ def _release(ledger: _Ledger, release: Release) -> Verdict:
             # A claim of this attempt may still be on its way; the fence turns it down when it comes.
             fence = _fence(known, attempt) if known is not None else Consumer(0, attempt, "", "", "")
             ledger.write(release.consumer, fence)
-        return Verdict(outcome="absent")
+        return ClaimVerdict(outcome="absent")
     if ledger.is_others(known.holding):
-        return Verdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
+        return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     if (attempt is not None and known.attempt > attempt) or release.project_id not in (None, known.project_id):
-        return Verdict(outcome="consumer_changed", consumer_generation=known.generation)
+        return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
-    return Verdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
+    return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
 
 
-def _swap(ledger: _Ledger, swap: Swap) -> Verdict:
+def _swap(ledger: _Ledger, swap: Swap) -> ClaimVerdict:
     """All or none. Usage is judged by the sum of what all its consumers hold before and after (P-1.13, P-42)."""
     entries = swap.consumers
     if len({entry.consumer for entry in entries}) != len(entries):
-        return Verdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
+        return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
     known = {entry.consumer: ledger.consumer(entry.consumer) for entry in entries}
     before = _sum(_holding(consumer) for consumer in known.values())
     if all(_holding(known[entry.consumer]) == entry.allocations for entry in entries):
-        return Verdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
+        return ClaimVerdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
     for entry in entries:
         consumer = known[entry.consumer]
         generation = consumer.generation if consumer is not None and consumer.holding else None
         if ledger.is_others(_holding(consumer)):
-            return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
+            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
         if entry.consumer_generation != generation:
-            return Verdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
+            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
     after = _sum(entry.allocations for entry in entries)
     for entry in entries:
         outcome = _fits_swap(ledger, entry.allocations, before, after)
         if outcome is not _CLAIMED:
-            return Verdict(outcome=outcome, consumer=entry.consumer)
+            return ClaimVerdict(outcome=outcome, consumer=entry.consumer)
     for entry in entries:
         _replace(ledger, entry, known[entry.consumer])
-    return Verdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
+    return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
 
 
 def _fits_swap(ledger: _Ledger, wanted: Holding, before: Holding, after: Holding) -> ClaimOutcome:

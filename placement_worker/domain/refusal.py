@@ -1,4 +1,4 @@
-"""Why a write of the REST API is turned down: values that callers tell apart by `why`, with words for a person."""
+"""Why a write of the REST API is refused: a code that callers act on, and a sentence for the client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Why(StrEnum):
-    """What stands against a write. Each asks for another reaction, so each has its own code."""
+    """Why a write is refused: one code for each reaction of callers."""
 
     NO_PROVIDER = "no_provider"
     NO_SUCH = "no_such"  # a class or trait that the book does not know
@@ -17,7 +17,7 @@ class Why(StrEnum):
     GENERATION = "generation"  # the provider has moved since the caller read it
     CONSUMER_GENERATION = "consumer_generation"
     DUPLICATE = "duplicate"
-    IN_USE = "in_use"  # inventory that somebody holds
+    IN_USE = "in_use"  # inventory that a consumer holds
     PROVIDER_IN_USE = "provider_in_use"
     IS_PARENT = "is_parent"
     BAD_PARENT = "bad_parent"
@@ -25,8 +25,8 @@ class Why(StrEnum):
     DOES_NOT_FIT = "does_not_fit"
 
 
-class Refusal(Struct, frozen=True):
-    """A write that was turned down. words: Placement's own, because its clients show and sometimes match them.
+class WriteRefusal(Struct, frozen=True):
+    """A write that is refused. words: Placement's own, because its clients show and sometimes match them.
 
     about: the provider, class or consumer that the refusal is about, where the answer names it apart from the words.
     """
@@ -36,16 +36,16 @@ class Refusal(Struct, frozen=True):
     about: str = ""
 
 
-def generation_conflict() -> Refusal:
+def generation_conflict() -> WriteRefusal:
     """The caller's resource_provider_generation is not the provider's."""
-    return Refusal(Why.GENERATION, "resource provider generation conflict")
+    return WriteRefusal(Why.GENERATION, "resource provider generation conflict")
 
 
-def no_provider(uuid: str) -> Refusal:
-    """Nobody has this uuid."""
-    return Refusal(Why.NO_PROVIDER, f"No resource provider with uuid {uuid} found", uuid)
+def no_provider(uuid: str) -> WriteRefusal:
+    """No provider has this uuid."""
+    return WriteRefusal(Why.NO_PROVIDER, f"No resource provider with uuid {uuid} found", uuid)
 
 
-def no_such_class(name: str) -> Refusal:
+def no_such_class(name: str) -> WriteRefusal:
     """The book does not know the class."""
-    return Refusal(Why.NO_SUCH, f"No such resource class {name}.", name)
+    return WriteRefusal(Why.NO_SUCH, f"No such resource class {name}.", name)

@@ -1,7 +1,7 @@
 """Decides what inventory updates do to the book: whole trees, as their sources see them, against the providers loaded.
 
 An update from the bus is applied or refused whole, and it must never wedge its source: what a report no longer
-mentions but somebody still uses is not an error, it is *set aside* (capacity 0, nothing new goes there) and goes with
+mentions but a consumer still uses is not an error, it is *set aside* (capacity 0, nothing new goes there) and goes with
 the first report that finds it unused (docs/decisions/0002-placement-set-aside.md).
 """
 
@@ -13,16 +13,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
-from placement_worker.domain.handover import hand_over, sources_of, usage_after
+from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import ABOVE_CELLS, Holding, Provider, Stock, is_foreign, state_of, stock_of
 
 MAX_SHOWN = 64  # of a name that is refused
-NOBODY: Mapping[str, Holding] = {}
+NO_HOLDINGS: Mapping[str, Holding] = {}
 _Used = dict[str, dict[str, int]]
 
 
-class Refusal(Struct, frozen=True):
+class ReportRefusal(Struct, frozen=True):
     """An update that cannot be applied, and why."""
 
     code: str
@@ -40,40 +40,40 @@ class Applied(Struct, frozen=True):
     changed: bool
 
 
-class Plan(Struct, frozen=True):
+class ReportPlan(Struct, frozen=True):
     """What a group of updates comes to: each one's result, and the providers loaded as they are to be afterwards.
 
     moved: what consumers hold afterwards whose allocations followed a class to another provider.
     """
 
-    results: list[Applied | Refusal]
+    results: list[Applied | ReportRefusal]
     after: dict[str, Provider]
     moved: dict[str, Holding]
 
 
-def foreign(uuid: str) -> Refusal:
-    """A cell's bus says something of what belongs to another cell."""
-    return Refusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
+def foreign(uuid: str) -> ReportRefusal:
+    """A cell's bus reports what belongs to another cell."""
+    return ReportRefusal("inventory.foreign_cell", f"{uuid} belongs to another cell")
 
 
-def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | None:
-    """What is wrong with an update whatever the book holds, or None."""
+def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusal | None:
+    """What is wrong with an update by itself, without a look at the book; or None."""
     reports = update.providers
     if reports and (reports[0].uuid != update.root_uuid or reports[0].parent_uuid is not None):
-        return Refusal("inventory.root", "the first provider is the root, and the root has no parent")
+        return ReportRefusal("inventory.root", "the first provider is the root, and the root has no parent")
     seen: set[str] = set()
     names: set[str] = set()
     for number, report in enumerate(reports):
         if report.uuid in seen:
-            return Refusal("inventory.duplicate", f"provider {report.uuid} is reported twice")
+            return ReportRefusal("inventory.duplicate", f"provider {report.uuid} is reported twice")
         if number and report.parent_uuid not in seen:
-            return Refusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
+            return ReportRefusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
         if report.name in names and not report.theirs:
-            return Refusal("provider.name_taken", f"two providers are named {report.name!r}")
+            return ReportRefusal("provider.name_taken", f"two providers are named {report.name!r}")
         if "\x00" in report.name:
-            return Refusal("provider.name", f"the name of {report.uuid} has a NUL character")
+            return ReportRefusal("provider.name", f"the name of {report.uuid} has a NUL character")
         if report.takes_from == report.uuid:
-            return Refusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
+            return ReportRefusal("inventory.takes_from", f"{report.uuid} cannot take from itself")
         seen.add(report.uuid)
         names.update(() if report.theirs else (report.name,))
         wrong = _flaw_of_report(report, known_traits)
@@ -82,18 +82,18 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> Refusal | No
     return None
 
 
-def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> Refusal | None:
+def _flaw_of_report(report: ProviderReport, known_traits: Collection[str]) -> ReportRefusal | None:
     for name, inventory in report.inventories.items():
         if not is_class(name):
             shown = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
             reason = f"{shown!r} is neither a standard resource class nor CUSTOM_{suggestion(name)}"
-            return Refusal("class.unknown", reason)
+            return ReportRefusal("class.unknown", reason)
         if inventory.reserved > inventory.total:
-            return Refusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
+            return ReportRefusal("inventory.reserved", f"{name} of {report.uuid}: reserved exceeds total")
     for trait in report.traits:
         if not is_custom(trait) and trait not in known_traits:
             reason = f"{trait} is neither a standard trait nor CUSTOM_{suggestion(trait, known_traits)}"
-            return Refusal("trait.unknown", reason)
+            return ReportRefusal("trait.unknown", reason)
     return None
 
 
@@ -101,11 +101,11 @@ def plan(
     updates: Sequence[InventoryUpdate],
     earlier: Sequence[Sequence[str]],
     book: Mapping[str, Provider],
-    holdings: Mapping[str, Holding] = NOBODY,
+    holdings: Mapping[str, Holding] = NO_HOLDINGS,
     bus: str = ABOVE_CELLS,
     *,
     shape: int,
-) -> Plan:
+) -> ReportPlan:
     """Apply flawless updates that came on one bus, in order, each whole or not at all.
 
     earlier[n]: what the source of updates[n] reported under that root before. book: every provider of every tree that
@@ -114,7 +114,7 @@ def plan(
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
-    return Plan(results, draft.providers, draft.moved)
+    return ReportPlan(results, draft.providers, draft.moved)
 
 
 def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> list[Change]:
@@ -157,7 +157,7 @@ class _Draft:
         for provider in book.values():
             self.trees.setdefault(provider.root, set()).add(provider.uuid)
 
-    def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | Refusal:
+    def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | ReportRefusal:
         named = {report.uuid for report in update.providers}
         for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
             if is_foreign(self._cell(uuid), self._bus):
@@ -165,17 +165,18 @@ class _Draft:
         for report in update.providers:
             known = self.providers.get(report.uuid)
             if report.theirs and (known is None or known.root != update.root_uuid):
-                return Refusal("inventory.not_there", f"whoever owns {report.uuid} has not reported it in this tree")
+                reason = f"the source that owns {report.uuid} has not reported it in this tree"
+                return ReportRefusal("inventory.not_there", reason)
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, named)
-        moved, used = self._hand_over(update, {*reported, *leaving})
+        moved, used = self._migrate(update, {*reported, *leaving})
         gone, aside = self._sort_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # An owner that this update removes, or reports under another name, gives the name up.
             if owner is not None and owner not in gone and owner not in reported:
-                return Refusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
+                return ReportRefusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in own:
             old = self.providers.get(report.uuid)
@@ -194,10 +195,10 @@ class _Draft:
         return self.providers[provider.root].cell if provider is not None else None
 
     def _bound(self, update: InventoryUpdate) -> str | None:
-        """The cell of a root once this bus has reported it. What exists unbound the API bus leaves to its cell.
+        """The cell of a root once this bus has reported it. The API bus leaves an unbound root to its cell.
 
-        A source above cells may say whose an open root is to be, once nobody uses it: who holds something there may be
-        of another cell, and could not release it any more.
+        A source above cells may name the cell of an unbound root that no consumer uses: a consumer there may be of
+        another cell, which could not release it any more.
         """
         root = update.root_uuid
         named = update.cell if self._bus == ABOVE_CELLS else None
@@ -211,7 +212,7 @@ class _Draft:
     def _is_used(self, root: str) -> bool:
         return any(any(self.providers[uuid].used.values()) for uuid in self.trees.get(root, ()))
 
-    def _hand_over(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
+    def _migrate(self, update: InventoryUpdate, own: set[str]) -> tuple[dict[str, Holding], _Used]:
         """(what moves, what is used after it). Only from providers that this report is about: `own`."""
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
@@ -219,7 +220,7 @@ class _Draft:
         stocks = {report.uuid: _stocks(report) for report in update.providers} if sources else {}
         for source in sources:
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
-            then = hand_over(update.providers, source, stocks, used, now)
+            then = migrate_allocations(update.providers, source, stocks, used, now)
             before = [now[consumer] for consumer in then]
             used = {uuid: usage_after(used[uuid], uuid, before, then.values()) for uuid in used}
             moved.update(then)
@@ -243,7 +244,7 @@ class _Draft:
         return depth
 
     def _sort_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
-        """(those that can go, those that somebody still uses or lives under)."""
+        """(those that can go, those that a consumer still uses or a child still hangs on)."""
         gone: set[str] = set()
         aside: list[str] = []
         needed: set[str | None] = set()
@@ -338,7 +339,7 @@ def _reported(
 
 
 def _set_aside(provider: Provider) -> Provider:
-    """Nothing new goes to it. Classes that nobody uses go at once."""
+    """Nothing new goes to it. Classes that no consumer uses go at once."""
     stocks = {name: _closed(stock) for name, stock in provider.stocks.items() if provider.used.get(name)}
     return replace(provider, stocks=stocks)
 

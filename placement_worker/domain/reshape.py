@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
-from placement_worker.domain.allocations import ConsumerWrite, Ledger, replace
+from placement_worker.domain.allocations import AllocationLedger, ConsumerWrite, replace
 from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
-from placement_worker.domain.refusal import Refusal, Why, no_such_class
+from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
 
@@ -37,7 +37,7 @@ def reshape(
     known_classes: Mapping[str, int],
     *,
     shape: int,
-) -> Reshaped | Refusal:
+) -> Reshaped | WriteRefusal:
     """The new world, or what stands against it.
 
     providers: every one that is named or held. shape: of those whose inventories are written.
@@ -49,7 +49,7 @@ def reshape(
     for uuid, (_, stocks) in item.inventories.items():
         before = providers[uuid]
         interim[uuid] = changed(before, stocks={**before.stocks, **stocks}, shape=shape)
-    ledger = Ledger(consumers, {uuid: _claimed(p) for uuid, p in interim.items()}, known_classes)
+    ledger = AllocationLedger(consumers, {uuid: _claimed(p) for uuid, p in interim.items()}, known_classes)
     refusal = replace(ledger, item.writes)
     if refusal is not None:
         return refusal
@@ -66,14 +66,14 @@ def reshape(
     return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision(), final)
 
 
-def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapping[str, int]) -> Refusal | None:
+def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapping[str, int]) -> WriteRefusal | None:
     for uuid, (generation, _) in item.inventories.items():
         provider = providers.get(uuid)
         if provider is None:
             words = f"Resource provider {uuid} in inventories not found: No resource provider with uuid {uuid} found"
-            return Refusal(Why.NO_PROVIDER, words, uuid)
+            return WriteRefusal(Why.NO_PROVIDER, words, uuid)
         if provider.generation != generation:
-            return Refusal(
+            return WriteRefusal(
                 Why.GENERATION,
                 f"resource provider generation conflict for provider {uuid}: "
                 f"actual: {provider.generation}, given: {generation}",

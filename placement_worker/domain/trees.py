@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from placement_worker.domain.causes import Caused
-from placement_worker.domain.refusal import Refusal, Why, generation_conflict, no_provider, no_such_class
+from placement_worker.domain.refusal import Why, WriteRefusal, generation_conflict, no_provider, no_such_class
 from placement_worker.domain.values import Provider, Stock
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
@@ -45,7 +45,7 @@ class DeleteProvider(Caused, frozen=True):
 
 
 class SetStocks(Caused, frozen=True):
-    """These inventories and no others. generation None: whatever it is. flaw: what is wrong with one, or nothing."""
+    """These inventories and no others. generation None: any. flaw: what is wrong with one, or nothing."""
 
     uuid: str
     stocks: Mapping[str, Stock]
@@ -106,7 +106,7 @@ TreeWrite = (
     | SetTraits
     | SetAggregates
 )
-TreeOutcome = Provider | Refusal
+TreeOutcome = Provider | WriteRefusal
 
 
 class Grove:
@@ -160,7 +160,7 @@ class Grove:
                 return _bad_parent("create", "parent provider UUID does not exist.")
             root = parent.root
         if taken:
-            return Refusal(Why.DUPLICATE, ", ".join(taken), write.name)
+            return WriteRefusal(Why.DUPLICATE, ", ".join(taken), write.name)
         created = Provider(write.uuid, write.name, write.parent, root, 0, self._shape, {}, {}, (), ())
         self.providers[write.uuid] = created
         self._names[write.name] = write.uuid
@@ -172,7 +172,7 @@ class Grove:
         subtree: list[str] = []
         if write.parent is not UNSET and (write.parent is not None or before.parent is not None):
             target = self._target(before, write)
-            if isinstance(target, Refusal):
+            if isinstance(target, WriteRefusal):
                 return target
             subtree = self._subtree(before)
             if write.parent in subtree:
@@ -180,7 +180,7 @@ class Grove:
             if (write.parent, target) != (before.parent, before.root):
                 moved = replace(before, parent=write.parent, root=target, shape=self._shape)
         if self._names.get(write.name, before.uuid) != before.uuid:
-            return Refusal(Why.DUPLICATE, f"name: {write.name}", write.name)
+            return WriteRefusal(Why.DUPLICATE, f"name: {write.name}", write.name)
         if moved.root != before.root:
             for uuid in subtree[1:]:
                 below = self.providers[uuid]
@@ -191,7 +191,7 @@ class Grove:
             moved = replace(moved, name=write.name)
         return moved
 
-    def _target(self, before: Provider, write: UpdateProvider) -> str | Refusal:
+    def _target(self, before: Provider, write: UpdateProvider) -> str | WriteRefusal:
         """The root that the provider comes under."""
         if write.parent is None or write.parent is UNSET:
             if not write.may_move:
@@ -218,9 +218,9 @@ class Grove:
     def delete(self, before: Provider, _write: DeleteProvider) -> TreeOutcome:
         """Remove the provider."""
         if any(provider.parent == before.uuid for provider in self.providers.values()):
-            return Refusal(Why.IS_PARENT, "It has child resource providers.", before.uuid)
+            return WriteRefusal(Why.IS_PARENT, "It has child resource providers.", before.uuid)
         if any(before.used.values()):
-            return Refusal(Why.PROVIDER_IN_USE, "Resource provider has allocations.", before.uuid)
+            return WriteRefusal(Why.PROVIDER_IN_USE, "Resource provider has allocations.", before.uuid)
         del self.providers[before.uuid]
         self._names.pop(before.name, None)
         return before
@@ -230,7 +230,7 @@ class Grove:
         if write.generation is not None and write.generation != before.generation:
             return generation_conflict()
         if write.flaw:
-            return Refusal(Why.BAD_STOCK, write.flaw)
+            return WriteRefusal(Why.BAD_STOCK, write.flaw)
         for name in write.stocks:
             if name not in self._known_classes:
                 return no_such_class(name)
@@ -241,29 +241,29 @@ class Grove:
         if write.generation != before.generation:
             return generation_conflict()
         if write.flaw:
-            return Refusal(Why.BAD_STOCK, write.flaw)
+            return WriteRefusal(Why.BAD_STOCK, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
         if write.resource_class not in before.stocks:
-            return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
+            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
         return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
 
     def add_stock(self, before: Provider, write: AddStock) -> TreeOutcome:
         """Add one inventory."""
         if write.flaw:
-            return Refusal(Why.BAD_STOCK, write.flaw)
+            return WriteRefusal(Why.BAD_STOCK, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
         if write.resource_class in before.stocks:
-            return Refusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
+            return WriteRefusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
         return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
 
     def drop_stock(self, before: Provider, write: DropStock) -> TreeOutcome:
         """Remove one inventory."""
         if write.resource_class not in self._known_classes:
-            return Refusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
+            return WriteRefusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
         if write.resource_class not in before.stocks:
-            return Refusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
+            return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
         return stocked(
             before, self._shape, {name: s for name, s in before.stocks.items() if name != write.resource_class}
         )
@@ -271,10 +271,10 @@ class Grove:
     def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
         """Replace all traits."""
         if write.generation is not None and write.generation != before.generation:
-            return Refusal(Why.GENERATION, _CHANGED)
+            return WriteRefusal(Why.GENERATION, _CHANGED)
         unknown = [trait for trait in dict.fromkeys(write.traits) if trait not in self._known_traits]
         if unknown:
-            return Refusal(Why.NO_SUCH, f"No such trait {', '.join(unknown)}")
+            return WriteRefusal(Why.NO_SUCH, f"No such trait {', '.join(unknown)}")
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before
@@ -283,7 +283,7 @@ class Grove:
     def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
         """Replace all aggregates."""
         if write.generation is not None and write.generation != before.generation:
-            return Refusal(Why.GENERATION, _CHANGED)
+            return WriteRefusal(Why.GENERATION, _CHANGED)
         generation = before.generation + (write.generation is not None)
         aggregates = tuple(sorted(set(write.aggregates)))
         if aggregates == before.aggregates:
@@ -314,11 +314,11 @@ def stocked(before: Provider, shape: int, stocks: Mapping[str, Stock]) -> TreeOu
     return replace(before, stocks=dict(stocks), generation=before.generation + 1, shape=shape)
 
 
-def in_use(provider: str, classes: Iterable[str]) -> Refusal:
-    """Inventories that somebody holds; the standard classes in their own order, then custom ones."""
+def in_use(provider: str, classes: Iterable[str]) -> WriteRefusal:
+    """Inventories that consumers hold; the standard classes in their own order, then custom ones."""
     named = ", ".join(sorted(classes, key=lambda name: (_STANDARD_ORDER.get(name, len(_STANDARD_ORDER)), name)))
-    return Refusal(Why.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider)
+    return WriteRefusal(Why.IN_USE, f"Inventory for '{named}' on resource provider '{provider}' in use.", provider)
 
 
-def _bad_parent(action: str, reason: str) -> Refusal:
-    return Refusal(Why.BAD_PARENT, f"Object action {action} failed because: {reason}")
+def _bad_parent(action: str, reason: str) -> WriteRefusal:
+    return WriteRefusal(Why.BAD_PARENT, f"Object action {action} failed because: {reason}")

@@ -20,11 +20,11 @@ from placement_worker.replica.columns import (
     Amounts,
     ClassColumns,
     Distinct,
+    InventoryNumbers,
     Moves,
-    Numbers,
     Rows,
 )
-from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.rows import NO_ROW
 from placement_worker.replica.trees import Trees
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ Cache = TypeVar("Cache")
 
 # Distinct values are swept when this many have gathered, and then when they have doubled.
 SWEEP_FROM = 4096
+
+
+_AnyDistinct = Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[InventoryNumbers]
 
 
 class Gap(Struct, frozen=True):
@@ -206,7 +209,7 @@ class Book(Trees):
         return sorted(self._columns)
 
     def column(self, resource_class: str) -> ClassColumns | None:
-        """One class's columns (for search); None while nobody has it."""
+        """One class's columns (for search); None while no provider has it."""
         return self._columns.get(resource_class)
 
     def free(self, resource_class: str, roots: Rows) -> Amounts:
@@ -230,7 +233,7 @@ class Book(Trees):
         capacity = column.kinds.columns()[CAPACITY]
         return self._sum_over_trees(capacity[column.kind[: self.top]] - column.free[: self.top], roots)
 
-    def inventory_of(self, row: int) -> dict[str, tuple[Numbers, int, int]]:
+    def inventory_of(self, row: int) -> dict[str, tuple[InventoryNumbers, int, int]]:
         """The provider's inventories by class: their numbers, what is used, and what is free with claims in flight."""
         found = {}
         for number in self.class_sets.values[self.classes[row]]:
@@ -273,7 +276,7 @@ class Book(Trees):
         self.traits[row] = self.trait_sets.id_of(tuple(sorted(state.traits)))
         self.aggregates[row] = self.aggregate_sets.id_of(tuple(sorted(state.aggregates)))
         self._stock(row, classes, state)
-        if old_root not in {NOBODY, self.root[row]}:
+        if old_root not in {NO_ROW, self.root[row]}:
             self._moved(old_root, shape=True)
         self._moved(int(self.root[row]), shape=True)
         self._reached(state.uuid, state.generation)
@@ -288,7 +291,7 @@ class Book(Trees):
             column.used[row] = 0
         for name, inventory in state.inventories.items():
             column = self._columns[name]
-            column.kind[row] = column.kinds.id_of(Numbers(int(inventory[0]), *inventory[1:]))
+            column.kind[row] = column.kinds.id_of(InventoryNumbers(int(inventory[0]), *inventory[1:]))
         for name, amount in state.used.items():
             self._columns[name].used[row] = amount
         self.classes[row] = self.class_sets.id_of(tuple(sorted(numbers)))
@@ -412,7 +415,9 @@ class Book(Trees):
 
     def _numbered(
         self,
-    ) -> Iterator[tuple[Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[Numbers], NDArray[np.int32]]]:
+    ) -> Iterator[
+        tuple[Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[InventoryNumbers], NDArray[np.int32]]
+    ]:
         yield self.trait_sets, self.traits
         yield self.aggregate_sets, self.aggregates
         yield self.class_sets, self.classes

@@ -24,7 +24,7 @@ from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.time_budget import TimeBudget, TooLong
 from placement_worker.replica.tree_solver import ENDLESS
 
-__all__ = ["UNNUMBERED", "Candidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
+__all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
 # Steps that lead nowhere, and candidates beyond each root's first, before a search stops and says so.
 BUDGET = 100_000
@@ -46,7 +46,7 @@ COMPILED_KEPT = 64
 FIRST_STEP = 2048
 
 
-class Candidate(Struct, frozen=True):
+class AllocationCandidate(Struct, frozen=True):
     """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (P-1.34).
 
     shapes: of the providers in the allocations, the shape generation that they were chosen for.
@@ -73,7 +73,7 @@ class CandidateSet:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Candidate:
+    def __getitem__(self, index: int) -> AllocationCandidate:
         """One candidate. `columns()` is cheaper for rendering many."""
         allocations: dict[str, dict[str, int]] = {}
         mappings: dict[str, list[str]] = {}
@@ -87,9 +87,9 @@ class CandidateSet:
                 given = allocations.setdefault(uuid, {})
                 given[name] = given.get(name, 0) + amount
                 shapes[uuid] = self._book.shape_of(row)
-        return Candidate(allocations, mappings, shapes)
+        return AllocationCandidate(allocations, mappings, shapes)
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[AllocationCandidate]:
         return (self[index] for index in range(len(self)))
 
     def columns(self) -> list[list[str]]:

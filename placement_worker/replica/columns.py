@@ -87,7 +87,7 @@ def lookup_table(values: Distinct[T], answer: Callable[[T], int]) -> LookupTable
     )
 
 
-class Numbers(NamedTuple):
+class InventoryNumbers(NamedTuple):
     """One inventory's numbers. Capacity is what placement computed when the inventory was written (P-41)."""
 
     capacity: int
@@ -99,13 +99,13 @@ class Numbers(NamedTuple):
     allocation_ratio: float
 
 
-NO_INVENTORY = Numbers(0, 1, 0, 1, 0, 0, 1.0)
+NO_INVENTORY = InventoryNumbers(0, 1, 0, 1, 0, 0, 1.0)
 
 # The columns of InventoryKinds.
 CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, UNRESERVED = range(6)
 
 
-class InventoryKinds(Distinct[Numbers]):
+class InventoryKinds(Distinct[InventoryNumbers]):
     """The distinct inventories of one class, with their numbers as columns too: amounts vary from request to request,
     and a site may have as many inventories as hosts.
     """

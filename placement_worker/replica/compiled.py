@@ -19,7 +19,7 @@ from placement_worker.replica.columns import Flags, LookupTable, Rows, lookup_ta
 from placement_worker.replica.predicates import ContendedClass, MemberRows, ResourceFit, rules_of
 from placement_worker.replica.reasons import Reasons
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
-from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.rows import NO_ROW
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.time_budget import TimeBudget
 from placement_worker.replica.tree_members import OrderedMembers, TreeMembers, kinds_of
@@ -175,12 +175,12 @@ class CompiledRequest:
 
     def stand_alone(self, roots: Rows) -> Flags:
         """Which roots have no children and no provider that shares with them."""
-        nested: Flags = self.book.first_member[roots] != NOBODY
+        nested: Flags = self.book.first_member[roots] != NO_ROW
         return ~(nested | sharing_of(self.book).serves(roots))
 
     def stands_alone(self, root: int) -> bool:
         """Whether this root has no children and no provider that shares with it."""
-        return bool(self.book.first_member[root] == NOBODY) and not sharing_of(self.book).serves_root(root)
+        return bool(self.book.first_member[root] == NO_ROW) and not sharing_of(self.book).serves_root(root)
 
     def lone(self, roots: Rows) -> Rows:
         """Which of these lone providers can give everything now."""

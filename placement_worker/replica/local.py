@@ -15,7 +15,7 @@ from placement_worker.replica.book import Book
 PAGE = 5000
 
 
-class Source(Protocol):
+class FeedSource(Protocol):
     """The book's own store."""
 
     async def head(self) -> FeedHead:
@@ -31,7 +31,7 @@ class Source(Protocol):
 class LocalReplica:
     """A book that is never behind what was committed before it was asked for."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FeedSource) -> None:
         self.book = Book()
         self._source = source
         self._loaded = False

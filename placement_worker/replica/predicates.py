@@ -26,7 +26,7 @@ from placement_worker.replica.columns import (
     lookup_table,
 )
 from placement_worker.replica.request import UNNUMBERED, Group
-from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.rows import NO_ROW
 
 # Distinct sums of what several slots ask of one class; beyond it amounts are told apart one by one.
 MAX_SUMS = 64
@@ -246,9 +246,9 @@ class GroupRules:
         return self._covers(self._book.traits[rows])
 
     def tree(self) -> int:
-        """The row of the root of the tree asked for; NOBODY when there is no such tree."""
+        """The row of the root of the tree asked for; NO_ROW when there is no such tree."""
         row = None if self._group.in_tree is None else self._book.row_of(self._group.in_tree)
-        return NOBODY if row is None else self._book.root_of(row)
+        return NO_ROW if row is None else self._book.root_of(row)
 
 
 def flags(values: Distinct[tuple[str, ...]], answer: Callable[[tuple[str, ...]], bool]) -> LookupTable:

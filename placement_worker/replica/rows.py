@@ -8,7 +8,7 @@ from placement_worker.replica.columns import Rows, grown
 
 FIRST_SIZE = 1024
 
-NOBODY = -1
+NO_ROW = -1
 
 
 class RowTable:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.rows import NO_ROW
 
 # Bits of a signature's word that are used.
 WORD_BITS = 62
@@ -60,7 +60,7 @@ class OrderedMembers:
             place = np.empty(len(order), dtype=np.intp)
             place[order] = np.arange(len(order)) - np.repeat(self._starts, self._counts)
             up = nearest[order]
-            self._nearest = np.where(up == NOBODY, NOBODY, place[up])
+            self._nearest = np.where(up == NO_ROW, NO_ROW, place[up])
             columns.append(self._nearest.astype(np.int64))
         self.signatures = columns[0][:, None] if len(columns) == 1 else np.stack(columns, axis=1)
 
@@ -84,7 +84,7 @@ class OrderedMembers:
         """Per member of one tree, itself and those of its ancestors that are members too, as bits."""
         above: list[int] = []
         for at, up in enumerate(self._nearest[members].tolist()):  # ancestors come first
-            above.append((1 << at) | (0 if up == NOBODY else above[up]))
+            above.append((1 << at) | (0 if up == NO_ROW else above[up]))
         return above
 
 
@@ -96,7 +96,7 @@ def kinds_of(signatures: NDArray[np.int64], above: Sequence[int]) -> list[int]:
     numbers: dict[object, int] = {}
     kinds = []
     for at, signature in enumerate(signatures.tolist()):
-        key = (tuple(signature), at if with_some_below >> at & 1 else NOBODY)
+        key = (tuple(signature), at if with_some_below >> at & 1 else NO_ROW)
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
 
@@ -130,9 +130,9 @@ def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Ro
         return np.lexsort((*keys, owners))
     depth = np.zeros(len(owners), dtype=np.int64)
     up = nearest
-    while (deeper := up != NOBODY).any():  # ends: each round goes up by one, and trees have no loops
+    while (deeper := up != NO_ROW).any():  # ends: each round goes up by one, and trees have no loops
         depth += deeper
-        up = np.where(deeper, nearest[up], NOBODY)
+        up = np.where(deeper, nearest[up], NO_ROW)
     rank = np.zeros(len(owners), dtype=np.int64)
     for level in range(int(depth.max(initial=0)) + 1):
         here = np.flatnonzero(depth == level)
@@ -143,15 +143,15 @@ def _order(members: TreeMembers, words: Sequence[NDArray[np.int64]], nearest: Ro
 
 
 def _nearest_above(book: Book, rows: Rows, owners: Rows) -> Rows:
-    """Per member, the index of its nearest ancestor that is a member of the same tree too; NOBODY without one."""
+    """Per member, the index of its nearest ancestor that is a member of the same tree too; NO_ROW without one."""
     keys = owners * book.size + rows
     order = np.argsort(keys)
     ordered = keys[order]
-    nearest = np.full(len(rows), NOBODY, dtype=np.intp)
+    nearest = np.full(len(rows), NO_ROW, dtype=np.intp)
     open_ones = np.arange(len(rows))
     up = book.parent[rows].astype(np.intp)
     for _ in range(len(book)):
-        going = up != NOBODY
+        going = up != NO_ROW
         open_ones, up = open_ones[going], up[going]
         if not open_ones.size:
             break

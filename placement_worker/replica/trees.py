@@ -6,7 +6,7 @@ import numpy as np
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.columns import Amounts, Rows
-from placement_worker.replica.rows import NOBODY, RowTable
+from placement_worker.replica.rows import NO_ROW, RowTable
 
 
 class Trees(RowTable):
@@ -14,22 +14,22 @@ class Trees(RowTable):
 
     _filled = (
         *RowTable._filled,
-        ("parent", NOBODY),
-        ("root", NOBODY),
-        ("first_member", NOBODY),
-        ("next_member", NOBODY),
-        ("previous_member", NOBODY),
+        ("parent", NO_ROW),
+        ("root", NO_ROW),
+        ("first_member", NO_ROW),
+        ("next_member", NO_ROW),
+        ("previous_member", NO_ROW),
         ("is_root", 0),
     )
 
     def _clear_trees(self) -> None:
         self._clear_rows()
         size = self.size
-        self.parent = np.full(size, NOBODY, dtype=np.int32)
-        self.root = np.full(size, NOBODY, dtype=np.int32)
-        self.first_member = np.full(size, NOBODY, dtype=np.int32)
-        self.next_member = np.full(size, NOBODY, dtype=np.int32)
-        self.previous_member = np.full(size, NOBODY, dtype=np.int32)
+        self.parent = np.full(size, NO_ROW, dtype=np.int32)
+        self.root = np.full(size, NO_ROW, dtype=np.int32)
+        self.first_member = np.full(size, NO_ROW, dtype=np.int32)
+        self.next_member = np.full(size, NO_ROW, dtype=np.int32)
+        self.previous_member = np.full(size, NO_ROW, dtype=np.int32)
         self.is_root = np.zeros(size, dtype=np.bool_)
         self._roots: Rows | None = None
 
@@ -47,7 +47,7 @@ class Trees(RowTable):
     def parent_of(self, row: int) -> int | None:
         """The row of the provider's parent, None for a root."""
         parent = int(self.parent[row])
-        return None if parent == NOBODY else parent
+        return None if parent == NO_ROW else parent
 
     def tree(self, root_row: int) -> list[int]:
         """Rows of the tree: the root, then depth by depth, each depth by name."""
@@ -62,7 +62,7 @@ class Trees(RowTable):
         rows, owners = [roots], [np.arange(len(roots))]
         frontier, owner = self.first_member[roots], owners[0]
         while True:  # ends: each round follows the lists by one member
-            more = frontier != NOBODY
+            more = frontier != NO_ROW
             if not more.any():
                 return np.concatenate(rows), np.concatenate(owners)
             frontier, owner = frontier[more].astype(np.intp), owner[more]
@@ -75,11 +75,11 @@ class Trees(RowTable):
     def _link(self, row: int, state: ProviderState) -> None:
         """Put the row into its tree. Parents and roots that are not known yet get a row that is not live."""
         root = row if state.root_uuid == state.uuid else self._named(state.root_uuid)
-        parent = NOBODY if state.parent_uuid is None else self._named(state.parent_uuid)
+        parent = NO_ROW if state.parent_uuid is None else self._named(state.parent_uuid)
         if self.root[row] == root and self.parent[row] == parent and self.is_root[row] == (root == row):
             return
         for named in (root, parent):  # before the old names are dropped: a row in both must not be freed between
-            if named not in {row, NOBODY}:
+            if named not in {row, NO_ROW}:
                 self.named_by[named] += 1
         self._unlink(row)
         self.root[row] = root
@@ -90,48 +90,48 @@ class Trees(RowTable):
             return
         first = self.first_member[root]
         self.next_member[row] = first
-        self.previous_member[row] = NOBODY
-        if first != NOBODY:
+        self.previous_member[row] = NO_ROW
+        if first != NO_ROW:
             self.previous_member[first] = row
         self.first_member[root] = row
 
     def _unlink(self, row: int) -> None:
         root, parent = int(self.root[row]), int(self.parent[row])
-        self.root[row] = self.parent[row] = NOBODY
-        if root == NOBODY:
+        self.root[row] = self.parent[row] = NO_ROW
+        if root == NO_ROW:
             return
         if root == row:
             self.is_root[row] = False
             self._roots = None
         else:
             after, before = self.next_member[row], self.previous_member[row]
-            if before == NOBODY:
+            if before == NO_ROW:
                 self.first_member[root] = after
             else:
                 self.next_member[before] = after
-            if after != NOBODY:
+            if after != NO_ROW:
                 self.previous_member[after] = before
-            self.next_member[row] = self.previous_member[row] = NOBODY
+            self.next_member[row] = self.previous_member[row] = NO_ROW
         for named in (root, parent):
-            if named not in {row, NOBODY}:
+            if named not in {row, NO_ROW}:
                 self.named_by[named] -= 1
                 self._drop_row_if_unnamed(named)
 
     def _members(self, root_row: int) -> list[int]:
         members, row = [root_row], int(self.first_member[root_row])
-        while row != NOBODY:
+        while row != NO_ROW:
             members.append(row)
             row = int(self.next_member[row])
         return members
 
     def _depth(self, row: int) -> int:
         depth = 0
-        while (parent := int(self.parent[row])) != NOBODY and depth <= self._providers:
+        while (parent := int(self.parent[row])) != NO_ROW and depth <= self._providers:
             row, depth = parent, depth + 1
         return depth
 
     def _sum_over_trees(self, amounts: Amounts, roots: Rows) -> Amounts:
-        if not (self.first_member[roots] != NOBODY).any():
+        if not (self.first_member[roots] != NO_ROW).any():
             return amounts[roots]
         rows, owners = self.members(roots)
         sums = np.zeros(len(roots), dtype=np.int64)

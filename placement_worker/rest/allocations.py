@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from placement_worker.domain.allocations import Remove, Replace
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, no_provider
@@ -124,7 +124,7 @@ def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(writes.values())
 
 
-def _refused(refusal: Refusal, unknown: str) -> Fault:
+def _refused(refusal: WriteRefusal, unknown: str) -> Fault:
     """unknown: the words for a class that does not exist."""
     if refusal.why is Why.NO_SUCH:
         return refused(refusal, words=unknown)

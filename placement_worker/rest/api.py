@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
-from placement_worker.domain.refusal import Refusal
+from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import Provider
@@ -81,17 +81,17 @@ class Api:
         await self._allocations.drain()
         self.aside.close()
 
-    async def write_tree(self, write: TreeWrite) -> Provider | Refusal:
+    async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
         """Write one provider, together with what others write at the same time."""
         if not is_canonical(write.uuid):
             raise no_provider(write.uuid)
         return await self._trees.submit(replace(write, cause=CAUSE.get()))
 
-    async def write_allocations(self, write: AllocationWrite) -> Refusal | None:
+    async def write_allocations(self, write: AllocationWrite) -> WriteRefusal | None:
         """Write allocations, together with what others write at the same time."""
         return await self._allocations.submit(replace(write, cause=CAUSE.get()))
 
-    async def reshape(self, item: Reshape) -> Refusal | None:
+    async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """Reshape, alone."""
         outcome = await self.store.reshape(replace(item, cause=CAUSE.get()))
         self.committed()
@@ -129,8 +129,8 @@ def no_provider(uuid: str) -> Fault:
     return Fault(404, f"No resource provider with uuid {uuid} found")
 
 
-def written(outcome: Provider | Refusal) -> Provider:
+def written(outcome: Provider | WriteRefusal) -> Provider:
     """The provider that was written. Raises the Fault of a refusal in its usual words."""
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         raise refused(outcome)
     return outcome

@@ -10,7 +10,7 @@ from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Grou
 from placement_worker.rest import schemas
 from placement_worker.rest.bodies import at
 from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, Fault
-from placement_worker.rest.http import Query
+from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import (
     MAX_AMOUNT_DIGITS,
     Checked,
@@ -57,7 +57,7 @@ class Asked(Struct, frozen=True):
         return named
 
 
-def asked_of(query: Query, version: int) -> Asked:
+def asked_of(query: QueryString, version: int) -> Asked:
     """Raises Fault 400."""
     at(_SCHEMAS, version).check(query)
     limit = _limit(query.all("limit"))
@@ -96,7 +96,7 @@ def _limit(values: list[str]) -> int | None:
     return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
 
 
-def _groups(query: Query, version: int) -> list[Group]:
+def _groups(query: QueryString, version: int) -> list[Group]:
     """The request groups by suffix, in the order in which they appear."""
     pattern = at(_KEYS, version)
     found: dict[str, set[str]] = {}
@@ -109,7 +109,7 @@ def _groups(query: Query, version: int) -> list[Group]:
     return [_group(query, version, suffix, kinds) for suffix, kinds in found.items()]
 
 
-def _group(query: Query, version: int, suffix: str, kinds: set[str]) -> Group:
+def _group(query: QueryString, version: int, suffix: str, kinds: set[str]) -> Group:
     resources = resources_of(query.get("resources" + suffix) or "") if "resources" in kinds else {}
     traits = traits_of(query.all("required" + suffix), version) if "required" in kinds else Traits()
     members = members_of(query.all("member_of" + suffix), version, suffix) if "member_of" in kinds else Members()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 
 # E-1 to E-8.
 UNDEFINED = "placement.undefined_code"
@@ -84,7 +84,7 @@ class Fault(Exception):
         self.headers = headers
 
 
-def refused(refusal: Refusal, *, words: str = "{}", status: int = 0, code: str = "") -> Fault:
+def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> Fault:
     """The answer to a refused write. words: where the refusal's own are put."""
     usual_status, usual_code = REFUSED[refusal.why]
     return Fault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)

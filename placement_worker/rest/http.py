@@ -46,17 +46,17 @@ class Request:
         self.version = 0
         self.body = b""
         self.caller = Caller(user_id="")
-        self._query: Query | None = None
+        self._query: QueryString | None = None
 
     @property
-    def query(self) -> Query:
+    def query(self) -> QueryString:
         """The query string, parsed once. Raises Fault 400."""
         if self._query is None:
-            self._query = Query(self.query_string)
+            self._query = QueryString(self.query_string)
         return self._query
 
 
-class Query:
+class QueryString:
     """A query string's parameters in order; a name may repeat."""
 
     def __init__(self, raw: bytes) -> None:

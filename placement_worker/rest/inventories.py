@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.trees import AddStock, DropStock, PutStock, SetStocks
 from placement_worker.domain.values import Stock
 from placement_worker.rest import bodies
@@ -82,7 +82,7 @@ async def set_all(api: Api, request: Request) -> Response:
     stocks = {name: inventory.stock() for name, inventory in body.inventories.items()}
     flaw = next(filter(None, flaws), "")
     outcome = await api.write_tree(SetStocks(uuid, stocks, body.resource_provider_generation, flaw))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_SUCH:
             raise refused(outcome, words=f"Unknown resource class in inventory for resource provider {uuid}: {{}}")
         if outcome.why is Why.IN_USE:
@@ -104,7 +104,7 @@ async def create(api: Api, request: Request) -> Response:
     name = body.resource_class
     flaw = flaw_of(name, body, uuid, request.version)
     outcome = await api.write_tree(AddStock(uuid, name, body.stock(), flaw))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.DUPLICATE:
             raise refused(outcome, words="Update conflict: {}", code=CONCURRENT_UPDATE)
         if outcome.why in {Why.BAD_STOCK, Why.NO_SUCH}:
@@ -121,7 +121,7 @@ async def update(api: Api, request: Request) -> Response:
     body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
     flaw = flaw_of(name, body, uuid, request.version)
     outcome = await api.write_tree(PutStock(uuid, name, body.stock(), body.resource_provider_generation, flaw))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_INVENTORY:
             words = f"No inventory record with resource class for resource provider {uuid}: {{}}"
             raise refused(outcome, words=words, status=400)
@@ -138,7 +138,7 @@ async def delete(api: Api, request: Request) -> Response:
     """DELETE one."""
     uuid, name = request.parts[1], request.parts[3]
     outcome = await api.write_tree(DropStock(uuid, name))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.IN_USE:
             words = f"Unable to delete inventory of class {name}: {{}}"
             raise refused(outcome, words=words, code=CONCURRENT_UPDATE)
@@ -151,7 +151,7 @@ async def delete(api: Api, request: Request) -> Response:
 async def delete_all(api: Api, request: Request) -> Response:
     """DELETE all."""
     outcome = await api.write_tree(SetStocks(request.parts[1], {}))
-    if isinstance(outcome, Refusal) and outcome.why is Why.IN_USE:
+    if isinstance(outcome, WriteRefusal) and outcome.why is Why.IN_USE:
         raise refused(outcome, code=INVENTORY_IN_USE)
     written(outcome)
     return Response(204)

@@ -7,14 +7,14 @@ from typing import Any
 from msgspec import UNSET
 
 from bus.clock import new_uuid
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.trees import CreateProvider, DeleteProvider, UpdateProvider
 from placement_worker.domain.values import Provider
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import at, text_of
 from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, Fault, refused
-from placement_worker.rest.http import Query, Request, Response, json_response
+from placement_worker.rest.http import QueryString, Request, Response, json_response
 from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
 from placement_worker.store.rest_reads import Listing, ProviderRow, providers
 
@@ -54,7 +54,7 @@ async def create(api: Api, request: Request) -> Response:
     if not body.name:
         raise Fault(400, _cannot("create", body.name, uuid, "Object action create failed because: name is required"))
     outcome = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.DUPLICATE:
             raise refused(outcome, words="Conflicting resource provider {} already exists.")
         raise Fault(400, _cannot("create", body.name, uuid, outcome.words))
@@ -86,7 +86,7 @@ async def update(api: Api, request: Request) -> Response:
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
     write = UpdateProvider(uuid, text_of(body.name), parent, may_move=request.version >= SINCE_MOVES)
     outcome = await api.write_tree(write)
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.DUPLICATE:
             raise refused(outcome, words=f"Conflicting resource provider {body.name} already exists.")
         if outcome.why is Why.BAD_PARENT:
@@ -102,7 +102,7 @@ async def delete(api: Api, request: Request) -> Response:
         outcome = await api.write_tree(DeleteProvider(uuid))
     except Fault:
         raise _not_there(uuid) from None
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_PROVIDER:
             raise _not_there(uuid)
         if outcome.why is Why.IS_PARENT:
@@ -131,7 +131,7 @@ async def list_all(api: Api, request: Request) -> Response:
     )
 
 
-async def _listing(api: Api, query: Query, version: int) -> Listing | None:
+async def _listing(api: Api, query: QueryString, version: int) -> Listing | None:
     """The query in the book's terms; None when it cannot match anything."""
     members = members_of(query.all("member_of"), version)
     traits = traits_of(query.all("required"), version) if query.all("required") else traits_of([], 39)

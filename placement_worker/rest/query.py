@@ -10,7 +10,7 @@ from jsonschema.exceptions import best_match
 from msgspec import Struct
 
 from placement_worker.rest.faults import Fault
-from placement_worker.rest.http import Query
+from placement_worker.rest.http import QueryString
 from placement_worker.rest.schemas import Schema
 
 _CANONICAL = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -47,7 +47,7 @@ class Checked:
     def __init__(self, schema: Schema) -> None:
         self._validator = Draft202012Validator(schema, format_checker=_STRICT)
 
-    def check(self, query: Query) -> None:
+    def check(self, query: QueryString) -> None:
         """Raises Fault 400, worded as python-jsonschema words it."""
         wrong = best_match(self._validator.iter_errors(query.last()))
         if wrong is not None:

@@ -15,7 +15,7 @@ from placement_worker.domain.names import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
-from placement_worker.replica.rows import NOBODY
+from placement_worker.replica.rows import NO_ROW
 
 SINCE_TRAITS = 17
 SINCE_ALL_CLASSES = 27
@@ -109,7 +109,7 @@ def _alike(book: Book, rows: Rows, classes: Sequence[ClassColumns], traits: Sequ
     if version >= SINCE_NESTED:
         template += ',"parent_provider_uuid":%s,"root_provider_uuid":"%s"'
         columns.append(
-            ["null" if up == NOBODY else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
+            ["null" if up == NO_ROW else f'"{book.uuid_of(up)}"' for up in book.parent[rows].tolist()],
         )
         columns.append([book.uuid_of(row) for row in book.root[rows].tolist()])
     template += "}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncpg
 from msgspec import Struct
 
-from placement_worker.domain.company import SHARING
+from placement_worker.domain.server_groups import SHARING
 
 
 class InventoryRow(Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claims import Decision, Verdict, changes_of, decide
+from placement_worker.domain.claims import ClaimVerdict, Decision, changes_of, decide
 from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, Consumer, Room, is_closed
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import Names
@@ -229,7 +229,7 @@ def _holding_columns(
     return (stale, *transposed(rows, 4))
 
 
-def reply(item: ClaimItem, verdict: Verdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
+def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
     """What one item's asker is told."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from bus.contracts.base import encode
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, Refusal, flaw, foreign
+from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
 from placement_worker.domain.values import ABOVE_CELLS, is_foreign
 from placement_worker.store.port import Refused
 
@@ -17,7 +17,7 @@ Key = tuple[str, str]  # (root, source)
 SourceRow = tuple[str, str, int, bytes, bool, str]
 
 
-class Source(Struct, frozen=True):
+class ReportSource(Struct, frozen=True):
     """What one source said last of one root. settled: the book holds exactly that. providers: what it answers for."""
 
     version: int
@@ -26,7 +26,7 @@ class Source(Struct, frozen=True):
     providers: Sequence[str]
 
 
-NOBODY = Source(-1, b"", False, ())
+NO_SOURCE = ReportSource(-1, b"", False, ())
 
 
 def digest_of(providers: Sequence[ProviderReport]) -> bytes:
@@ -38,7 +38,7 @@ def digest_of(providers: Sequence[ProviderReport]) -> bytes:
 TAKEN_OUT = digest_of(())
 
 
-class Group:
+class ReportGroup:
     """One group of updates: what came, what their sources said before, and how each one ends.
 
     bus: where all of them came from. cells: of every root that anybody ever reported, the cell it belongs to.
@@ -48,7 +48,7 @@ class Group:
     def __init__(
         self,
         updates: Sequence[InventoryUpdate],
-        sources: Mapping[Key, Source],
+        sources: Mapping[Key, ReportSource],
         *,
         cells: Mapping[str, str | None],
         bus: str,
@@ -119,10 +119,10 @@ class Group:
             return self.updates[number].cell is None or cell not in (None, ABOVE_CELLS)
         return cell is not None
 
-    def settle(self, fresh: Sequence[int], results: Sequence[Applied | Refusal]) -> None:
+    def settle(self, fresh: Sequence[int], results: Sequence[Applied | ReportRefusal]) -> None:
         """How the planned ones ended."""
         for number, result in zip(fresh, results, strict=True):
-            if isinstance(result, Refusal):
+            if isinstance(result, ReportRefusal):
                 self.results[number] = Refused(result.code, result.reason)
                 continue
             said = "applied" if result.changed else "unchanged"
@@ -133,9 +133,9 @@ class Group:
             if result.changed:
                 self.changed.append(self.keys[number])
 
-    def source(self, number: int) -> Source:
+    def source(self, number: int) -> ReportSource:
         """What the source of an update said before."""
-        return self._sources.get(self.keys[number], NOBODY)
+        return self._sources.get(self.keys[number], NO_SOURCE)
 
     def answers(self, sequence: int) -> list[InventoryResult | Refused]:
         """Every result, in order; those that changed something carry the transaction's feed number."""

@@ -13,13 +13,13 @@ import asyncpg
 from msgspec.structs import astuple
 
 from bus.contracts.placement import InventoryResult, InventoryUpdate
-from placement_worker.domain.handover import taken
+from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import changes_of, flaw, plan
-from placement_worker.domain.shells import is_empty_shell
+from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import ABOVE_CELLS, Provider
-from placement_worker.store import feed, handover
-from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
+from placement_worker.store import allocation_migration, feed
+from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
 from placement_worker.store.names import Names
 from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
@@ -142,7 +142,7 @@ async def report(
     """Decide and write a group of updates that came on one bus, inside the caller's transaction."""
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     sources, cells = await _read_sources(connection, updates)
-    group = Group(updates, sources, cells=cells, bus=bus)
+    group = ReportGroup(updates, sources, cells=cells, bus=bus)
     group.refuse_flawed(names.trait_ids)
     group.refuse_foreign()
     group.sort_out_stale()
@@ -159,43 +159,45 @@ async def remove_shells(connection: asyncpg.Connection, names: Names, limit: int
     rows = await connection.fetch(FIND_SHELLS, TAKEN_OUT, limit)
     if not rows:
         return []
-    sources = {(row[0], row[1]): Source(*row[2:]) for row in rows}
+    sources = {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
     said = [InventoryUpdate(source=source, version=s.version, root_uuid=root) for (root, source), s in sources.items()]
     _, locked = await _lock_trees(connection, said)
     trees: dict[str, list[Provider]] = {}
     for provider in locked.values():
         trees.setdefault(provider.root, []).append(provider)
     # A claim or the REST API may have come between the look and the locks.
-    empty = [update for update in said if is_empty_shell(trees.get(update.root_uuid, ()))]
-    await _apply(connection, Group(empty, sources, cells={}, bus=ABOVE_CELLS), names, shape)
+    empty = [update for update in said if is_retired(trees.get(update.root_uuid, ()))]
+    await _apply(connection, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS), names, shape)
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
 async def _read_sources(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate]
-) -> tuple[dict[Key, Source], dict[str, str | None]]:
+) -> tuple[dict[Key, ReportSource], dict[str, str | None]]:
     """(what each source said last, the cell of every root that anybody ever reported)."""
     rows = await connection.fetch(READ_SOURCES, list({update.root_uuid for update in updates}))
-    return {(row[0], row[1]): Source(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
+    return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 
 
-async def _apply(connection: asyncpg.Connection, group: Group, names: Names, shape: int) -> int:
-    """Plan what is new and write what it comes to; `shape` is that of every provider that changes."""
+async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: Names, shape: int) -> int:
+    """ReportPlan what is new and write what it comes to; `shape` is that of every provider that changes."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
-    leaving = [pair for update in updates for pair in taken(update.providers)]
-    consumers = await handover.lock_holders(connection, leaving, names)  # consumers before providers, as everywhere
+    leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
+    consumers = await allocation_migration.lock_holders(
+        connection, leaving, names
+    )  # consumers before providers, as everywhere
     ids, before = await _lock_trees(connection, updates)
-    consumers |= await handover.lock_late_holders(connection, leaving, consumers, names)
+    consumers |= await allocation_migration.lock_late_holders(connection, leaving, consumers, names)
     holdings = {uuid: consumer.holding for uuid, consumer in consumers.items()}
     earlier = [group.source(number).providers for number in fresh]
     outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
     group.settle(fresh, outcome.results)
     if outcome.moved:
-        between = handover.between(before, outcome.after)
+        between = allocation_migration.between(before, outcome.after)
         await connection.execute(NAMES_MAY_PASS)
         await write_providers(connection, ids, before, between, names)
-        await handover.write(connection, outcome, before, consumers, ids=ids, names=names)
+        await allocation_migration.write(connection, outcome, before, consumers, ids=ids, names=names)
         await write_providers(connection, ids, between, outcome.after, names)
     else:
         await write_providers(connection, ids, before, outcome.after, names)

@@ -1,8 +1,8 @@
 """Who is in which server group: locked while a group's members are claimed for, asked about by schedulers.
 
 A row counts for as long as its consumer holds something, and where the consumer is follows from what it holds
-(`domain.company.hosts_of`), so nothing that moves allocations or gives them back has to know of groups. Rows that count
-no more are taken up again, or trimmed.
+(`domain.server_groups.hosts_of`), so nothing that moves allocations or gives them back has to know of groups. Rows that
+count no more are taken up again, or trimmed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import asyncpg
 
 from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, WherePage, WhereRequest
-from placement_worker.domain.company import SHARING, group_key
+from placement_worker.domain.server_groups import SHARING, group_key
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.port import ClaimItem
 

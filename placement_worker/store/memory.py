@@ -29,12 +29,12 @@ from bus.contracts.placement import (
 )
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import Session, Transaction
+from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.claims import Decision, changes_of, decide
-from placement_worker.domain.handover import taken
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import changes_of as changes_of_reports
 from placement_worker.domain.reports import flaw, plan
-from placement_worker.domain.shells import is_empty_shell
+from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import (
     ABOVE_CELLS,
     ClaimedProvider,
@@ -45,9 +45,9 @@ from placement_worker.domain.values import (
     state_of,
 )
 from placement_worker.store import publishing
+from placement_worker.store.allocation_migration import HoldersBusy, Leaving
 from placement_worker.store.claims import providers_of, reply
-from placement_worker.store.group import Group, Key
-from placement_worker.store.handover import HoldersBusy, Leaving
+from placement_worker.store.group import Key, ReportGroup
 from placement_worker.store.limits import projects_of
 from placement_worker.store.members import keys_of
 from placement_worker.store.memory_table import Kept, MemoryBookTable
@@ -151,19 +151,19 @@ class MemoryBook:
             await transaction.statement()
             sources = {key: table.sources[key] for key in _keys(updates) if key in table.sources}
             cells = {update.root_uuid: table.cell(update.root_uuid) for update in updates}
-            group = Group(updates, sources, cells=cells, bus=bus)
+            group = ReportGroup(updates, sources, cells=cells, bus=bus)
             group.refuse_flawed(table.traits)
             group.refuse_foreign()
             group.sort_out_stale()
             sequence = await self._apply_reports(transaction, group)
         return group.answers(sequence)
 
-    async def _apply_reports(self, transaction: Transaction, group: Group) -> int:
-        """Plan what is new and write what it comes to."""
+    async def _apply_reports(self, transaction: Transaction, group: ReportGroup) -> int:
+        """ReportPlan what is new and write what it comes to."""
         table = self._table
         fresh = group.fresh()
         planned = [group.updates[number] for number in fresh]
-        leaving = [pair for update in planned for pair in taken(update.providers)]
+        leaving = [pair for update in planned for pair in migrating_classes(update.providers)]
         locked = await self._lock_holders(transaction, leaving)
         before = await self._lock_trees(transaction, planned)
         await self._lock_late_holders(transaction, leaving, locked)
@@ -182,14 +182,14 @@ class MemoryBook:
             await transaction.lock([TREES])
             await transaction.statement()
             sources = {key: table.sources[key] for key in sorted(table.sources) if table.is_taken_out(key)}
-            keys = [key for key in sources if is_empty_shell(table.tree(key[0]))][:limit]
+            keys = [key for key in sources if is_retired(table.tree(key[0]))][:limit]
             said = [
                 InventoryUpdate(source=source, version=sources[root, source].version, root_uuid=root)
                 for root, source in keys
             ]
             await self._lock_trees(transaction, said)
-            empty = [update for update in said if is_empty_shell(table.tree(update.root_uuid))]
-            await self._apply_reports(transaction, Group(empty, sources, cells={}, bus=ABOVE_CELLS))
+            empty = [update for update in said if is_retired(table.tree(update.root_uuid))]
+            await self._apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
         return list(dict.fromkeys(update.root_uuid for update in empty))
 
     async def _lock_holders(self, transaction: Transaction, leaving: Sequence[Leaving]) -> list[str]:

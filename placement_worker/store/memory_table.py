@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Change, FeedHead
 from bus.persistence.memory_database import MemoryDatabase
-from placement_worker.domain.company import hosts_of, together
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.reports import Plan
+from placement_worker.domain.reports import ReportPlan
+from placement_worker.domain.server_groups import held_by_class, hosts_of
 from placement_worker.domain.values import Consumer, GroupKey, Provider
-from placement_worker.store.group import TAKEN_OUT, Group, Key, Source
-from placement_worker.store.handover import Leaving
+from placement_worker.store.allocation_migration import Leaving
+from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
 
 
 class Kept(Struct):
@@ -42,7 +42,7 @@ class MemoryBookTable(MemoryDatabase):
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, Kept] = {}
         self.members: dict[GroupKey, dict[str, None]] = {}
-        self.sources: dict[Key, Source] = {}
+        self.sources: dict[Key, ReportSource] = {}
         self.heard: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
@@ -88,7 +88,7 @@ class MemoryBookTable(MemoryDatabase):
         total: Counter[str] = Counter()
         for kept in self.consumers.values():
             if kept.consumer.project_id == project:
-                total.update(together(kept.consumer.holding))
+                total.update(held_by_class(kept.consumer.holding))
         return dict(total)
 
     def cell(self, uuid: str) -> str | None:
@@ -114,7 +114,7 @@ class MemoryBookTable(MemoryDatabase):
             if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
         )
 
-    def write_trees(self, before: Mapping[str, Provider], outcome: Plan, group: Group) -> None:
+    def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
         """What a group of reports comes to."""
         after = outcome.after
         for uuid, holding in outcome.moved.items():
@@ -127,7 +127,9 @@ class MemoryBookTable(MemoryDatabase):
                 self.number(uuid)
                 self.providers[uuid] = provider
         for root, source, version, digest, settled, providers in group.written:
-            self.sources[root, source] = Source(version, digest, settled, providers.split(",") if providers else [])
+            self.sources[root, source] = ReportSource(
+                version, digest, settled, providers.split(",") if providers else []
+            )
             self.heard[root, source] = self.clock.time()
         for root, source in group.changed:
             for key, said in self.sources.items():

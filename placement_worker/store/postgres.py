@@ -18,7 +18,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims, feed, inventory, members, quick, snapshot
+from placement_worker.store import claims, fast_path, feed, inventory, members, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 from placement_worker.store.publishing import Publishing
@@ -80,9 +80,9 @@ class PostgresStore:
         if not items:
             return []
         await self._know_classes(items)
-        if bus == ABOVE_CELLS and quick.is_small(items):
+        if bus == ABOVE_CELLS and fast_path.is_small(items):
             async with self._database.single() as connection:
-                replies = await quick.apply(connection, items, self._names)
+                replies = await fast_path.apply(connection, items, self._names)
             if replies is not None:
                 return replies
         return await self._names.write(lambda connection: claims.apply(connection, items, self._names, bus))

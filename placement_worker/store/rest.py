@@ -9,7 +9,7 @@ import asyncpg
 
 from bus.persistence.database import Database
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite
-from placement_worker.domain.refusal import Refusal
+from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import AddStock, PutStock, SetStocks, SetTraits, TreeOutcome, TreeWrite
 from placement_worker.store import rest_allocations, rest_names, rest_trees
@@ -65,7 +65,7 @@ class RestStore:
         await self._know_classes(named)
         return await self._names.write(lambda connection: rest_allocations.apply(connection, items, self._names))
 
-    async def reshape(self, item: Reshape) -> Refusal | None:
+    async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """One reshape. Raises Transient."""
         named = {name for _, stocks in item.inventories.values() for name in stocks}
         await self._know_classes(named)

@@ -14,7 +14,7 @@ from bus.contracts.placement import Change
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, ConsumerWrite, Replace, decide
 from placement_worker.domain.causes import caused
 from placement_worker.domain.claims import changes_of as changes_of_usage
-from placement_worker.domain.refusal import Refusal
+from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.reshape import Reshape, Reshaped, reshape
 from placement_worker.domain.values import Consumer
@@ -48,7 +48,7 @@ async def apply(
     return outcomes
 
 
-async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Names) -> Refusal | None:
+async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Names) -> WriteRefusal | None:
     """Decide and write one reshape inside the caller's transaction; alone, because it is rare and large."""
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     expected: dict[str, Consumer] = {}
@@ -58,7 +58,7 @@ async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Na
     locked = await connection.fetch(LOCK_BY_UUID, list(wanted | _held(consumers)))
     ids, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [row[0] for row in locked])
     outcome = reshape(item, consumers, before, names.class_ids, shape=shape)
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, WriteRefusal):
         await write(connection, decide((), {}, {}, {})[1], consumers, inserted, ids=ids, names=names)
         return outcome
     changes = await _write_reshaped(connection, outcome, (consumers, inserted), ids, names)
@@ -90,7 +90,7 @@ def _touched(
 ) -> Iterator[tuple[str, set[str]]]:
     """Of each write that was done: its cause, and the providers that it could move."""
     for item, outcome in zip(items, outcomes, strict=True):
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, WriteRefusal):
             continue
         named = [each.consumer for each in item.writes] if isinstance(item, Replace) else [item.consumer]
         providers = _held({uuid: consumers[uuid] for uuid in named if uuid in consumers})

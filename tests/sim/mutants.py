@@ -25,7 +25,7 @@ from compute_sim.drivers.hypervisor import Hypervisors
 from placement_worker.domain import claims
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.store.group import Group
+from placement_worker.store.group import ReportGroup
 from scheduler_worker import announcements
 from scheduler_worker.engine import SchedulingEngine
 from tests.sim.mutants_of_company import MUTANTS_OF_COMPANY, UNPROVEN_OF_COMPANY
@@ -112,13 +112,13 @@ def fence_ignored_by_compute() -> AbstractContextManager[Any]:
 def stale_inventory_applied() -> AbstractContextManager[Any]:
     """An inventory report is applied whatever its version."""
 
-    def sort_out_stale(self: Group) -> None:
+    def sort_out_stale(self: ReportGroup) -> None:
         newest = {key: number for number, key in enumerate(self.keys)}
         for number, key in enumerate(self.keys):
             if number not in self.results and newest[key] != number:
                 self.results[number] = book_store.InventoryResult(outcome="stale")
 
-    return patch.object(Group, "sort_out_stale", sort_out_stale)
+    return patch.object(ReportGroup, "sort_out_stale", sort_out_stale)
 
 
 def alternates_claimed_twice() -> AbstractContextManager[Any]:

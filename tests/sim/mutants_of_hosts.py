@@ -21,7 +21,7 @@ from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.reporter import Reporter
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
-from placement_worker.domain.handover import _Moving
+from placement_worker.domain.allocation_migration import _Migration
 from scheduler_worker.domain.hosts import HostTable
 
 
@@ -77,13 +77,13 @@ def node_never_undeployed() -> AbstractContextManager[Any]:
 def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
     """A host turns nested: what leaves the root arrives at no child."""
 
-    def move(self: _Moving, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
+    def move(self: _Migration, consumer: str, classes: Sequence[str], takers: Sequence[str]) -> None:
         held = {provider: dict(amounts) for provider, amounts in self._held(consumer).items()}
         for name in classes:
             held.get(self._source, {}).pop(name, None)
         self.moved[consumer] = {provider: amounts for provider, amounts in held.items() if amounts}
 
-    return patch.object(_Moving, "move", move)
+    return patch.object(_Migration, "move", move)
 
 
 def dead_service_still_chosen() -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     ProviderReport,
 )
 from bus.persistence.database import Database
-from placement_worker.store import audit, quick
+from placement_worker.store import audit, fast_path
 from placement_worker.store.port import ClaimReply
 from placement_worker.store.postgres import PostgresStore
 
@@ -86,7 +86,7 @@ def some_claims(
     """A small group, mostly of new consumers, now and then all for one host."""
     claims: dict[str, Claim] = {}
     among = [rng.choice(uuids)] if rng.random() < 0.2 else uuids
-    for _ in range(rng.choice([1, 1, 1, 2, 3, quick.MAX_ITEMS])):
+    for _ in range(rng.choice([1, 1, 1, 2, 3, fast_path.MAX_ITEMS])):
         consumer = rng.choice(consumers) if consumers and rng.random() < 0.1 else new_uuid(rng)
         consumers.append(consumer)
         claims[consumer] = Claim(
@@ -102,7 +102,7 @@ def some_claims(
 
 async def with_locks(store: PostgresStore, claims: Sequence[Claim]) -> list[ClaimReply]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quick, "MAX_ITEMS", 0)
+        patched.setattr(fast_path, "MAX_ITEMS", 0)
         return await store.apply(claims)
 
 
@@ -136,14 +136,14 @@ async def test_the_short_way_answers_writes_and_tells_what_the_way_with_locks_do
     shapes: dict[str, int] = {}
     ways: Counter[bool] = Counter()
     outcomes: Counter[ClaimOutcome] = Counter()
-    apply = quick.apply
+    apply = fast_path.apply
 
     async def counted(*arguments: object) -> object:
         replies = await apply(*arguments)  # type: ignore[arg-type]
         ways[replies is not None] += 1
         return replies
 
-    monkeypatch.setattr(quick, "apply", counted)
+    monkeypatch.setattr(fast_path, "apply", counted)
     for number in range(ROUNDS):
         if number % 50 == 0:
             updates = trees(rng, uuids, number + 1)
@@ -232,9 +232,9 @@ async def test_what_is_too_much_for_one_row_of_the_feed_goes_the_other_way(
 ) -> None:
     hosts = await book.hosts(2, rng, VCPU=10, MEMORY_MB=10)
     claim = make_claim(new_uuid(rng), {host: {"VCPU": 1, "MEMORY_MB": 1} for host in hosts})
-    monkeypatch.setattr(quick, "MAX_HELD", 3)
+    monkeypatch.setattr(fast_path, "MAX_HELD", 3)
     async with book.database.single() as connection:
-        assert await quick.apply(connection, [claim], book.store.names) is None
+        assert await fast_path.apply(connection, [claim], book.store.names) is None
     assert await book.allocations() == {}
     (reply,) = await book.store.apply([claim])
     assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.CLAIMED

@@ -24,7 +24,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from placement_worker.store import claims, quick
+from placement_worker.store import claims, fast_path
 from placement_worker.store.port import ClaimItem
 from placement_worker.store.postgres import PostgresStore
 
@@ -282,7 +282,7 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
 
     with monkeypatch.context() as patched:
         patched.setattr(claims, "write", write_and_die)
-        patched.setattr(quick, "MAX_ITEMS", 0)
+        patched.setattr(fast_path, "MAX_ITEMS", 0)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert (await book.store.head()).sequence == head
@@ -310,14 +310,14 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
     hosts = await book.hosts(2, rng, VCPU=30)
     second = await another(book)
     ways: Counter[bool] = Counter()
-    apply = quick.apply
+    apply = fast_path.apply
 
     async def counted(*arguments: object) -> object:
         replies = await apply(*arguments)  # type: ignore[arg-type]
         ways[replies is not None] += 1
         return replies
 
-    monkeypatch.setattr(quick, "apply", counted)
+    monkeypatch.setattr(fast_path, "apply", counted)
 
     async def work(store: PostgresStore) -> list[ClaimResult]:
         return [await one(store, make_claim(new_uuid(rng), {hosts[n % 2]: {"VCPU": 1}})) for n in range(40)]

@@ -27,7 +27,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.store import audit as questions
-from placement_worker.store.surplus import Doubled, doubled, generations, give_back
+from placement_worker.store.overcommit import Doubled, doubled, generations, give_back
 from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres

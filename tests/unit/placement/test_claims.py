@@ -154,7 +154,7 @@ def test_an_earlier_claim_of_something_else_says_what_it_holds() -> None:
     assert (verdict.outcome, verdict.option, verdict.holding) == ("claimed", None, HELD)
 
 
-def test_the_same_attempt_of_another_project_is_somebody_else() -> None:
+def test_the_same_attempt_of_another_project_is_another_consumer() -> None:
     foreign = Consumer(1, 1, "another", "u", "INSTANCE", HELD)
     assert outcome(claim(HELD), provider(VCPU=room(9, 2)), {VM: foreign}) == "consumer_changed"
 

@@ -1,4 +1,4 @@
-"""Random groups against a small model: usage is what is held, nobody is overcommitted, splits do not matter."""
+"""Random groups against a small model: usage is what is held, no provider is overcommitted, splits do not matter."""
 
 from __future__ import annotations
 

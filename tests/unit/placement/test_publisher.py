@@ -48,7 +48,7 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     assert clock.monotonic() - started < 2 * config.trim_interval_s
 
 
-async def test_trimming_removes_shells_that_nobody_uses_any_more() -> None:
+async def test_trimming_removes_retired_trees_that_are_unused() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
     store = MemoryBook(table.session())

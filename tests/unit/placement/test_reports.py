@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, Plan, Refusal, changes_of, flaw, plan
+from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, changes_of, flaw, plan
 from placement_worker.domain.values import Provider, capacity
 
 ROOT, CHILD, GRANDCHILD, SECOND = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
@@ -34,7 +34,9 @@ def using(book: Mapping[str, Provider], uuid: str, **used: int) -> dict[str, Pro
     return {**book, uuid: Provider(**{**fields, "used": used})}
 
 
-def after(book: Mapping[str, Provider], asked: InventoryUpdate, earlier: Sequence[str] = ()) -> tuple[Applied, Plan]:
+def after(
+    book: Mapping[str, Provider], asked: InventoryUpdate, earlier: Sequence[str] = ()
+) -> tuple[Applied, ReportPlan]:
     planned = plan([asked], [earlier], book, shape=2)
     (result,) = planned.results
     assert isinstance(result, Applied), result
@@ -90,7 +92,7 @@ def test_capacity(total: int, reserved: int, ratio: float, expected: int) -> Non
         ),
     ],
 )
-def test_what_is_wrong_with_an_update_whatever_the_book_holds(bad: InventoryUpdate, code: str) -> None:
+def test_what_is_wrong_with_an_update_by_itself(bad: InventoryUpdate, code: str) -> None:
     wrong = flaw(bad, TRAITS)
     assert wrong is not None
     assert wrong.code == code
@@ -197,7 +199,7 @@ def test_a_name_belongs_to_one_provider_and_passes_on_when_it_is_given_up() -> N
     book = book_of(update(node(ROOT, name="one")), update(node(SECOND, name="two")))
     planned = plan([update(node(ROOT, name="two")), update(node(ROOT, name="three"))], [(), ()], book, shape=2)
     refused, applied = planned.results
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, ReportRefusal)
     assert refused.code == "provider.name_taken"
     assert isinstance(applied, Applied)
     assert planned.after[ROOT].name == "three"
@@ -262,5 +264,5 @@ def test_a_place_that_is_not_there_is_refused(asked: InventoryUpdate) -> None:
     if asked.root_uuid == ROOT:
         book = book_of(update(node(SECOND)))
     (result,) = plan([asked], [()], book, shape=2).results
-    assert isinstance(result, Refusal)
+    assert isinstance(result, ReportRefusal)
     assert result.code == "inventory.not_there"

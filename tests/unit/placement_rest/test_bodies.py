@@ -14,7 +14,7 @@ from placement_worker.rest import bodies
 from placement_worker.rest.bodies import InventoryBody, at, consumer_write
 from placement_worker.rest.candidates_query import asked_of
 from placement_worker.rest.faults import Fault, best
-from placement_worker.rest.http import Query
+from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import is_uuid, resources_of
 from placement_worker.rest.versions import version_of
 
@@ -95,7 +95,7 @@ def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
 def test_no_query_is_more_than_a_bad_request(text: str) -> None:
     for version in (10, 24, 25, 33, 36, 39):
         try:
-            asked_of(Query(text.encode()), version)
+            asked_of(QueryString(text.encode()), version)
         except Fault as fault:
             assert fault.status == 400
 
@@ -103,12 +103,12 @@ def test_no_query_is_more_than_a_bad_request(text: str) -> None:
 @pytest.mark.parametrize("query", ["limit=x&limit=1", "limit=0&limit=1", "limit=-1&limit=1", "limit=&limit=1"])
 def test_a_limit_that_is_none_is_a_bad_request_though_a_later_one_is_good(query: str) -> None:
     with pytest.raises(Fault) as caught:
-        asked_of(Query(f"resources=VCPU:1&{query}".encode()), 39)
+        asked_of(QueryString(f"resources=VCPU:1&{query}".encode()), 39)
     assert caught.value.status == 400
 
 
 def test_a_limit_of_thousands_of_digits_is_a_limit() -> None:
-    limit = asked_of(Query(b"resources=VCPU:1&limit=" + b"9" * 5000), 39).limit
+    limit = asked_of(QueryString(b"resources=VCPU:1&limit=" + b"9" * 5000), 39).limit
     assert limit is not None
     assert limit > 2**53
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement_worker.domain.allocations import ConsumerWrite, Remove, Replace, decide
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reshape import Reshape, reshape
 from placement_worker.domain.trees import (
     CreateProvider,
@@ -60,7 +60,7 @@ def grove(*providers: Provider) -> Grove:
 
 
 def why(outcome: object) -> Why | None:
-    return outcome.why if isinstance(outcome, Refusal) else None
+    return outcome.why if isinstance(outcome, WriteRefusal) else None
 
 
 def moved(outcome: object, before: Provider) -> tuple[int, bool]:
@@ -111,7 +111,7 @@ def test_a_group_sees_what_it_has_done() -> None:
 def test_what_is_held_stays() -> None:
     a = provider("a", stocks={"VCPU": stock(4), "DISK_GB": stock(4)}, used={"DISK_GB": 1, "VCPU": 1})
     outcome = grove(a).apply(SetStocks("a", {}))
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, WriteRefusal)
     assert (outcome.why, "'VCPU, DISK_GB'" in outcome.words) == (Why.IN_USE, True)
     assert why(grove(a).apply(DeleteProvider("a"))) is Why.PROVIDER_IN_USE
     assert isinstance(grove(a).apply(SetStocks("a", {"VCPU": stock(1), "DISK_GB": stock(1, capacity=0)})), Provider)
@@ -127,7 +127,7 @@ def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
     assert why(left) is Why.IN_USE
     move = ConsumerWrite("c", {"b": {"VCPU": 2}}, "p", "u", "X", 1)
     done = reshape(Reshape(inventories, (move,)), {"c": held}, book, CLASSES, shape=6)
-    assert not isinstance(done, Refusal)
+    assert not isinstance(done, WriteRefusal)
     assert {u: (p.generation, p.used, set(p.stocks)) for u, p in done.final.items()} == {
         "a": (6, {}, set()),
         "b": (8, {"VCPU": 2}, {"VCPU"}),

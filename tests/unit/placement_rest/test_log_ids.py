@@ -10,7 +10,7 @@ import structlog
 
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant
-from placement_worker.domain.refusal import Refusal, Why
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import NoAuth2
@@ -30,9 +30,9 @@ class Book:
         self.rng = random.Random(3)
         self.said: list[dict[str, Any]] = []
 
-    async def write_allocations(self, _write: object) -> Refusal:
+    async def write_allocations(self, _write: object) -> WriteRefusal:
         self.said.append(structlog.contextvars.get_contextvars())
-        return Refusal(Why.NO_ALLOCATIONS)
+        return WriteRefusal(Why.NO_ALLOCATIONS)
 
 
 def never(error: BrokenInvariant) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from bus.contracts.placement import ProviderState
-from placement_worker.replica.candidates import Candidate, CandidatesRequest, Group
+from placement_worker.replica.candidates import AllocationCandidate, CandidatesRequest, Group
 from placement_worker.replica.sharing import SHARING_TRAIT
 
 Found = tuple[frozenset[tuple[str, str, int]], frozenset[tuple[str, frozenset[str]]]]
 
 
-def found(candidate: Candidate) -> Found:
+def found(candidate: AllocationCandidate) -> Found:
     """A candidate as a value to compare: who gives how much of what, and who satisfies which group."""
     gives = ((uuid, name, amount) for uuid, given in candidate.allocations.items() for name, amount in given.items())
     return frozenset(gives), frozenset((suffix, frozenset(uuids)) for suffix, uuids in candidate.mappings.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from placement_worker.domain.reports import Applied, Plan, Refusal, changes_of, flaw, plan
+from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, changes_of, flaw, plan
 from placement_worker.domain.values import Holding, Provider
 
 ROOT, LEFT, RIGHT, OTHER = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
@@ -46,7 +46,7 @@ def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[
 
 def upgrade(
     holdings: Mapping[str, Holding], asked: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
-) -> tuple[Applied, Plan, dict[str, Provider]]:
+) -> tuple[Applied, ReportPlan, dict[str, Provider]]:
     book = held(plan([before], [()], {}, shape=1).after, holdings)
     planned = plan([asked], [[report.uuid for report in before.providers]], book, holdings, shape=2)
     (result,) = planned.results
@@ -121,7 +121,7 @@ def test_a_refused_update_moves_nothing() -> None:
     taken = ProviderReport(uuid=OTHER, name=LEFT)
     book = held(plan([FLAT, update(taken)], [(), ()], {}, shape=1).after, holdings)
     planned = plan([NESTED], [[ROOT]], book, holdings, shape=2)
-    assert isinstance(planned.results[0], Refusal)
+    assert isinstance(planned.results[0], ReportRefusal)
     assert planned.moved == {} and planned.after == book
     itself = ProviderReport(uuid=ROOT, name=ROOT, takes_from=ROOT)
-    assert flaw(update(itself), ()) == Refusal("inventory.takes_from", f"{ROOT} cannot take from itself")
+    assert flaw(update(itself), ()) == ReportRefusal("inventory.takes_from", f"{ROOT} cannot take from itself")

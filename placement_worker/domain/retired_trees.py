@@ -1,4 +1,4 @@
-"""Trees that their source took out while somebody used them: shells, that go when the last user has gone."""
+"""Retired trees: taken out by their source while consumers used them, and removed when the last consumer is gone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from placement_worker.domain.values import Provider
 
 
-def is_empty_shell(tree: Iterable[Provider]) -> bool:
-    """Whether all that is left of a tree was set aside, and nobody uses it any more.
+def is_retired(tree: Iterable[Provider]) -> bool:
+    """Whether all inventory of a tree is set aside and unused, so that the tree can be removed.
 
-    A tree that has nothing set aside is no shell, however bare: somebody may be about to fill it.
+    A tree without inventory is not retired: a client may be about to add some.
     """
     providers = list(tree)
     stocks = [stock for provider in providers for stock in provider.stocks.values()]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
-from placement_worker.domain.claims import Verdict, may_be_new
+from placement_worker.domain.claims import ClaimVerdict, may_be_new
 from placement_worker.store import claims
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
@@ -108,7 +108,7 @@ def _replies(
         for uuid in claim.options[0].allocations:
             now[uuid] += 1
         moved = {uuid: now[uuid] for uuid in claim.options[0].allocations}
-        verdict = Verdict(
+        verdict = ClaimVerdict(
             outcome=ClaimOutcome.CLAIMED,
             option=0,
             outcomes=_CLAIMED,

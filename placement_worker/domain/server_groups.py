@@ -1,4 +1,4 @@
-"""What a claim must respect beside room: its server group's rule, and what its project may hold together."""
+"""Server groups and quotas: the rules that a claim must keep besides capacity."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
 from placement_worker.domain.values import GroupKey, Holding, Provider
 
-# A provider with this trait gives to trees beside it: who holds something of it need not be on its host.
+# A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
 
 
 def group_key(claim: Claim) -> GroupKey | None:
-    """The server group that a claim names: of its project, whatever others call theirs."""
+    """The server group that a claim names. Groups of different projects are different, even under one name."""
     return None if claim.server_group is None else (claim.project_id, claim.server_group.uuid)
 
 
@@ -28,7 +28,7 @@ def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
 
 
 def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
-    """Whether the server group's hard rule lets its member onto this host. Its own host always does (trap 3)."""
+    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed (trap 3)."""
     group = claim.server_group
     assert group is not None
     if option.host is None:
@@ -40,8 +40,8 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
-def together(holding: Holding) -> dict[str, int]:
-    """What one consumer holds by class, over all its providers; and that it is one, if it holds anything."""
+def held_by_class(holding: Holding) -> dict[str, int]:
+    """What one consumer counts against a quota: amounts by class over all its providers, and one instance."""
     held = {INSTANCES: 1} if holding else {}
     for resources in holding.values():
         for name, amount in resources.items():

@@ -1,4 +1,4 @@
-"""What counts as a shell: taken out, used by nobody, and given nothing since."""
+"""Which trees are retired: taken out by their source, unused, and without new inventory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.domain.reports import plan
-from placement_worker.domain.shells import is_empty_shell
+from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import Provider
 
 ROOT, CHILD = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
@@ -26,20 +26,20 @@ def taken_out() -> dict[str, Provider]:
 
 
 def test_what_was_taken_out_and_is_free_is_an_empty_shell() -> None:
-    assert is_empty_shell(taken_out().values())
+    assert is_retired(taken_out().values())
 
 
-def test_it_is_not_while_somebody_uses_it() -> None:
+def test_it_is_not_while_a_consumer_uses_it() -> None:
     tree = taken_out()
-    assert not is_empty_shell({**tree, CHILD: replace(tree[CHILD], used={"VGPU": 1})}.values())
+    assert not is_retired({**tree, CHILD: replace(tree[CHILD], used={"VGPU": 1})}.values())
 
 
-def test_it_is_not_once_somebody_gave_it_something_to_offer() -> None:
+def test_it_is_not_once_it_has_inventory_to_offer() -> None:
     tree = taken_out()
     live = {name: replace(stock, set_aside=False) for name, stock in tree[CHILD].stocks.items()}
-    assert not is_empty_shell({**tree, CHILD: replace(tree[CHILD], stocks=live)}.values())
+    assert not is_retired({**tree, CHILD: replace(tree[CHILD], stocks=live)}.values())
 
 
 def test_a_bare_provider_is_none_for_it_may_be_about_to_be_filled() -> None:
-    assert not is_empty_shell([replace(taken_out()[ROOT], stocks={})])
-    assert not is_empty_shell([])
+    assert not is_retired([replace(taken_out()[ROOT], stocks={})])
+    assert not is_retired([])

@@ -8,7 +8,7 @@ import asyncpg
 from msgspec import Struct
 
 from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
-from placement_worker.domain.company import SHARING
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.store.port import PlacementStore
 
 Holding = Mapping[str, Mapping[str, int]]

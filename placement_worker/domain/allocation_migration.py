@@ -1,8 +1,9 @@
-"""Decides where allocations go when a provider loses a class to others of its tree: a flat host that turns nested.
+"""Migrates allocations when a provider loses a class to others of its tree: a flat host that turns nested.
 
-A report says who takes over (`ProviderReport.takes_from`); this says which consumer goes where. The largest go first,
-each whole to the first taker with room for all of it; one that fits nowhere whole is split. What finds no room stays
-where it is, set aside like anything that is in use and no longer reported, and goes with a later report.
+A report names the providers that take over (`ProviderReport.takes_from`); this decides which consumer goes where. The
+largest go first, each whole to the first taker with room for all of it; one that fits nowhere whole is split. What
+finds no room stays where it is, set aside like all that is in use and no longer reported, and migrates with a later
+report.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
     return list(dict.fromkeys(report.takes_from for report in reports if report.takes_from is not None))
 
 
-def taken(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
-    """(provider, class): whose allocations are to go elsewhere, if there are any."""
+def migrating_classes(reports: Sequence[ProviderReport]) -> list[tuple[str, str]]:
+    """(provider, class) pairs whose allocations, if there are any, migrate."""
     kept = {report.uuid: set(report.inventories) for report in reports}
     pairs = [(report.takes_from, name) for report in reports for name in report.inventories]
     return list(dict.fromkeys((uuid, name) for uuid, name in pairs if uuid and name not in kept.get(uuid, ())))
 
 
-def hand_over(
+def migrate_allocations(
     reports: Sequence[ProviderReport], source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]
 ) -> dict[str, Holding]:
     """What the consumers that move hold afterwards; those that stay as they are are left out.
 
-    stocks: of every reported provider; used: of every provider of the tree; holdings: of everybody who holds something
-    of `source`.
+    stocks: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
+    something of `source`.
     """
-    moving = _Moving(source, stocks, used, holdings)
+    moving = _Migration(source, stocks, used, holdings)
     known = {report.uuid: frozenset(report.takes) for report in reports}
     for classes, takers in _bundles(reports, source, stocks):
         for consumer in _in_order(holdings, source, classes, takers):
@@ -88,7 +89,7 @@ def _in_order(
     return sorted((consumer for consumer, held in holdings.items() if source in held), key=rank)
 
 
-class _Moving:
+class _Migration:
     """Holdings and room as the moves so far have left them."""
 
     def __init__(self, source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.faults import Transient
 from placement_worker.domain.claims import Decision
-from placement_worker.domain.reports import Plan
+from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.values import Consumer, Provider
 from placement_worker.store import claims
 from placement_worker.store.names import Names
@@ -61,7 +61,7 @@ def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> di
 
 async def write(
     connection: asyncpg.Connection,
-    plan: Plan,
+    plan: ReportPlan,
     before: Mapping[str, Provider],
     consumers: Mapping[str, Consumer],
     *,
