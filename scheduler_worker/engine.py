@@ -27,19 +27,18 @@ from tenacity.wait import wait_base
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry
-from bus.contracts.build import BuildState
 from bus.contracts.catalogue import BY_QUEUE
-from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
-from bus.faults import Fault, Transient
+from bus.faults import Fault
 from bus.persistence.unit_of_work import run_optimistic
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
+from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import (
     CONSUMER_CHANGED,
-    FIRST_ATTEMPT,
     LOST,
     Assume,
     Attempt,
@@ -50,6 +49,7 @@ from scheduler_worker.domain.attempt import (
     PlacementUnavailable,
     claim_of,
     new_attempt,
+    unavailable_after,
 )
 from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus
 from scheduler_worker.domain.decision_round import DecisionRound
@@ -63,7 +63,7 @@ from scheduler_worker.domain.decisions import (
     unsatisfiable,
     with_stages,
 )
-from scheduler_worker.domain.deletes import PendingDelete, end_unbuilt, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.peers import has_peers, peers_of, where_request
 from scheduler_worker.domain.pending import (
@@ -74,7 +74,6 @@ from scheduler_worker.domain.pending import (
     admit_new,
     admit_repeated,
     first_event,
-    is_unused,
     new_build,
     stamps_of,
 )
@@ -134,6 +133,7 @@ class SchedulingEngine:
         self._rng = rng
         self._config = config
         self._who = process or "scheduler"
+        self._cancellations = Cancellations(store, claims, clock=clock, process=self._who)
         self._jitter = _Jitter(rng, config.retry_jitter_s)
         self._spread = Spread()
         self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
@@ -149,7 +149,7 @@ class SchedulingEngine:
             admissions = await self._record(builds, chosen, ahead=not deletes)
             deleted: set[str] = set()
             if deletes:
-                of_deletes, deleted = await self._delete(deletes)
+                of_deletes, deleted = await self._cancellations.delete(deletes)
                 outcomes |= of_deletes
             to_cancel: list[PendingBuild] = []
             to_place: list[tuple[PendingBuild, bool]] = []
@@ -160,7 +160,7 @@ class SchedulingEngine:
                     to_cancel.append(pending)
                 else:
                     to_place.append((pending, admission.fresh))
-            outcomes |= await self._cancel(to_cancel)
+            outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._place(to_place, chosen)
         finally:
             self._drop(chosen.values())
@@ -234,7 +234,9 @@ class SchedulingEngine:
             del self._in_hand[oldest]
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing more is written
-        await self._release([pending for pending, one in zip(builds, admissions, strict=True) if one.release])
+        await self._cancellations.release(
+            [pending for pending, one in zip(builds, admissions, strict=True) if one.release]
+        )
         return admissions
 
     def _may_have_run(self, pending: PendingBuild) -> bool:
@@ -325,7 +327,7 @@ class SchedulingEngine:
         for attempt, page in zip(asking, pages, strict=True):
             uuid = attempt.request.instance_uuid
             if isinstance(page, Fault):
-                answered[uuid] = replace(attempt, result=_unavailable(page))
+                answered[uuid] = replace(attempt, result=unavailable_after(page))
             else:
                 spec = attempt.spec.with_peers(peers_of(attempt.request, page), uuid)
                 answered[uuid] = replace(attempt, spec=spec)
@@ -478,71 +480,11 @@ class SchedulingEngine:
                 log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
         # A failed build is dispatched by no scheduler; the release also fences a claim that is still in flight.
         failed = [one for one in scheduled if one.decision.build.terminal and one.pending.instance_uuid in written]
-        await self._release(
+        await self._cancellations.release(
             [one.pending for one in failed if one.may_hold_claim and one.decision.build.code != CONSUMER_CHANGED]
         )
-        await self._cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
+        await self._cancellations.cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
         return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
-
-    # --- delete, cancel, release
-
-    async def _delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
-        """Carry out deletes in one transaction: outcomes by position, and the instances that are to be deleted."""
-        author = self._author()
-        async with self._store.unit() as unit:
-            builds = await unit.lock([one.request.instance_uuid for one in deletes])
-            plan = plan_deletes(deletes, builds, author)
-            for message in plan.messages:
-                unit.emit(message)
-            await unit.update(plan.updates, author.at)
-            inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
-            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
-            for message in messages:
-                unit.emit(message)
-        metrics.request("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
-        metrics.request("delete", "unknown", len(refused))
-        return plan.outcomes | refused, plan.accepted
-
-    async def _cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
-        """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
-
-        Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
-        It is released before that is written, so that after a crash all of it is repeated (C-5, trap 8).
-        """
-        if not builds:
-            return {}
-        async with self._store.unit() as unit:
-            known = await unit.read([pending.instance_uuid for pending in builds])
-        if len(known) < len({pending.instance_uuid for pending in builds}):
-            # A record does not wait for the disk, and the database has crashed since: record and decide again.
-            raise Transient("a request is not on record any more", code="request.forgotten")
-        unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
-        await self._release(unused)
-        author = self._author()
-        async with self._store.unit() as unit:
-            locked = await unit.lock([pending.instance_uuid for pending in unused])
-            ended = [
-                end_unbuilt(build, author, "while it was being scheduled")
-                for build in locked.values()
-                if build.delete_requested and build.state is BuildState.ACCEPTED
-            ]
-            for end in ended:
-                if end.message is not None:
-                    unit.emit(end.message)
-            await unit.update([end.update for end in ended], author.at)
-        return {pending.position: accepted(pending.instance_uuid) for pending in builds}
-
-    async def _release(self, builds: Sequence[PendingBuild]) -> None:
-        """Release what an earlier run may have claimed, and fence what it may still claim. Raises when not answered."""
-        if not builds:
-            return
-        releases = [
-            Release(consumer=pending.instance_uuid, attempt=FIRST_ATTEMPT, project_id=pending.request.project_id)
-            for pending in builds
-        ]
-        for answer in await self._claims.release(releases):
-            if isinstance(answer, Fault):
-                raise _unavailable(answer) from answer
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())
@@ -550,12 +492,6 @@ class SchedulingEngine:
 
 def _is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
-
-
-def _unavailable(fault: Fault) -> PlacementUnavailable:
-    if isinstance(fault, PlacementUnavailable):
-        return fault
-    return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
 
 
 class _StopAt(stop_base):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
-from bus.faults import Transient
+from bus.faults import Fault, Transient
 from scheduler_worker.domain.ranking import Candidate, Choice
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -29,6 +29,13 @@ class PlacementUnavailable(Transient):
     """Placement does not answer."""
 
     code = "placement.away"
+
+
+def unavailable_after(fault: Fault) -> PlacementUnavailable:
+    """The fault of an unanswered message, as a result."""
+    if isinstance(fault, PlacementUnavailable):
+        return fault
+    return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
 
 
 class HostClaimed(Struct, frozen=True, kw_only=True):

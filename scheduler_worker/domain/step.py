@@ -30,8 +30,8 @@ from scheduler_worker.domain.attempt import (
     HostClaimed,
     PlacementRefused,
     PlacementResult,
-    PlacementUnavailable,
     Settle,
+    unavailable_after,
 )
 from scheduler_worker.domain.ranking import Candidate, Choice
 from scheduler_worker.domain.request_spec import RequestSpec
@@ -91,11 +91,9 @@ def refused(attempt: Attempt, code: str, reason: str) -> Attempt:
 
 def _after_fault(fault: Fault) -> PlacementResult:
     """No result of a claim: placement refused the message itself, or nothing answered."""
-    if isinstance(fault, PlacementUnavailable):
-        return fault
     if isinstance(fault, RequestRefused):
         return PlacementRefused(fault.code, fault.reason)
-    return PlacementUnavailable(f"{fault.code} {fault.reason}".strip())
+    return unavailable_after(fault)
 
 
 def _after_loss(attempt: Attempt, choice: Choice, answer: ClaimResult, selector: Selector) -> Attempt:
@@ -122,10 +120,10 @@ def _after_refusal(attempt: Attempt, answer: ClaimResult) -> Attempt:
         case ClaimOutcome.OVER_LIMIT:
             stopped = PlacementRefused("quota.exceeded", f"project {attempt.request.project_id}, {answer.reason}")
         case ClaimOutcome.CONSUMER_CHANGED:
-            reason = answer.reason or "somebody else holds an allocation under this instance's uuid"
+            reason = answer.reason or "another client holds an allocation under this instance's uuid"
             stopped = PlacementRefused(CONSUMER_CHANGED, reason)
         case _:
-            reason = answer.reason or "the resource book cannot ever accept this"
+            reason = answer.reason or "placement can never accept this claim"
             stopped = PlacementRefused("claim.invalid", reason)
     return replace(attempt, result=stopped)
 
@@ -175,7 +173,7 @@ def _recover(
     drop = (Settle(None),)
     main = _recovered_selection(attempt, answer, selector)
     if main is None:
-        reason = "an earlier claim of this request holds a host that no compute service speaks for"
+        reason = "an earlier claim of this request holds a host that no compute service announces"
         return AttemptStep(replace(attempt, result=ClaimStranded(reason)), drop)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
@@ -198,7 +196,7 @@ def _host_claimed(
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
     if cell is None:
-        return ClaimStranded("the claimed host's compute service is not known here any more")
+        return ClaimStranded("no compute service announces the claimed host any more")
     return HostClaimed(
         cell=cell,
         selections=(main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector))),

@@ -27,7 +27,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.store.group import ReportGroup
 from scheduler_worker import announcements
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.cancellations import Cancellations
 from tests.sim.mutants_of_company import MUTANTS_OF_COMPANY, UNPROVEN_OF_COMPANY
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS, UNPROVEN_OF_HOSTS
@@ -211,10 +211,10 @@ def deadline_forgotten() -> AbstractContextManager[Any]:
 def delete_keeps_the_claim() -> AbstractContextManager[Any]:
     """A build that is deleted while it is scheduled is written off, and its claim is not released."""
 
-    async def release(self: SchedulingEngine, builds: Sequence[Any]) -> None:
+    async def release(self: Cancellations, builds: Sequence[Any]) -> None:
         return None
 
-    return patch.object(SchedulingEngine, "_release", release)
+    return patch.object(Cancellations, "release", release)
 
 
 def handled_twice() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Release, ReleaseResult
 from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import engine
+from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.store.postgres import PostgresBuilds
@@ -160,7 +161,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await world.until(lambda: world.builds)
     await world.delete(request)
     await world.until(lambda: world.deletes)
-    done = Gate(monkeypatch, engine.SchedulingEngine, "_cancel")
+    done = Gate(monkeypatch, Cancellations, "cancel")
     done.open.set()
     writing.open.set()
     await done.wait()

@@ -1,0 +1,89 @@
+"""Deletes and cancelled builds: what is deleted, or was decided elsewhere, leaves no claim behind (C-5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.clock import Clock
+from bus.contracts.build import BuildState
+from bus.contracts.placement import Release
+from bus.faults import Fault, Transient
+from bus.consuming.outcome import Done, Outcome
+from scheduler_worker import metrics
+from scheduler_worker.claims import ClaimPort
+from scheduler_worker.domain.attempt import FIRST_ATTEMPT, unavailable_after
+from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.deletes import PendingDelete, end_unbuilt, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.pending import PendingBuild, accepted, is_unused
+from scheduler_worker.store.port import SchedulerStore
+
+
+class Cancellations:
+    """Carries out deletes, cancels builds that are not to be dispatched, and releases their claims."""
+
+    def __init__(self, store: SchedulerStore, claims: ClaimPort, *, clock: Clock, process: str) -> None:
+        self._store = store
+        self._claims = claims
+        self._clock = clock
+        self._who = process
+
+    async def delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
+        """Carry out deletes in one transaction: outcomes by position, and the instances that are to be deleted."""
+        author = self._author()
+        async with self._store.unit() as unit:
+            builds = await unit.lock([one.request.instance_uuid for one in deletes])
+            plan = plan_deletes(deletes, builds, author)
+            for message in plan.messages:
+                unit.emit(message)
+            await unit.update(plan.updates, author.at)
+            inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
+            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
+            for message in messages:
+                unit.emit(message)
+        metrics.request("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
+        metrics.request("delete", "unknown", len(refused))
+        return plan.outcomes | refused, plan.accepted
+
+    async def cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
+        """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
+
+        Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
+        It is released before that is written, so that after a crash all of it is repeated (C-5, trap 8).
+        """
+        if not builds:
+            return {}
+        async with self._store.unit() as unit:
+            known = await unit.read([pending.instance_uuid for pending in builds])
+        if len(known) < len({pending.instance_uuid for pending in builds}):
+            # A record does not wait for the disk, and the database has crashed since: record and decide again.
+            raise Transient("a request is not on record any more", code="request.forgotten")
+        unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
+        await self.release(unused)
+        author = self._author()
+        async with self._store.unit() as unit:
+            locked = await unit.lock([pending.instance_uuid for pending in unused])
+            ended = [
+                end_unbuilt(build, author, "while it was being scheduled")
+                for build in locked.values()
+                if build.delete_requested and build.state is BuildState.ACCEPTED
+            ]
+            for end in ended:
+                if end.message is not None:
+                    unit.emit(end.message)
+            await unit.update([end.update for end in ended], author.at)
+        return {pending.position: accepted(pending.instance_uuid) for pending in builds}
+
+    async def release(self, builds: Sequence[PendingBuild]) -> None:
+        """Release what an earlier run may have claimed, and fence what it may still claim. Raises when not answered."""
+        if not builds:
+            return
+        releases = [
+            Release(consumer=pending.instance_uuid, attempt=FIRST_ATTEMPT, project_id=pending.request.project_id)
+            for pending in builds
+        ]
+        for answer in await self._claims.release(releases):
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+
+    def _author(self) -> Author:
+        return Author(self._who, self._clock.time())
