@@ -1,4 +1,4 @@
-"""What cells announce: recorded in order, and said again on the API bus (DESIGN, "One boot" 7)."""
+"""Queue `scheduler.builds`: what cells announce is recorded in order and published again on the API bus."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from scheduler_worker.store.port import BuildUnit, SchedulerStore
 log = structlog.get_logger(__name__)
 
 
-class Folded(Struct, frozen=True):
-    """What came of a batch: which announcements changed nothing, and why; the stamps of builds that ended."""
+class AppliedAnnouncements(Struct, frozen=True):
+    """The result of a batch: the announcements that changed nothing, and why; the stamps of builds that ended."""
 
     ignored: list[tuple[BuildEvent, str]]
     ended: list[Stamps]
 
 
 class AnnouncementHandler:
-    """Handles queue `scheduler.builds` of one cell's bus. A cell speaks for its own instances only."""
+    """Handles queue `scheduler.builds` of one cell's bus. A cell announces its own instances only."""
 
     def __init__(self, store: SchedulerStore, cell: str, *, clock: Clock) -> None:
         self._store = store
@@ -38,50 +38,50 @@ class AnnouncementHandler:
         self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """All of a batch in one transaction; several events of one instance are folded in their order."""
+        """All of a batch in one transaction; several events of one instance are applied in order."""
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         # Clients are told before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
         # database, the message comes again and the same is told again (docs/decisions/0011-what-waits-for-the-disk.md).
-        folded = await run_optimistic(
+        applied = await run_optimistic(
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
-            lambda unit: self._fold(unit, events),
+            lambda unit: self._apply(unit, events),
         )
         await self._store.flush()
-        for event, why in folded.ignored:
+        for event, why in applied.ignored:
             self._ignored(event, why)
-        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(folded.ignored))
-        metrics.announced(folded.ended)
+        metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
+        metrics.announced(applied.ended)
         return [Done()] * len(batch)
 
-    async def _fold(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> Folded:
+    async def _apply(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> AppliedAnnouncements:
         """Write what the events change, and publish them on the API bus."""
         now = self._clock.time()
         builds = await unit.lock([event.instance_uuid for event in events])
         stories: dict[str, list[StoryLine]] = {}
-        folded = Folded([], [])
+        applied = AppliedAnnouncements([], [])
         for event in events:
             found = builds.get(event.instance_uuid)
             if found is None:
-                folded.ignored.append((event, "unknown"))
+                applied.ignored.append((event, "unknown"))
                 continue
             after, announced = apply_announcement(found, event, self._cell)
             if announced is None and found.cell != self._cell:
-                folded.ignored.append((event, "foreign"))
+                applied.ignored.append((event, "foreign"))
                 continue
             if announced is None:
                 # Outdated or repeated: it changes nothing, but it happened. A line told twice is read once.
-                folded.ignored.append((event, "late"))
+                applied.ignored.append((event, "late"))
                 stories.setdefault(event.instance_uuid, []).extend(story_lines(event, len(event.history), now))
                 continue
             if announced.stamps is not None:
-                folded.ended.append(replace(announced.stamps, announced=now))
-                announced = replace(announced, stamps=folded.ended[-1])
+                applied.ended.append(replace(announced.stamps, announced=now))
+                announced = replace(announced, stamps=applied.ended[-1])
             builds[event.instance_uuid] = after
             stories.setdefault(event.instance_uuid, []).extend(story_lines(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)
-        return folded
+        return applied
 
     def _ignored(self, event: BuildEvent, why: str) -> None:
         metrics.ANNOUNCED.labels(why).inc()

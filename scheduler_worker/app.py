@@ -1,4 +1,4 @@
-"""Wiring of a scheduler: the API bus, each cell's bus, its schema, the replica, the handlers."""
+"""Wires a scheduler: the API bus, each cell's bus, its schema, the replica, the engine, the handlers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scheduler_worker.store.postgres import PostgresBuilds
 
 
 class HostsListener:
-    """Keeps the host table: folds announcements in, and asks for them at start, on reconnect, and now and then."""
+    """Keeps the host table: applies announcements, and asks for them at start, after a reconnect, and periodically."""
 
     def __init__(self, bus: Bus, table: HostTable, *, clock: Clock, rng: random.Random, again_s: float) -> None:
         self._bus = bus
@@ -44,31 +44,31 @@ class HostsListener:
         self._asked = True
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue `scheduler.hosts.{process}` of one cell. A service speaks for its own cell only."""
+        """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
         now_s = self._clock.monotonic()
         for received in batch:
             message = received.message
             if isinstance(message, ComputeHosts | Heartbeat) and message.cell == self._bus.name:
-                self._table.heard(message, now_s)
+                self._table.apply(message, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
         return [Done()] * len(batch)
 
     def reconnected(self) -> None:
-        """The private queue was gone with the connection, and what was said meanwhile with it."""
+        """The private queue was deleted with the connection, and so were the announcements in it."""
         self._asked = False
 
     async def run(self) -> None:
-        """Ask, and again: soon after a reconnection, else now and then, each scheduler at its own times."""
+        """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler."""
         self._asked = await self.ask()
         due = self._clock.monotonic() + self._pause()
         while True:
-            await self._clock.sleep(RECONNECT_LOOK_S)
+            await self._clock.sleep(RECONNECT_CHECK_S)
             if not self._asked or self._clock.monotonic() >= due:
                 self._asked = await self.ask()
                 due = self._clock.monotonic() + self._pause()
 
     async def ask(self) -> bool:
-        """Ask every compute service of the cell to announce its hosts now. False: the bus is away."""
+        """Ask every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
         try:
             await self._bus.publish(ReportHosts(why="a scheduler listens"))
         except BusError:
@@ -79,7 +79,7 @@ class HostsListener:
         return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
-RECONNECT_LOOK_S = 0.5  # how soon after a reconnection hosts are asked
+RECONNECT_CHECK_S = 0.5  # how soon after a reconnect hosts are asked
 
 
 def build(
@@ -93,8 +93,8 @@ def build(
 ) -> Service:
     """One scheduler over these cells. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database. book, table: the columns that become the
-    replica, and what is heard of the hosts, for whoever wants to look into them.
+    store: instead of the schema `scheduler` in the environment's database. book, table: the replica and the host
+    table to fill, for callers that read them (simulation, tests).
     """
     service = Service("scheduler", clock=env.clock)
     selector = Selector(
@@ -140,17 +140,17 @@ def build(
 def _link(
     service: Service, env: Environment, bus: Bus, selector: Selector, *, store: SchedulerStore, config: SchedulerConfig
 ) -> CellLink:
-    """What is heard from one cell: its hosts, and what became of builds."""
+    """The link to one cell: announcements of its hosts, and of its builds."""
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_again_s)
     bus.transport.on_reconnect(listener.reconnected)
-    # Announcements first: hosts are asked for, and so builds dispatched, when what a cell announces is kept already.
+    # Announcements first: a build is dispatched only when the queue for what its cell announces exists.
     consumers = [
         bus.consumer(
             "scheduler.builds",
             AnnouncementHandler(store, bus.name, clock=env.clock),
             max_batch=config.batch,
-            concurrency=1,  # two would wait for each other's locks on the same instances
+            concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,
         ),
         bus.consumer(
@@ -172,7 +172,7 @@ def _link(
 
 
 async def nothing() -> None:
-    """A cell's bus is opened by its own side task."""
+    """Open nothing: the bus of a cell is opened by its own side task."""
 
 
 def _requests(

@@ -1,4 +1,4 @@
-"""What an operator can set about scheduling, as one frozen struct, parsed once and passed down."""
+"""The scheduler's settings: one frozen struct, parsed once and passed down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Seconds = Annotated[float, Bound(gt=0)]
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a client may ask for by name (N-2).
+    """The sizes and properties that a client requests by a flavor's name (N-2).
 
     extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
     forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
@@ -29,7 +29,7 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
 
 class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A host aggregate: the same uuid as the provider aggregate that says who is in it; its metadata is ours (N-15)."""
+    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata (N-15)."""
 
     uuid: str
     name: str
@@ -37,7 +37,7 @@ class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 
 def _bare_metal(resource_class: str, vcpus: int, memory_mb: int, disk_gb: int) -> Flavor:
-    """A whole node: its class alone is asked for; the sizes are what a person is told."""
+    """A whole node: its class alone is requested; the sizes are for people."""
     specs = {"resources:VCPU": "0", "resources:MEMORY_MB": "0", "resources:DISK_GB": "0"}
     return Flavor(
         vcpus=vcpus, memory_mb=memory_mb, disk_gb=disk_gb, extra_specs={f"resources:{resource_class}": "1", **specs}
@@ -64,7 +64,7 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.is_another_host.DifferentHostFilter",
     "scheduler_worker.filters.is_the_same_host.SameHostFilter",
 )
-# Those that are enabled by name alone; ImagePropertiesFilter needs hosts that announce what they run.
+# Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
 MORE_FILTERS = (
     "scheduler_worker.filters.aggregate_has_extra_specs.AggregateInstanceExtraSpecsFilter",
     "scheduler_worker.filters.flavor_is_listed.AggregateTypeAffinityFilter",
@@ -109,30 +109,30 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     placement_aggregate_required_for_tenants: bool = False
     default_availability_zone: str = "nova"
     enable_isolated_aggregate_filtering: bool = False
-    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may pass the filters by (N-11)
+    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters (N-11)
 
-    # Quota (N-31), held to by claims: {class: what a project's instances may hold together}, INSTANCES: how many
+    # Quota (N-31), enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
     default_quota: dict[str, Annotated[int, Bound(ge=0, lt=2**31)]] = {}
     quotas: dict[str, dict[str, Annotated[int, Bound(ge=0, lt=2**31)]]] = {}  # by project, instead of the default
 
     # Hosts
     service_down_time_s: Seconds = 60.0
-    hosts_warmup_s: Seconds = 5.0  # after a start, unknown hosts may still announce themselves: retry, do not refuse
-    cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are away; they are listened to when they come
-    report_again_s: Seconds = 300.0  # hosts are asked again now and then, in case an announcement was lost
+    hosts_warmup_s: Seconds = 5.0  # after a start, hosts may still be announced: requests are retried, not failed
+    cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are unavailable; those are connected to later
+    report_again_s: Seconds = 300.0  # hosts are asked again so often, in case an announcement was lost
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
-    claim_rounds: Positive = 256  # hosts tried for one request in one delivery (P-64: the whole list, but bounded)
+    claim_rounds: Positive = 256  # hosts claimed for one request in one delivery (P-64: the whole list, but bounded)
     claim_deadline_s: Seconds = 20.0  # ... and for no longer than this
-    raced_retries: Positive = 4  # claims on the same host whose shape keeps changing
-    raced_wait_s: Seconds = 0.25  # how long to wait for the replica to fold a newer shape in
+    raced_retries: Positive = 4  # repeated claims on a host whose shape keeps changing
+    raced_wait_s: Seconds = 0.25  # how long to wait for the replica to apply the newest changes
     retry_jitter_s: Seconds = 0.05
 
     # Building
     build_timeout_s: Seconds = 300.0
 
-    # Forgetting builds that ended without a machine; a request sent longer ago than they are kept is not taken for new
+    # Retention of builds that ended without a machine; a request older than that is not taken for a new one
     ended_keep_s: Seconds = 7 * 86_400.0
     purge_every_s: Seconds = 600.0
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
@@ -144,5 +144,5 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_funnel_nearest: Positive = 3
 
     def quota_of(self, project: str) -> dict[str, int]:
-        """What a project may hold together."""
+        """The quota of a project; without one, the default."""
         return self.quotas.get(project, self.default_quota)

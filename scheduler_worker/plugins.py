@@ -1,4 +1,4 @@
-"""Finds filters and weighers by class path (F-plug); an unknown or unfit one fails the start (F-order)."""
+"""Loads filters and weighers by class path (F-plug); an unknown or invalid one fails the start (F-order)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PluginInvalid(SettingsError):
 
 
 def filters(config: SchedulerConfig) -> list[Filter]:
-    """The enabled filters in their order; each is one of berth's own or of `available_filters`."""
+    """The enabled filters in order, from berth's own and `available_filters`."""
     available = dict.fromkeys((*DEFAULT_FILTERS, *MORE_FILTERS, *config.available_filters))
     by_name = {path.rpartition(".")[2]: path for path in available}
     made: list[Filter] = []
@@ -26,13 +26,13 @@ def filters(config: SchedulerConfig) -> list[Filter]:
         path = enabled if enabled in available else by_name.get(enabled)
         if path is None:
             raise PluginInvalid(f"filter {enabled!r} is not available (available: {', '.join(sorted(by_name))})")
-        made.append(_made(path, "judge"))
+        made.append(_instance(path, "judge"))
     return made
 
 
 def weighings(config: SchedulerConfig) -> list[Weighing]:
-    """The enabled weighers with their multipliers; one whose multiplier is 0 is left out, it would change nothing."""
-    made: list[Weigher] = [_made(path, "weigh") for path in config.enabled_weighers]
+    """The enabled weighers with their multipliers, without those whose multiplier is 0."""
+    made: list[Weigher] = [_instance(path, "weigh") for path in config.enabled_weighers]
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
     if unknown:
         raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")
@@ -45,7 +45,7 @@ def _has_metadata(config: SchedulerConfig, weighing: Weighing) -> bool:
     return any(key in aggregate.metadata for aggregate in config.aggregates)
 
 
-def _made(path: str, method: str) -> Any:
+def _instance(path: str, method: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         made = getattr(importlib.import_module(module), name)()

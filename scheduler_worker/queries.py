@@ -1,4 +1,4 @@
-"""Answers about builds (with their story) and hosts."""
+"""Queue `scheduler.queries`: builds with their story, and hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
-from scheduler_worker.domain.hosts import NOBODY, Mask
+from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.store.port import SchedulerStore
 
@@ -25,21 +25,21 @@ class QueryHandler:
         self._service_down_time_s = service_down_time_s
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """One after another: queries are few."""
+        """One after another: queries are rare."""
         return [Done(reply=await self._answer(received)) for received in batch]
 
     async def _answer(self, received: Received) -> BuildPage | HostsPage:
         message = received.message
         if isinstance(message, BuildQuery):
-            return BuildPage(builds=tuple(map(_in_order, await self._store.builds(message))))
+            return BuildPage(builds=tuple(map(_with_sorted_story, await self._store.builds(message))))
         assert isinstance(message, HostsQuery)
         return self.hosts(message)
 
     def hosts(self, query: HostsQuery) -> HostsPage:
-        """The hosts of the replica, by name, beside what their compute services say of them."""
+        """The hosts of the replica by name, with what their compute services announce."""
         book, table = self._selector.book, self._selector.table
         down = table.down(self._clock.monotonic(), self._service_down_time_s)
-        rows = [row for row in book.rows_of_roots().tolist() if self._is_asked_for(row, query, down)]
+        rows = [row for row in book.rows_of_roots().tolist() if self._matches(row, query, down)]
         rows = sorted(rows, key=book.name_of)[: query.limit]
         asked = np.array(rows, dtype=np.intp)
         amounts = {
@@ -50,13 +50,13 @@ class QueryHandler:
         for at, row in enumerate(rows):
             uuid = book.uuid_of(row)
             index = table.index_of(uuid)
-            service = NOBODY if index is None else int(table.service[index])
+            service = NO_SERVICE if index is None else int(table.service[index])
             hosts.append(
                 HostRecord(
                     uuid=uuid,
                     name=book.name_of(row) if index is None else table.names[index],
                     cell=None if index is None else table.cells[int(table.cell[index])],
-                    service=None if service == NOBODY else table.services[service].name,
+                    service=None if service == NO_SERVICE else table.services[service].name,
                     up=not bool(down[service]),
                     enabled=False if index is None else bool(table.enabled[index]),
                     resources={
@@ -69,19 +69,19 @@ class QueryHandler:
             )
         return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)
 
-    def _is_asked_for(self, row: int, query: HostsQuery, down: Mask) -> bool:
+    def _matches(self, row: int, query: HostsQuery, down: Mask) -> bool:
         if query.cell is None and query.up is None:
             return True
         table = self._selector.table
         index = table.index_of(self._selector.book.uuid_of(row))
         cell = None if index is None else table.cells[int(table.cell[index])]
-        up = not bool(down[NOBODY if index is None else int(table.service[index])])
+        up = not bool(down[NO_SERVICE if index is None else int(table.service[index])])
         return query.cell in (None, cell) and query.up in (None, up)
 
 
-def _in_order(build: BuildRecord) -> BuildRecord:
-    """Its story as it happened: what cells announce arrives late, out of order, and perhaps twice."""
+def _with_sorted_story(build: BuildRecord) -> BuildRecord:
+    """The story in order of time: announcements arrive late, out of order, and sometimes twice."""
     lines: dict[tuple[float, str, str, str], StoryLine] = {}
-    for line in build.story:  # told twice, the first counts: they differ only in when they were passed on
+    for line in build.story:  # a repeated line differs only in when it was passed on
         lines.setdefault((line.at, line.who, line.what, line.detail), line)
     return replace(build, story=tuple(sorted(lines.values(), key=lambda line: line.at)))

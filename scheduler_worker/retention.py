@@ -1,4 +1,4 @@
-"""Drops the records of builds that ended long ago, so that the tables do not grow for ever."""
+"""Purges the records of builds that ended long ago, so that the tables stay bounded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
-# A request is too old to be new this much before the record of it could be gone: clients' clocks are not ours.
+# A request is refused as too old this long before its record may be purged: clients' clocks may be off.
 CLOCK_SLACK_S = 3600.0
 
 
 def max_request_age_s(config: SchedulerConfig) -> float:
-    """How long after it was sent a request that is not on record is still taken for a new one."""
+    """How old a request without a record may be to be taken for a new one."""
     return max(config.ended_keep_s - CLOCK_SLACK_S, config.ended_keep_s / 2)
 
 
 async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
-    """A pass now and then; schedulers share the work, each takes what no other has locked."""
+    """Purge periodically. Schedulers share the work: each takes rows that no other has locked."""
     while True:
         await clock.sleep(config.purge_every_s)
         try:
@@ -32,7 +32,7 @@ async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerCo
 
 
 async def purge(store: SchedulerStore, before: float, batch: int) -> int:
-    """One pass, a bounded statement at a time. Returns how many records went. Raises Transient."""
+    """One pass, a bounded statement at a time. Returns how many records were deleted. Raises Transient."""
     count, start = 0, 0.0
     while True:
         gone = await store.purge(before, batch, start)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta as Bound
-from msgspec import Struct, field
+from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
 from .groups import ServerGroup
@@ -81,7 +81,7 @@ class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: str
     left: int
-    rejected: dict[str, int] = field(default_factory=dict, name="fell")
+    rejected: dict[str, int] = {}
 
 
 class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):

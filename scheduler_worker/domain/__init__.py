@@ -1,1 +1,1 @@
-"""What the scheduler decides, as plain functions and frozen values: no input or output, no clock, no chance."""
+"""What the scheduler decides, as plain functions and frozen values: no I/O, no clock, no randomness."""

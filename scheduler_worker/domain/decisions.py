@@ -81,7 +81,7 @@ def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author:
 
 def exhausted(request: BuildRequest, author: Author) -> BuildDecision:
     """A request that was delivered again and again without an end: its client is told before the broker gives it up."""
-    reason = "it was delivered to one scheduler after another, and none of them came to an end with it"
+    reason = "it was delivered to several schedulers, and none of them finished it"
     return _failed(request, EXHAUSTED, reason, author)
 
 

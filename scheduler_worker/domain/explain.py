@@ -1,4 +1,4 @@
-"""A request that fits nowhere, explained: the funnel, and a sentence a person understands (N-34, U-1)."""
+"""A request that fits nowhere, explained: the funnel, and a sentence for a person (N-34, U-1)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from bus.contracts.build import FunnelStep
 from placement_worker.replica.query import asked_in_all
 from scheduler_worker.domain.request_spec import RequestSpec
 
-# What the stable words of the funnel mean, for a person. A word that is not here is shown as it is.
+# What the stable codes of the funnel mean, for a person. A code that is not here is shown as it is.
 PHRASES = {
     "host.disabled": "are disabled",
     "service.down": "have a compute service that is down",
-    "tenant.not_allowed": "are kept for other projects",
+    "tenant.not_allowed": "are reserved for other projects",
     "host.unannounced": "were never announced by a compute service",
-    "host.ignored": "were to be ignored",
+    "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
-    "flavor.not_listed": "are kept for other flavors",
+    "flavor.not_listed": "are reserved for other flavors",
     "image.not_supported": "do not run what the image is made for",
     "group.no_room": "have as many of the server group as they may",
     "group.elsewhere": "are not where the server group is",
     "hint.different_host": "have an instance that it is to keep away from",
     "hint.same_host": "have none of the instances that it is to be with",
-    "claim.ruled_out": "were ruled out by the server group while we asked",
-    "claim.full": "were taken while we asked",
-    "claim.gone": "went away while we asked",
-    "claim.raced": "kept changing while we asked",
+    "claim.ruled_out": "were ruled out by the server group during the claim",
+    "claim.full": "were taken during the claim",
+    "claim.gone": "left during the claim",
+    "claim.raced": "kept changing during the claim",
     "host.taken": "were taken by requests decided just before",
-    "ignored": "were to be ignored",
+    "ignored": "were ignored as requested",
     "not among those asked for": "are not among the hosts that were asked for",
     "nothing is asked": "cannot be told apart, as no resources are asked for",
     "traits and resources not on the same providers": "have the required traits, but not where the resources are free",
@@ -72,7 +72,7 @@ CONDITIONS = (
 
 
 def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
-    """Why no host took it, in one line, the reasons that felled most (last steps first) named with their numbers."""
+    """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
     amounts = ", ".join(f"{amount} {name}" for name, amount in asked_in_all(spec.query).items())
     asked = f"{spec.flavor} ({amounts})"
     hosts = funnel[0].left + sum(funnel[0].rejected.values()) if funnel else 0
@@ -85,14 +85,14 @@ def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> s
 
 
 def nearest_reasons(funnel: Sequence[FunnelStep], limit: int) -> list[str]:
-    """The nearest misses first: what fell at the last steps was closest to being taken."""
-    said: list[str] = []
+    """The nearest misses first: a host that the last step rejected was closest to being taken."""
+    reasons: list[str] = []
     for step in reversed(funnel):
         for reason, count in sorted(step.rejected.items(), key=lambda item: (-item[1], item[0])):
-            said.append(f"{count} {phrase(step.step, reason)}")
-            if len(said) == limit:
-                return said
-    return said
+            reasons.append(f"{count} {phrase(step.step, reason)}")
+            if len(reasons) == limit:
+                return reasons
+    return reasons
 
 
 def phrase(step: str, reason: str) -> str:
@@ -113,12 +113,12 @@ def phrase(step: str, reason: str) -> str:
     if reason.startswith("aggregate."):
         return f"are in no aggregate with the asked {reason.removeprefix('aggregate.')}"
     if reason.startswith("image."):
-        return f"are kept for images with another {reason.removeprefix('image.')}"
-    return f"fell at {step}" if reason == step else f"fell at {step} ({reason})"
+        return f"are reserved for images with another {reason.removeprefix('image.')}"
+    return f"were rejected by {step}" if reason == step else f"were rejected by {step} ({reason})"
 
 
 def step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelStep:
-    """One step of a funnel; what fell and what is left add up to what came in."""
+    """One step of a funnel; the hosts rejected and those left add up to those before."""
     left = before - sum(rejected.values())
     assert left >= 0, (name, before, rejected)
     return FunnelStep(step=name, left=left, rejected=dict(rejected))

@@ -1,6 +1,6 @@
-"""A flavor's words, read: Nova's extra specs for resources and traits (N-2), and berth's own beyond them.
+"""Parses a flavor: Nova's extra specs for resources and traits (N-2), and berth's own beyond them.
 
-Everything that no request could ever be asked with is found here, when the process starts.
+A flavor that can never be requested is refused here, when the process starts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ANY_OF = "in:"
 
 
 class FlavorInvalid(ValueError):
-    """A configured flavor that can never be asked for; found at start."""
+    """A configured flavor that can never be requested; found at start."""
 
     code = "flavor.invalid"
 
 
 class ParsedFlavor(Struct, frozen=True):
-    """A flavor as a query, without anything that depends on the request."""
+    """A flavor as a query, without what depends on the request."""
 
     query: Query
     extra_specs: Mapping[str, str]
@@ -44,8 +44,8 @@ class ParsedFlavor(Struct, frozen=True):
     preferred_classes: tuple[str, ...] = ()
 
 
-class _Words(Struct):
-    """One group as it is read."""
+class _GroupSpec(Struct):
+    """One request group while it is parsed."""
 
     resources: dict[str, int] = {}
     required: list[tuple[str, ...]] = []
@@ -53,17 +53,17 @@ class _Words(Struct):
     in_tree: str | None = None
 
 
-class _Reading(Struct):
-    """A flavor as it is read."""
+class _FlavorSpec(Struct):
+    """A flavor while it is parsed."""
 
     name: str
-    groups: dict[str, _Words]
+    groups: dict[str, _GroupSpec]
     preferred_traits: list[str] = []
     preferred_classes: list[str] = []
     others: dict[str, str] = {}
 
-    def group(self, suffix: str) -> _Words:
-        return self.groups.setdefault(suffix, _Words())
+    def group(self, suffix: str) -> _GroupSpec:
+        return self.groups.setdefault(suffix, _GroupSpec())
 
     def wrong(self, key: str, why: str) -> FlavorInvalid:
         return FlavorInvalid(f"flavor {self.name}: {key}: {why}")
@@ -72,7 +72,7 @@ class _Reading(Struct):
 def parse(name: str, flavor: Flavor) -> ParsedFlavor:
     """The query of a flavor. Amounts given as `resources:` win over the flavor's own sizes; 0 takes a class away."""
     sizes = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
-    reading = _Reading(name, {UNNUMBERED: _Words(resources=sizes)})
+    reading = _FlavorSpec(name, {UNNUMBERED: _GroupSpec(resources=sizes)})
     for key, value in flavor.extra_specs.items():
         _read(reading, key, value)
     for words in reading.groups.values():
@@ -94,7 +94,7 @@ def parse(name: str, flavor: Flavor) -> ParsedFlavor:
     return ParsedFlavor(query, reading.others, tuple(reading.preferred_traits), tuple(reading.preferred_classes))
 
 
-def _group(suffix: str, words: _Words) -> Group:
+def _group(suffix: str, words: _GroupSpec) -> Group:
     return Group(
         suffix=suffix,
         resources=words.resources,
@@ -104,10 +104,10 @@ def _group(suffix: str, words: _Words) -> Group:
     )
 
 
-def _read(reading: _Reading, key: str, value: str) -> None:
+def _read(reading: _FlavorSpec, key: str, value: str) -> None:
     """One extra spec."""
     if key in {"group_policy", "root_required", "same_subtree"}:
-        return  # they speak of all groups, so they are read when all groups are known
+        return  # they name groups, so they are parsed after all groups are known
     if found := _GROUPED.match(key):
         kind, suffix, word = found.groups()
         (_read_resource if kind == "resources" else _read_trait)(reading, key, suffix, word, value)
@@ -121,7 +121,7 @@ def _read(reading: _Reading, key: str, value: str) -> None:
         reading.others[key] = value
 
 
-def _read_resource(reading: _Reading, key: str, suffix: str, word: str, value: str) -> None:
+def _read_resource(reading: _FlavorSpec, key: str, suffix: str, word: str, value: str) -> None:
     resource_class = _known(reading, key, word)
     if value == "preferred" and not suffix:
         reading.preferred_classes.append(resource_class)
@@ -131,7 +131,7 @@ def _read_resource(reading: _Reading, key: str, suffix: str, word: str, value: s
     reading.group(suffix).resources[resource_class] = int(value)
 
 
-def _read_trait(reading: _Reading, key: str, suffix: str, word: str, value: str) -> None:
+def _read_trait(reading: _FlavorSpec, key: str, suffix: str, word: str, value: str) -> None:
     words = reading.group(suffix)
     if word.startswith(_ANY_OF):
         if value != "required":
@@ -149,14 +149,14 @@ def _read_trait(reading: _Reading, key: str, suffix: str, word: str, value: str)
         raise reading.wrong(key, f"{value!r}; it is `required`, `forbidden` or, of the whole host, `preferred`")
 
 
-def _known(reading: _Reading, key: str, word: str) -> str:
+def _known(reading: _FlavorSpec, key: str, word: str) -> str:
     if not _NAME.match(word):
         raise reading.wrong(key, f"{word!r} is no resource class or trait")
     return word
 
 
-def _check(reading: _Reading, own: _Words, specs: Mapping[str, str]) -> None:
-    """What groups must be together, as Placement has it."""
+def _check(reading: _FlavorSpec, own: _GroupSpec, specs: Mapping[str, str]) -> None:
+    """What Placement requires of the groups of a request."""
     groups = reading.groups
     if not own.resources and not any(words.resources for words in groups.values()):
         raise FlavorInvalid(f"flavor {reading.name} asks for nothing")
@@ -177,7 +177,7 @@ def _check(reading: _Reading, own: _Words, specs: Mapping[str, str]) -> None:
                 raise reading.wrong(f"trait{suffix}", f"{', '.join(names)} is required and forbidden")
 
 
-def _of_root(reading: _Reading, value: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def _of_root(reading: _FlavorSpec, value: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Traits that the root must have, and those that it must not (P-1.35)."""
     words = [word.strip() for word in value.split(",") if word.strip()]
     names = {word: _known(reading, "root_required", word.removeprefix("!")) for word in words}
@@ -187,8 +187,8 @@ def _of_root(reading: _Reading, value: str) -> tuple[tuple[tuple[str, ...], ...]
     )
 
 
-def _subtrees(reading: _Reading, value: str) -> tuple[tuple[str, ...], ...]:
-    """Sets of groups (P-1.36); a group without resources is good for nothing outside of them."""
+def _subtrees(reading: _FlavorSpec, value: str) -> tuple[tuple[str, ...], ...]:
+    """Sets of groups (P-1.36); a group without resources must be in one of them."""
     subtrees = [tuple(suffix.strip() for suffix in words.split(",")) for words in value.split(";") if words.strip()]
     named = {suffix for suffixes in subtrees for suffix in suffixes}
     if unknown := sorted(named - reading.groups.keys()):

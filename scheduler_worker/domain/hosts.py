@@ -1,7 +1,7 @@
-"""What compute services say about hosts: who manages each, in which cell, whether it takes builds (N-4, C-3).
+"""What compute services announce about hosts: the managing service, its cell, whether it takes builds (N-4, C-3).
 
-The book knows what a host has; this table knows whether it can be reached. Columns, because every decision reads
-all of them; epoch and sequence guard each service's announcements, because they may come late or twice.
+Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
+because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-NOBODY = -1  # no service manages this host any more
-MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that claims more is wrong
-MAX_SERVICES = 100_000  # compute services remembered; names that a cell makes up beyond that are not heard
-FIRST_ROOM = 1024
-# A host stays its cell's for so long after its service was last heard of: another cell cannot announce builds away.
-HELD_S = 60.0
+NO_SERVICE = -1  # no service manages this host any more
+MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
+MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
+INITIAL_CAPACITY = 1024
+# A host stays with its cell for so long after its service last announced: another cell cannot take its builds over.
+CELL_HOLD_S = 60.0
 
 
 class ServiceState(Struct):
-    """One compute service as last heard of. `heard_s`: monotonic.
+    """The last announcement of one compute service. `heard_s`: when, monotonic.
 
-    began: the first page of its newest report of all its hosts; heard: so many pages of that one; listing: its number.
+    began: the sequence of the first page of its newest full report; heard: how many pages of it came; listing: its
+    number here.
     """
 
     name: str
@@ -45,7 +46,7 @@ class ServiceState(Struct):
 
 
 class HostTable:
-    """All announced hosts as columns. A host keeps its index for ever; whose it is may change."""
+    """All announced hosts as columns. A host keeps its index; the service that manages it may change."""
 
     def __init__(self) -> None:
         self.services: list[ServiceState] = []
@@ -56,18 +57,20 @@ class HostTable:
         self.uuids: list[str] = []
         self.names: list[str] = []
         self.attributes: list[Mapping[str, str]] = []
-        self.service = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
-        self.cell = np.full(FIRST_ROOM, NOBODY, dtype=np.int32)
-        self.listed = np.zeros(FIRST_ROOM, dtype=np.int64)  # the listing in which its service named it last
+        self.service = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
+        self.cell = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
+        self.listed = np.zeros(
+            INITIAL_CAPACITY, dtype=np.int64
+        )  # the newest full report of its service that contains it
         self._listings = 0
-        self.enabled = np.zeros(FIRST_ROOM, dtype=np.bool_)
-        self.failed_builds = np.zeros(FIRST_ROOM, dtype=np.float64)
+        self.enabled = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)
+        self.failed_builds = np.zeros(INITIAL_CAPACITY, dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self.uuids)
 
     def index_of(self, uuid: str) -> int | None:
-        """The host's index, or None when nobody ever announced it."""
+        """The host's index, or None when no service has announced it."""
         return self._index.get(uuid)
 
     def find(self, name: str) -> list[str]:
@@ -76,8 +79,8 @@ class HostTable:
             return [name]
         return [self.uuids[index] for index in self._by_name.get(name, ())]
 
-    def heard(self, message: ComputeHosts | Heartbeat, now_s: float) -> bool:
-        """Fold one announcement in. False: it is older than what is known, and ignored."""
+    def apply(self, message: ComputeHosts | Heartbeat, now_s: float) -> bool:
+        """Apply one announcement. False: it is outdated, and ignored."""
         known = self._service_index.get((message.cell, message.service))
         if known is None and len(self.services) >= MAX_SERVICES:
             return False
@@ -88,15 +91,15 @@ class HostTable:
             if (message.epoch, message.sequence) <= (service.epoch, service.sequence):
                 return False
             if message.epoch != service.epoch:
-                service.began = 0  # its numbers start again
+                service.began = 0  # its sequence starts again
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
         self.services[known].leaving = isinstance(message, Heartbeat) and message.leaving
         if isinstance(message, ComputeHosts):
-            self._fold(known, message, now_s)
+            self._apply_hosts(known, message, now_s)
         return True
 
     def down(self, now_s: float, service_down_time_s: float) -> Mask:
-        """Per service: not heard from for too long, or gone on purpose. One more entry at the end stands for nobody."""
+        """Per service: silent for too long, or stopped on purpose. One more entry at the end stands for NO_SERVICE."""
         silent = [s.leaving or now_s - s.heard_s > service_down_time_s for s in self.services]
         return np.array([*silent, True], dtype=np.bool_)
 
@@ -107,7 +110,7 @@ class HostTable:
             self.cells.append(message.cell)
         return len(self.services) - 1
 
-    def _fold(self, service: int, message: ComputeHosts, now_s: float) -> None:
+    def _apply_hosts(self, service: int, message: ComputeHosts, now_s: float) -> None:
         cell = self.cells.index(message.cell)
         state = self.services[service]
         began = message.began or (message.sequence if message.complete else 0)
@@ -120,19 +123,19 @@ class HostTable:
         if not began:
             return
         state.heard += 1
-        # A page that was lost would take its hosts away: only a report of which every page was heard says who is gone.
+        # A lost page would remove its hosts: only a report of which every page came tells which hosts have left.
         if message.complete and state.heard == message.pages:
-            # What this service no longer lists it no longer manages (a node re-homed, a hypervisor removed).
+            # A host that the service no longer lists is managed by another one (a node re-homed) or gone.
             mine = self.service[: len(self)] == service
-            self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NOBODY
+            self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NO_SERVICE
 
     def _is_held(self, uuid: str, cell: int, now_s: float) -> bool:
-        """Whether another cell's service manages this host, and lives."""
+        """Whether a living service of another cell manages this host."""
         index = self._index.get(uuid)
-        if index is None or self.service[index] == NOBODY or self.cell[index] == cell:
+        if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
             return False
         holder = self.services[self.service[index]]
-        return not holder.leaving and now_s - holder.heard_s <= HELD_S
+        return not holder.leaving and now_s - holder.heard_s <= CELL_HOLD_S
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)
@@ -165,13 +168,13 @@ class HostTable:
         self.names[index] = host.name
 
     def _grow(self) -> None:
-        room = len(self.service)
-        self.service = _longer(self.service, room, NOBODY)
-        self.cell = _longer(self.cell, room, NOBODY)
-        self.listed = _longer(self.listed, room, 0)
-        self.enabled = _longer(self.enabled, room, False)
-        self.failed_builds = _longer(self.failed_builds, room, 0.0)
+        more = len(self.service)
+        self.service = _extended(self.service, more, NO_SERVICE)
+        self.cell = _extended(self.cell, more, NO_SERVICE)
+        self.listed = _extended(self.listed, more, 0)
+        self.enabled = _extended(self.enabled, more, False)
+        self.failed_builds = _extended(self.failed_builds, more, 0.0)
 
 
-def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
+def _extended(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
     return np.concatenate([column, np.full(more, fill, dtype=column.dtype)])

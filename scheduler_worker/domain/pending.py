@@ -70,7 +70,7 @@ def pending_build(
         reason = f"there is no flavor {request.flavor} (there are: {', '.join(sorted(flavors))})"
         refusal = Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
     elif 0 < meta.sent_at < now - max_age_s:
-        reason = "it was sent so long ago that it may have been carried out and forgotten since"
+        reason = "it was sent so long ago that it may have been carried out, and its record purged"
         refusal = Refusal(code=TOO_OLD, reason=reason)
     return PendingBuild(
         position=position,

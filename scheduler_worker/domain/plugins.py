@@ -1,4 +1,4 @@
-"""What a filter and a weigher are (F-plug). Verdicts are values with reasons; both work on columns of hosts."""
+"""What a filter and a weigher are (F-plug). Both work on columns of hosts; a verdict carries its reasons."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from scheduler_worker.domain.view import HostsView, HostView
 
 
 class Verdict(Struct, frozen=True):
-    """What a filter says: `passed` per row of the view, and how many fell for which reason."""
+    """A filter's verdict: `passed` per row of the view, `rejected`: {reason: hosts}."""
 
     passed: Mask
     rejected: Mapping[str, int]
 
 
 class Filter(Protocol):
-    """Says which hosts may take a build. `name` appears in the funnel; it must not change anything it sees."""
+    """Tells which hosts may take a build. `name` appears in the funnel. It must not change what it is given."""
 
     name: ClassVar[str]
 
@@ -31,23 +31,23 @@ class Filter(Protocol):
 
 
 class HostFilter:
-    """Base for a filter that looks at one host at a time: write `reason_against`. Simple, and slow past 1,000 hosts."""
+    """Base of a filter that looks at one host at a time: override `reason_against`. Slow beyond 1,000 hosts."""
 
     name: ClassVar[str] = ""
 
     def reason_against(self, host: HostView, spec: RequestSpec) -> str | None:
-        """Why this host may not take the build (a stable word), or None when it may."""
+        """The reason why this host may not take the build (a stable code), or None when it may."""
         raise NotImplementedError
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Ask about every host in turn."""
+        """Check every host in turn."""
         reasons = [self.reason_against(view.host(row), spec) for row in range(len(view))]
         passed = np.array([reason is None for reason in reasons], dtype=np.bool_)
         return Verdict(passed, dict(Counter(reason for reason in reasons if reason is not None)))
 
 
 class Weigher(Protocol):
-    """Says how much it likes each host, as a number of any scale; the framework normalises (W-0).
+    """Gives each host a number of any scale, more is better; the framework normalises it (W-0).
 
     name: `ram` is set by `multipliers.ram` and by aggregate metadata `ram_weight_multiplier`. minimum and maximum:
     raw weights are clamped to these and scaled between them; None = the smallest or largest seen. sign: -1 where
@@ -72,9 +72,9 @@ class Weighing(Struct, frozen=True):
 
 
 def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
-    """Whether a filter or weigher has anything to say of a request: it may have a `applies_to(spec)` that says no.
+    """Whether a filter or weigher is run for a request: its method `applies_to(spec)`, if it has one, may return False.
 
-    Then it costs nothing, and a funnel does not speak of it.
+    Then it is skipped, and is not in the funnel.
     """
     asks = getattr(plugin, "applies_to", None)
     return asks is None or bool(asks(spec))
@@ -84,6 +84,6 @@ NONE_REJECTED: Mapping[str, int] = {}
 
 
 def one_reason(passed: Mask, reason: str) -> Verdict:
-    """A verdict whose fallen all fell for the same reason."""
-    fallen = int(passed.size - np.count_nonzero(passed))
-    return Verdict(passed, {reason: fallen} if fallen else NONE_REJECTED)
+    """A verdict that rejects all hosts for the same reason."""
+    rejected = int(passed.size - np.count_nonzero(passed))
+    return Verdict(passed, {reason: rejected} if rejected else NONE_REJECTED)

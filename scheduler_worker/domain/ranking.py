@@ -1,4 +1,4 @@
-"""A ranking: the hosts that passed for one kind of request, best first, drawn from lazily.
+"""A ranking: the hosts that passed for one kind of request, best first, drawn lazily.
 
 Like requests of one batch share a ranking. Each pick is assumed in the book, so that the next one sees it (N-18),
 and only the picked host is weighed again, on the scales of the ranking's start: a pick costs the same at 1,000 and
@@ -37,17 +37,17 @@ class RandomSource(Protocol):
     """A source of randomness, given by the caller."""
 
     def random(self) -> float:
-        """Evenly in [0, 1)."""
+        """A float in [0, 1), uniformly."""
 
     def randrange(self, stop: int, /) -> int:
-        """Evenly in [0, stop)."""
+        """An integer in [0, stop), uniformly."""
 
 
 class Candidate(Struct, frozen=True):
     """One host that fits, and what would be claimed there, best first.
 
-    uuid: the host for as long as anybody likes. row: of the book, good for this moment only: once a host has left, its
-    row is another's.
+    uuid: identifies the host for good. row: of the replica, valid at this moment only: after a host has left, its row
+    may be given to another.
     """
 
     uuid: str
@@ -66,7 +66,7 @@ class Choice(Struct, frozen=True):
 
 
 class Ranking:
-    """Hosts in order of weight; equal ones in an order of chance when `shuffle` (N-6), else as the book lists them."""
+    """Hosts in order of weight; equal ones in random order with `shuffle` (N-6), else in the order of the replica."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Ranking:
     def pick(self, excluded: Container[int], *, subset: int, alternates: int) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the book), with its alternates.
 
-        `subset`: the choice is by chance among so many of the best (N-5).
+        `subset`: the choice is drawn at random from so many of the best (N-5).
         """
         drawn: list[Entry] = []
         viable: list[Candidate] = []
@@ -109,7 +109,7 @@ class Ranking:
         return Choice(selected, same_cell, len(self.view))
 
     def consumed(self, candidate: Candidate) -> None:
-        """A claim on this host was assumed in the book: weigh it again."""
+        """Weigh this host again: a claim on it was assumed in the replica."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = float(score_again(one, self.spec, self._scales)[0])
         heap = self._heaps[int(self._cells[candidate.position])].entries
@@ -127,7 +127,7 @@ class Ranking:
         drawn: list[Entry],
         count: int,
     ) -> tuple[Candidate, ...]:
-        """Hosts of the selected one's cell, best first (C-7); not claimed, shared with other requests (C-8)."""
+        """Hosts of the same cell, best first (C-7); not claimed, and other requests may name them too (C-8)."""
         cell = self._cells[selected.position]
         mine = [other for other in others if self._cells[other.position] == cell][:count]
         for _ in range(ALTERNATE_WALK):
@@ -142,7 +142,7 @@ class Ranking:
     def _next(
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
     ) -> Candidate | None:
-        """Draw hosts (of one cell) until one fits; every host drawn is remembered, to be put back."""
+        """Draw hosts (of one cell) until one fits; each drawn host is kept in `drawn`, to be put back."""
         for _ in range(ALTERNATE_WALK if cell is not None else len(self.view) + 1):
             heap = self._best_heap() if cell is None else self._heaps[cell]
             entry = None if heap is None else heap.draw()
@@ -156,11 +156,11 @@ class Ranking:
             found = options(self.view.book, self.spec.query, row, limit=limit)
             if found:
                 return Candidate(self.view.book.uuid_of(row), row, position, -entry[0], found)
-            drawn.pop()  # full by now, and within this batch it can only get fuller
+            drawn.pop()  # full by now, and in this round it can only get fuller
         return None
 
     def _best_heap(self) -> HostHeap | None:
-        """The cell whose best host is the best of all."""
+        """The heap of the cell whose best host is the best of all."""
         best: HostHeap | None = None
         first: Entry | None = None
         for heap in self._heaps.values():
@@ -174,7 +174,7 @@ class Ranking:
             self._heaps[int(self._cells[entry[2]])].push(entry)
 
     def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
-        """The hosts by cell, so that alternates of one cell are found without walking over all the others'."""
+        """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
         order = np.argsort(self._cells, kind="stable")
         cells = self._cells[order]
         cuts = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), len(order)]
@@ -186,12 +186,12 @@ class Ranking:
 
 
 class HostHeap:
-    """The hosts of one cell, best first: a heap of the best, and the rest from which it is filled up."""
+    """The hosts of one cell, best first: a heap of the best ones, refilled from the rest chunk by chunk."""
 
     def __init__(self, positions: Rows, scores: Floats, chunk: int, rng: RandomSource | None) -> None:
         if rng is not None and len(positions) > chunk:
-            # Equal hosts beyond a chunk: where the list is cut must differ between schedulers, or all of them
-            # race for the same chunk.
+            # Equal hosts beyond a chunk: the cut must differ between schedulers, or all of them claim the same
+            # chunk.
             positions = np.roll(positions, rng.randrange(len(positions)))
         self.entries: list[Entry] = []
         self._rest = positions
@@ -201,23 +201,23 @@ class HostHeap:
         self._threshold = np.inf if positions.size else -np.inf  # best score among the rest
 
     def top(self) -> Entry | None:
-        """The best, which stays."""
+        """The best host, without taking it."""
         while not self.entries or -self.entries[0][0] < self._threshold:
             if not self._rest.size:
                 break
-            self._draw_in()
+            self._refill()
         return self.entries[0] if self.entries else None
 
     def draw(self) -> Entry | None:
-        """Take the best."""
+        """Take the best host."""
         return None if self.top() is None else heapq.heappop(self.entries)
 
     def push(self, entry: Entry) -> None:
-        """Put one back."""
+        """Put a host back."""
         heapq.heappush(self.entries, entry)
 
-    def _draw_in(self) -> None:
-        """Move the best chunk of the rest onto the heap."""
+    def _refill(self) -> None:
+        """Refill the heap with the best chunk of the rest."""
         rest = self._rest
         scores = self._scores[rest]
         if rest.size > self._chunk:

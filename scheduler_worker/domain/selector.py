@@ -1,4 +1,4 @@
-"""From a book, a host table and a request to a choice, or to the funnel that says why there is none."""
+"""From the replica, the host table and a request to ranked hosts, or to the funnel that explains why there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement_worker.replica.search import search
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.explain import step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
-from scheduler_worker.domain.hosts import NOBODY, HostTable, Rows
+from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
 from scheduler_worker.domain.ranking import Candidate, RandomSource, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
@@ -25,9 +25,9 @@ UNANNOUNCED = "host.unannounced"
 
 
 class NoValidHost(Struct, frozen=True):
-    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's word.
+    """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
 
-    claims: how often a host was asked for before that was known.
+    claims: how many claims were submitted before that was known.
     """
 
     funnel: tuple[FunnelStep, ...]
@@ -36,13 +36,13 @@ class NoValidHost(Struct, frozen=True):
 
     @property
     def may_be_early(self) -> bool:
-        """Whether it may be for want of reports alone: hosts not announced yet, or no host in the book at all."""
+        """Whether reports may only be late: hosts not announced yet, or no host in the replica at all."""
         hosts = self.funnel[0].left + sum(self.funnel[0].rejected.values()) if self.funnel else 1
         return self.unannounced > 0 or hosts == 0
 
 
 class Selector:
-    """All that a decision reads. It changes nothing but the book's assumptions, which its callers make."""
+    """All that a decision reads: replica, host table, configuration, flavors, filters and weighers."""
 
     def __init__(
         self,
@@ -66,23 +66,23 @@ class Selector:
         self._index = np.empty(0, dtype=np.intp)
 
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
-        """What the request wants, as things are configured. The flavor is known."""
+        """What the request asks for under this configuration. Its flavor is known."""
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
         return request_spec(request, self.flavors[request.flavor], hosts, self.membership, self.config)
 
     def uuids_of(self, host: str) -> list[str]:
-        """The hosts that a client's word means: a name, or a uuid."""
+        """The hosts with this name or uuid."""
         known = self.table.find(host)
         if known or self.book.row_of(host) is None:
             return known
         return [host]
 
     def rows_of(self, tried: Mapping[str, str]) -> dict[int, str]:
-        """Rows of the book, as it is now, of hosts that may not be used, and why; those that have left have none."""
+        """The present rows of rejected hosts, and why; hosts that have left have no row."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
     def rank(self, spec: RequestSpec, now_s: float, rng: RandomSource) -> Ranking:
-        """All hosts that can take it now, best first (maybe none)."""
+        """All hosts that can take the request now, best first; there may be none."""
         view, funnel = self._passing(spec, now_s, explain=False)
         return Ranking(
             view,
@@ -95,7 +95,7 @@ class Selector:
         )
 
     def explain(self, spec: RequestSpec, now_s: float, tried: Mapping[str, str]) -> NoValidHost:
-        """Why nothing is left. `tried`: hosts that this request may not use any more, and why."""
+        """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
         view, funnel = self._passing(spec, now_s, explain=True)
         rows = self.rows_of(tried)
         out = [rows[row] for row in view.rows.tolist() if row in rows]
@@ -105,7 +105,7 @@ class Selector:
         return NoValidHost(funnel, unannounced)
 
     def selection(self, candidate: Candidate, option: int = 0) -> Selection:
-        """One candidate as the cell's conductor gets it (C-6)."""
+        """One candidate as it is sent to the cell's conductor (C-6)."""
         chosen = candidate.options[option]
         return self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
 
@@ -125,9 +125,9 @@ class Selector:
         )
 
     def cell_of(self, host_uuid: str) -> str | None:
-        """The cell of a host that somebody manages."""
+        """The cell of a host; None when no service manages it."""
         at = self.table.index_of(host_uuid)
-        if at is None or self.table.service[at] == NOBODY:
+        if at is None or self.table.service[at] == NO_SERVICE:
             return None
         return self.table.cells[int(self.table.cell[at])]
 
@@ -137,7 +137,7 @@ class Selector:
         return host_uuid if row is None else self.book.name_of(row)
 
     def _passing(self, spec: RequestSpec, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
-        """Search, then each filter in order; the funnel says what each left."""
+        """Search, then run each filter in order; the funnel tells how many hosts each step left."""
         found = search(self.book, spec.query, explain=explain)
         down = self.table.down(now_s, self.config.service_down_time_s)
         view = HostsView(
@@ -166,10 +166,10 @@ class Selector:
         return view, tuple(funnel)
 
     def _index_of(self, rows: Rows) -> Rows:
-        """Host table index per row of the book; looked up anew only when hosts or roots came or went."""
+        """Host table index per row of the replica; computed again only after hosts or roots came or went."""
         roots = self.book.rows_of_roots()
         if roots is not self._roots or len(self.table) != self._known:
-            self._index = np.full(int(roots.max()) + 1 if roots.size else 0, NOBODY, dtype=np.intp)
+            self._index = np.full(int(roots.max()) + 1 if roots.size else 0, NO_SERVICE, dtype=np.intp)
             for row in roots.tolist():
                 at = self.table.index_of(self.book.uuid_of(row))
                 if at is not None:
@@ -181,10 +181,9 @@ class Selector:
 def recovered_allocations(
     book: Book, resources: Mapping[str, int], providers: Sequence[str]
 ) -> dict[str, dict[str, int]] | None:
-    """What a claim of an earlier run holds, from the providers that the answer names.
+    """What a claim of an earlier run holds, derived from the providers that the answer names.
 
-    That run crashed before it wrote its choice down; the claim itself is what counts. Each class is held by the
-    one of these providers that has it; None when that is not clear.
+    Each class is held by the one of these providers that has it; None when several have it, or none.
     """
     held: dict[str, dict[str, int]] = {}
     rows = {provider: book.row_of(provider) for provider in providers}

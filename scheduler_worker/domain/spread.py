@@ -1,10 +1,10 @@
-"""Contention widens the choice among near-best hosts: who keeps losing races should look elsewhere."""
+"""Contention widens the choice among near-best hosts: a scheduler that keeps losing claims chooses others."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-MEMORY = 0.8  # how much of the past a round of claims leaves: a burst of conflicts is forgotten within some ten rounds
+MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
 
 
 class Spread(Struct, frozen=True):
@@ -13,11 +13,11 @@ class Spread(Struct, frozen=True):
     lost: float = 0.0
 
     def after(self, claims: int, lost: int) -> Spread:
-        """With one more round of claims."""
+        """The share after one more round of claims."""
         if not claims:
             return self
         return Spread(MEMORY * self.lost + (1.0 - MEMORY) * lost / claims)
 
     def subset(self, least: int, most: int) -> int:
-        """Among how many of the best hosts to choose by chance (N-5)."""
+        """How many of the best hosts a choice is drawn from (N-5)."""
         return max(least, min(max(least, most), round(self.lost * most)))

@@ -1,4 +1,4 @@
-"""The hosts as filters and weighers see them: columns of the book and of the host table, side by side (N-4)."""
+"""The hosts as filters and weighers see them: columns of the replica and of the host table, side by side (N-4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from placement_worker.replica.book import Book
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.hosts import NOBODY, Floats, HostTable, Mask, Rows
+from scheduler_worker.domain.hosts import NO_SERVICE, Floats, HostTable, Mask, Rows
 
 
 class Membership:
@@ -28,7 +28,7 @@ class Membership:
         return [a for a in self.aggregates if any(key.startswith(prefix) for key in a.metadata)]
 
     def has_key(self, key: str) -> bool:
-        """Whether any aggregate says something under this key: most do not, and then nothing is computed."""
+        """Whether any aggregate has this metadata key: most keys are unused, and then nothing is computed."""
         return key in self._keys
 
 
@@ -47,7 +47,7 @@ class HostView(Struct, frozen=True):
     position: int
 
     def free(self, resource_class: str) -> float:
-        """What is free of a class over the host's whole tree."""
+        """The free amount of a class over the host's whole tree."""
         return float(self.view.subset(np.array([self.position])).free(resource_class)[0])
 
 
@@ -71,7 +71,7 @@ class HostsView:
         return int(self.rows.size)
 
     def subset(self, chosen: Mask | Rows) -> HostsView:
-        """The same moment, fewer hosts."""
+        """Some of these hosts at the same moment."""
         return HostsView(
             self.book, self.table, self.membership, rows=self.rows[chosen], index=self.index[chosen], down=self.down
         )
@@ -83,13 +83,13 @@ class HostsView:
 
     @property
     def enabled(self) -> Mask:
-        """Whether the host takes new builds at all."""
+        """Whether the host takes new builds."""
         return np.asarray(self.table.enabled[self.index], dtype=np.bool_)
 
     @property
     def up(self) -> Mask:
-        """Whether the host's service was heard from recently. A host that nobody manages any more is not up."""
-        # Service NOBODY (-1) indexes the last entry of `down`, which stands for nobody and is always down.
+        """Whether the host's service was heard from recently. A host without a service is not up."""
+        # NO_SERVICE (-1) indexes the last entry of `down`, which is always True.
         return ~self.down[self.table.service[self.index]]
 
     @property
@@ -103,11 +103,11 @@ class HostsView:
         return np.asarray(self.table.failed_builds[self.index], dtype=np.float64)
 
     def free(self, resource_class: str) -> Floats:
-        """What is free of a class, summed over each host's tree; claims in flight count as used."""
+        """The free amount of a class, summed over each host's tree; assumed claims count as used."""
         return np.asarray(self.book.free(resource_class, self.rows), dtype=np.float64)
 
     def attribute(self, key: str) -> list[str | None]:
-        """One announced word per host."""
+        """The value of one announced attribute per host."""
         attributes = self.table.attributes
         return [attributes[at].get(key) for at in self.index.tolist()]
 
@@ -116,12 +116,12 @@ class HostsView:
         return self.book.in_aggregate(uuid, self.rows)
 
     def among(self, hosts: Sequence[str]) -> Mask:
-        """Whether each host is one of these, by uuid; those that the book does not know are nobody."""
+        """Whether each host is one of these, by uuid; unknown uuids match no host."""
         known = [row for uuid in hosts if (row := self.book.row_of(uuid)) is not None]
         return np.isin(self.rows, np.array(known, dtype=np.intp))
 
     def counted(self, by_host: Mapping[str, int]) -> Floats:
-        """A number per host, by uuid; 0 of those that are not named."""
+        """A count per host, by uuid; 0 for hosts that are not named."""
         known = [(row, count) for uuid, count in by_host.items() if (row := self.book.row_of(uuid)) is not None]
         highest = max([int(self.rows.max()) if len(self) else 0, *(row for row, _ in known)])
         counts = np.zeros(highest + 1, dtype=np.float64)
@@ -137,18 +137,18 @@ class HostsView:
         return has
 
     def host(self, position: int) -> HostView:
-        """One host of the view, with its words."""
+        """One host of the view."""
         at = int(self.index[position])
         row = int(self.rows[position])
         mine = set(self.book.aggregates_of(row))
         return HostView(
             uuid=self.book.uuid_of(row),
-            name=self.table.names[at] if at != NOBODY else self.book.name_of(row),
-            cell=self.table.cells[int(self.table.cell[at])] if at != NOBODY else "",
-            enabled=bool(self.table.enabled[at]) if at != NOBODY else False,
-            up=not bool(self.down[self.table.service[at]]) if at != NOBODY else False,
-            failed_builds=int(self.table.failed_builds[at]) if at != NOBODY else 0,
-            attributes=self.table.attributes[at] if at != NOBODY else {},
+            name=self.table.names[at] if at != NO_SERVICE else self.book.name_of(row),
+            cell=self.table.cells[int(self.table.cell[at])] if at != NO_SERVICE else "",
+            enabled=bool(self.table.enabled[at]) if at != NO_SERVICE else False,
+            up=not bool(self.down[self.table.service[at]]) if at != NO_SERVICE else False,
+            failed_builds=int(self.table.failed_builds[at]) if at != NO_SERVICE else 0,
+            attributes=self.table.attributes[at] if at != NO_SERVICE else {},
             aggregates=tuple(a for a in self.membership.aggregates if a.uuid in mine),
             view=self,
             position=position,

@@ -14,7 +14,7 @@ from scheduler_worker.domain.view import HostsView, Membership
 
 
 class Scale(Struct, frozen=True):
-    """One weigher's scale over a set of hosts: what 0 and 1 stand for (`span` 0 = all alike, all 0)."""
+    """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0)."""
 
     weighing: Weighing
     low: float
@@ -23,7 +23,7 @@ class Scale(Struct, frozen=True):
 
 def clamp(weigher: Weigher, raw: Floats) -> Floats:
     """Raw weights within the weigher's own bounds."""
-    # Not np.clip: for one host, which is what every pick weighs again, its wrapping costs more than the work.
+    # Not np.clip: for the one host that each pick weighs again, its overhead is larger than the work.
     if weigher.minimum is not None:
         raw = np.maximum(raw, weigher.minimum)
     if weigher.maximum is not None:
@@ -42,7 +42,7 @@ def scale_of(weighing: Weighing, clamped: Floats) -> Scale:
 def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> tuple[Floats, list[Scale]]:
     """Every host's sum of weights, and the scales that make a later score of some of them comparable.
 
-    One host is never weighed: there is nothing to choose.
+    A single host is not weighed.
     """
     total = np.zeros(len(view), dtype=np.float64)
     scales: list[Scale] = []
@@ -59,7 +59,7 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
 
 
 def score_again(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> Floats:
-    """Some hosts' sums on scales made before, after what they have free has changed."""
+    """The sums of some hosts on scales made before, after their free amounts have changed."""
     total = np.zeros(len(view), dtype=np.float64)
     for scale in scales:
         weigher = scale.weighing.weigher
@@ -76,7 +76,7 @@ def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | float:
 def multipliers(view: HostsView, weighing: Weighing) -> Floats | float:
     """Per host: its aggregates' `<name>_weight_multiplier`, the smallest wins; else the operator's setting.
 
-    One value that is no number makes the setting hold for the hosts of that aggregate (trap 2).
+    For hosts of an aggregate whose value is not a number the setting holds (trap 2).
     """
     weigher = weighing.weigher
     key = f"{weigher.name}_weight_multiplier"

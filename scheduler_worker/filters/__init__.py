@@ -1,1 +1,1 @@
-"""The filters that come with berth, one a file, loaded by class path like anybody else's."""
+"""The filters that come with berth, one a file, loaded by class path like an operator's own."""

@@ -1,4 +1,4 @@
-"""Do the host's aggregates say what the flavor's extra specs ask? (F-6)"""
+"""Does the metadata of the host's aggregates match the flavor's extra specs? (F-6)"""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SCOPE = "aggregate_instance_extra_specs"
 class AggregateInstanceExtraSpecsFilter:
     """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with the metadata of the host's aggregates.
 
-    As Nova's: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma list)
-    one must match. ComputeCapabilitiesFilter reads un-scoped keys too, so whoever enables both gives a scope.
+    As in Nova: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma list)
+    one must match. ComputeCapabilitiesFilter reads un-scoped keys too: use scopes when both are enabled.
     """
 
     name: ClassVar[str] = "AggregateInstanceExtraSpecsFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of flavors that ask for something of this kind."""
+        """Only to flavors with such extra specs."""
         return bool(asked(spec.extra_specs, SCOPE))
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Each key in turn; a host falls for the first that does not match."""
+        """Each key in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
         for key, value in asked(spec.extra_specs, SCOPE).items():

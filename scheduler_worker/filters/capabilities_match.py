@@ -1,4 +1,4 @@
-"""Does the host say of itself what the flavor's extra specs ask? (F-2)"""
+"""Do the host's announced attributes match the flavor's extra specs? (F-2)"""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ComputeCapabilitiesFilter:
     name: ClassVar[str] = "ComputeCapabilitiesFilter"
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Each asked attribute in turn; a host falls for the first that does not match."""
+        """Each attribute in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
         for key, value in asked(spec.extra_specs, SCOPE).items():
-            # Hosts say the same few words, so each distinct word is judged once.
+            # Hosts announce the same few values, so each distinct value is compared once.
             words = view.attribute(key)
             verdicts = {word: matches(word, value) for word in set(words)}
             mine = np.array([verdicts[word] for word in words], dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Do the host's aggregates take this flavor? (F-9)"""
+"""Do the host's aggregates list this flavor? (F-9)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the host have room for one more of a server group that keeps apart? (F-4)"""
+"""Does the host have fewer members of the anti-affinity group than it may have? (F-4)"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ServerGroupAntiAffinityFilter:
     name: ClassVar[str] = "ServerGroupAntiAffinityFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of groups that keep apart."""
+        """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.ANTI_AFFINITY)
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where the members were when the book was asked; the claim looks again."""
+        """By where the members were when placement was asked; the claim checks again."""
         assert spec.peers is not None
         assert spec.peers.server_group is not None
         most = spec.peers.server_group.max_per_host

@@ -1,4 +1,4 @@
-"""Is the host where the server group is? (F-5)"""
+"""Does the host have a member of the affinity group? (F-5)"""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ServerGroupAffinityFilter:
-    """Passes hosts that have a member; all of them while there is none. Two first members at once: the claim tells."""
+    """Passes hosts that have a member; all of them while there is none. Of two first members the claim grants one."""
 
     name: ClassVar[str] = "ServerGroupAffinityFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of groups that stay together."""
+        """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.AFFINITY)
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where the members were when the book was asked; the claim looks again."""
+        """By where the members were when placement was asked; the claim checks again."""
         assert spec.peers is not None
         if not spec.peers.members:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)

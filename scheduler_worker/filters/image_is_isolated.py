@@ -1,4 +1,4 @@
-"""Do the host's aggregates take images with these properties? (F-7)"""
+"""Do the host's aggregates accept images with these properties? (F-7)"""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from scheduler_worker.domain.view import HostsView
 
 
 class AggregateImagePropertiesIsolation:
-    """Where an aggregate's metadata names a property that the image has, the values must meet.
+    """Where an aggregate's metadata has a property that the image has too, the values must match.
 
-    As Nova's: comma lists on the aggregate's side. A property that no aggregate of the host names restricts nothing,
-    nor does one that the image does not have.
+    As in Nova: the aggregate may have a comma list. A property that no aggregate of the host has, or that the image
+    does not have, restricts nothing.
     """
 
     name: ClassVar[str] = "AggregateImagePropertiesIsolation"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of images that say anything."""
+        """Only to images with properties."""
         return bool(spec.image_properties)
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Each property in turn; a host falls for the first that does not meet."""
+        """Each property in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
         for key, value in sorted(spec.image_properties.items()):

@@ -1,4 +1,4 @@
-"""Can the host run what the image is made for? (F-3)"""
+"""Does the host support the image's architecture, hypervisor and VM mode? (F-3)"""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from scheduler_worker.domain.plugins import Verdict, one_reason
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
-# What an image says of itself, in the order of a host's triples.
+# The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
 # What a host announces: `architecture/hypervisor/mode` triples, comma-separated.
 SUPPORTED = "supported_instances"
 
 
 class ImagePropertiesFilter:
-    """Compares the image's architecture, hypervisor type and VM mode with what the host announces that it runs.
+    """Compares the image's architecture, hypervisor type and VM mode with those that the host announces.
 
-    As Nova's: one triple must have all that the image says; an image that says nothing runs anywhere, one that says
-    something does not run on a host that announces nothing. Not here: hypervisor version, address bits.
+    As in Nova: one triple must have all properties of the image. An image without them runs anywhere; an image with
+    them does not run on a host that announces nothing. Not here: hypervisor version, address bits.
     """
 
     name: ClassVar[str] = "ImagePropertiesFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of images that say any of it."""
+        """Only to images with one of these properties."""
         return any(spec.image_properties.get(key) for key in PROPERTIES)
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Hosts announce the same few lists, so each distinct one is judged once."""
+        """Hosts announce the same few lists, so each distinct one is compared once."""
         asked = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
         verdicts = {word: supports(word, asked) for word in set(words)}
@@ -38,7 +38,7 @@ class ImagePropertiesFilter:
 
 
 def supports(announced: str | None, asked: list[str]) -> bool:
-    """Whether one of the announced triples has everything that is asked (an empty word asks nothing)."""
+    """Whether one of the announced triples has everything that is asked for (an empty string asks for nothing)."""
     triples = [[word.strip().lower() for word in triple.split("/")] for triple in (announced or "").split(",")]
     return any(
         len(triple) == len(asked) and all(want in ("", have) for have, want in zip(triple, asked, strict=True))

@@ -1,4 +1,4 @@
-"""Is the host another than those of the instances that the request keeps away from? (F-17)"""
+"""Is the host different from those of the instances of the hint `different_host`? (F-17)"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class DifferentHostFilter:
     name: ClassVar[str] = "DifferentHostFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only with the hint."""
+        """Only to requests with the hint."""
         return spec.peers is not None and spec.peers.different_hosts is not None
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where they were when the book was asked."""
+        """By where they were when placement was asked."""
         assert spec.peers is not None
         return one_reason(~view.among(spec.peers.different_hosts or ()), "hint.different_host")

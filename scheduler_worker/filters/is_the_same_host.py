@@ -1,4 +1,4 @@
-"""Is the host one of those of the instances that the request wants to be with? (F-18)"""
+"""Is the host one of those of the instances of the hint `same_host`? (F-18)"""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from scheduler_worker.domain.view import HostsView
 
 
 class SameHostFilter:
-    """Passes hosts that have any of the instances of the hint `same_host`; none while those are nowhere, as Nova's."""
+    """Passes hosts with any of the instances of the hint `same_host`; none while those have no host, as in Nova."""
 
     name: ClassVar[str] = "SameHostFilter"
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only with the hint."""
+        """Only to requests with the hint."""
         return spec.peers is not None and spec.peers.same_hosts is not None
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """By where they were when the book was asked."""
+        """By where they were when placement was asked."""
         assert spec.peers is not None
         return one_reason(view.among(spec.peers.same_hosts or ()), "hint.same_host")

@@ -1,4 +1,4 @@
-"""Is the host's compute service enabled, and was it heard from recently? (F-1)"""
+"""Is the host enabled, and has its compute service announced recently? (F-1)"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ComputeFilter:
     name: ClassVar[str] = "ComputeFilter"
 
     def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
-        """Disabled is the stronger reason: somebody meant it."""
+        """A host that is disabled and down counts as disabled."""
         del spec
         enabled, up = view.enabled, view.up
         passed = enabled & up

@@ -1,4 +1,4 @@
-"""Is the host kept for other projects? (F-8)"""
+"""Is the host reserved for other projects? (F-8)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "filter_tenant_id"
 class AggregateMultiTenancyIsolation:
     """A host in an aggregate with `filter_tenant_id*` metadata is for those projects only; others are open to all.
 
-    As Nova's: the values of all such keys of all the host's aggregates make one list of allowed projects.
+    As in Nova: the values of all such keys of all the host's aggregates make one list of allowed projects.
     """
 
     name: ClassVar[str] = "AggregateMultiTenancyIsolation"

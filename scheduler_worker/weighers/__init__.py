@@ -1,1 +1,1 @@
-"""The weighers that come with berth, one a file, loaded by class path like anybody else's."""
+"""The weighers that come with berth, one a file, loaded by class path like an operator's own."""

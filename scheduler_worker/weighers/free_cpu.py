@@ -1,4 +1,4 @@
-"""How much virtual CPUs is free on the host?"""
+"""How many virtual CPUs are free on the host?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class CPUWeigher:
-    """Likes free virtual CPUs; a negative multiplier packs instead. Clamped at 0 before scaling, as Nova's."""
+    """Prefers free virtual CPUs; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
 
     name: ClassVar[str] = "cpu"
     multiplier: ClassVar[float] = 1.0
@@ -19,6 +19,6 @@ class CPUWeigher:
     maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """Capacity less used, claims in flight included."""
+        """Capacity less used, assumed claims included."""
         del spec
         return view.free("VCPU")

@@ -10,7 +10,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class DiskWeigher:
-    """Likes hosts with free disk; a negative multiplier packs instead. Clamped at 0 before scaling, as Nova's."""
+    """Prefers free disk; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
 
     name: ClassVar[str] = "disk"
     multiplier: ClassVar[float] = 1.0
@@ -19,6 +19,6 @@ class DiskWeigher:
     maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """Capacity less used, claims in flight included."""
+        """Capacity less used, assumed claims included."""
         del spec
         return view.free("DISK_GB")

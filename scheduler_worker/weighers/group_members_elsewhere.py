@@ -1,4 +1,4 @@
-"""How few of the server group that would like to be apart are on the host? (W-8)"""
+"""How few members of the soft anti-affinity group are on the host? (W-8)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ServerGroupSoftAntiAffinityWeigher:
-    """Likes hosts with few members."""
+    """Prefers hosts with few members."""
 
     name: ClassVar[str] = "soft_anti_affinity"
     multiplier: ClassVar[float] = 1.0
@@ -20,7 +20,7 @@ class ServerGroupSoftAntiAffinityWeigher:
     maximum: ClassVar[float | None] = None
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of groups with this wish."""
+        """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.SOFT_ANTI_AFFINITY)
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:

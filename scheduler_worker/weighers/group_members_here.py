@@ -1,4 +1,4 @@
-"""How many of the server group that would like to be together are on the host? (W-7)"""
+"""How many members of the soft affinity group are on the host? (W-7)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ServerGroupSoftAffinityWeigher:
-    """Likes hosts with many members."""
+    """Prefers hosts with many members."""
 
     name: ClassVar[str] = "soft_affinity"
     multiplier: ClassVar[float] = 1.0
@@ -20,7 +20,7 @@ class ServerGroupSoftAffinityWeigher:
     maximum: ClassVar[float | None] = None
 
     def applies_to(self, spec: RequestSpec) -> bool:
-        """Only of groups with this wish."""
+        """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.SOFT_AFFINITY)
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:

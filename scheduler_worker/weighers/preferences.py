@@ -12,10 +12,10 @@ from scheduler_worker.domain.view import HostsView
 
 
 class PreferenceWeigher:
-    """Likes hosts with what the flavor prefers; by default more than anything but health, so that a wish is heard.
+    """Prefers hosts with what the flavor prefers; by default its multiplier outweighs all but build failures.
 
-    A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without wishes weighs
-    nothing here.
+    A trait counts on any provider of the host's tree, a class when any of it is free. A flavor without preferences adds
+    no weight.
     """
 
     name: ClassVar[str] = "preferred"
@@ -25,7 +25,7 @@ class PreferenceWeigher:
     maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """The number of wishes that each host meets."""
+        """The number of preferences that each host meets."""
         met = np.zeros(len(view), dtype=np.float64)
         for trait in spec.preferred_traits:
             met += view.has_trait(trait)

@@ -10,7 +10,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class BuildFailureWeigher:
-    """Sinks sick hosts below all others, whatever else speaks for them."""
+    """Puts hosts with build failures below all others, whatever their other weights."""
 
     name: ClassVar[str] = "build_failure"
     multiplier: ClassVar[float] = 1_000_000.0
@@ -19,6 +19,6 @@ class BuildFailureWeigher:
     maximum: ClassVar[float | None] = None
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """Consecutive failures; a success on the host sets them back to none."""
+        """Consecutive failures; a success on the host resets them."""
         del spec
         return view.failed_builds

@@ -77,7 +77,7 @@ class Hosts:
                 for at, uuid in enumerate(self.uuids)
                 if cells[at] == cell
             )
-            self.table.heard(
+            self.table.apply(
                 ComputeHosts(
                     service=f"compute-{cell}", cell=cell, epoch=1, sequence=sequence, hosts=hosts, complete=True
                 ),

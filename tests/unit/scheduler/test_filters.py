@@ -64,11 +64,11 @@ def test_compute_filter_wants_enabled_and_heard_from_recently() -> None:
     spec = hosts.spec()
     verdict = ComputeFilter().judge(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
-    hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
+    hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
     verdict = ComputeFilter().judge(hosts.view(now_s=70.0), spec)
     assert verdict.passed.tolist() == [False, False, True]
     assert verdict.rejected == {"host.disabled": 1, "service.down": 1}
-    hosts.table.heard(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
+    hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
     assert ComputeFilter().judge(hosts.view(now_s=70.0), spec).passed.tolist() == [False, False, False]
 
 
@@ -77,16 +77,16 @@ def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
     uuid = "00000000-0000-4000-8000-000000000001"
     host = (HostReport(uuid=uuid, name="n1"),)
     off = (HostReport(uuid=uuid, name="n1", enabled=False),)
-    assert table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=host, complete=True), 1.0)
-    assert not table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=off), 2.0)
-    assert not table.heard(ComputeHosts(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
+    assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=host, complete=True), 1.0)
+    assert not table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=5, hosts=off), 2.0)
+    assert not table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=9, hosts=off), 2.0)
     assert table.enabled[0]
-    assert table.heard(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
+    assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1, hosts=host), 2.0)
     assert table.services[table.service[0]].name == "b"
     # What b no longer lists, nobody manages; a's own full list without it does not take it from b.
-    assert table.heard(ComputeHosts(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
+    assert table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=6, complete=True), 3.0)
     assert table.services[table.service[0]].name == "b"
-    assert table.heard(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2, complete=True), 3.0)
+    assert table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2, complete=True), 3.0)
     assert table.service[0] == -1 and table.find("n1") == [uuid]
 
 

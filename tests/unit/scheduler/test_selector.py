@@ -226,7 +226,7 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
         left = step.left
     said = sentence(spec, nothing.funnel, 3)
     assert said.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), said
-    assert "1 were taken while we asked; 1 are disabled; 1 are too small in VCPU" in said
+    assert "1 were taken during the claim; 1 are disabled; 1 are too small in VCPU" in said
 
 
 def test_an_empty_book_says_so() -> None:
