@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome
 from bus.contracts.build import BuildState
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
-from bus.consuming.outcome import Done, Outcome
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.attempt import FIRST_ATTEMPT, unavailable_after

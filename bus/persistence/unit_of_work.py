@@ -147,20 +147,15 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
 
 
 async def run_optimistic(
-    begin: Callable[[bool], AbstractAsyncContextManager[Unit]],
-    work: Callable[[Unit], Awaitable[Result]],
-    *,
-    tries: int = 2,
+    begin: Callable[[bool], AbstractAsyncContextManager[Unit]], work: Callable[[Unit], Awaitable[Result]]
 ) -> Result:
-    """Run the work in an optimistic unit and, after a conflict, in one that locks; at most `tries` times in all.
+    """Run the work in an optimistic unit and, after a conflict, once more in one that locks.
 
-    begin: makes a unit, optimistic or not. Raises Conflict when each try met one.
+    begin: makes a unit, optimistic or not.
     """
-    for number in range(tries - 1):
-        try:
-            async with begin(number == 0) as unit:
-                return await work(unit)
-        except Conflict:
-            continue
-    async with begin(False) as unit:
-        return await work(unit)
+    try:
+        async with begin(True) as unit:
+            return await work(unit)
+    except Conflict:
+        async with begin(False) as unit:
+            return await work(unit)

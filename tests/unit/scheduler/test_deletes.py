@@ -1,0 +1,78 @@
+"""What a delete does, by the state of its build."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.consuming.outcome import Done, Received, Refuse, Retry
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
+from bus.contracts.cell import CellDelete
+from scheduler_worker.domain.attempt import ClaimsContended, PlacementRefused
+from scheduler_worker.domain.builds import Author, RecordedBuild
+from scheduler_worker.domain.decisions import may_hold_claim
+from scheduler_worker.domain.deletes import (
+    DELETE_RETRIES,
+    PendingDelete,
+    pending_delete,
+    plan_deletes,
+    refuse_unknown,
+    tombstones,
+)
+from scheduler_worker.domain.selector import NoValidHost
+
+UUID = "00000000-0000-4000-8000-000000000001"
+AUTHOR = Author("scheduler", 7.0)
+
+
+def asked(position: int = 0, *, project: str = "p", delivery: int = 0) -> PendingDelete:
+    request = DeleteRequest(instance_uuid=UUID, project_id=project)
+    return pending_delete(Received(request, Meta(id="m", attempt=delivery), "api", "scheduler.requests"), position)
+
+
+def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
+    return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell)
+
+
+@pytest.mark.parametrize(
+    ("build", "after", "message"),
+    [
+        (recorded(BuildState.ACCEPTED), BuildState.ACCEPTED, None),
+        (recorded(BuildState.FAILED), BuildState.DELETED, BuildEvent),
+        (recorded(BuildState.SCHEDULED, "c1"), BuildState.DELETING, CellDelete),
+        (recorded(BuildState.ACTIVE, "c1"), BuildState.DELETING, CellDelete),
+        (recorded(BuildState.DELETING, "c1"), None, None),
+        (recorded(BuildState.DELETED), None, None),
+    ],
+)
+def test_a_delete_by_the_state_of_its_build(
+    build: RecordedBuild, after: BuildState | None, message: type | None
+) -> None:
+    plan = plan_deletes([asked(0), asked(1)], {UUID: build}, AUTHOR)
+    assert [isinstance(plan.outcomes[at], Done) for at in (0, 1)] == [True, True] and plan.accepted == {UUID}
+    assert [update.build.state for update in plan.updates] == ([after] if after else [])
+    assert all(update.build.delete_requested for update in plan.updates)
+    assert [type(one.message) for one in plan.messages] == ([message] if message else [])
+
+
+def test_another_projects_delete_does_nothing() -> None:
+    plan = plan_deletes([asked(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
+    assert isinstance(plan.outcomes[0], Refuse)
+    assert (plan.accepted, plan.updates, plan.messages, plan.unknown) == (set(), [], [], [])
+
+
+def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
+    early = plan_deletes([asked()], {}, AUTHOR)
+    assert isinstance(early.outcomes[0], Retry) and early.unknown == []
+    late = plan_deletes([asked(delivery=DELETE_RETRIES)], {}, AUTHOR)
+    (tombstone,) = tombstones(late.unknown, (), AUTHOR)
+    assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
+    refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR)
+    assert list(refused) == [0] and len(messages) == 1
+    assert refuse_unknown(late.unknown, (), AUTHOR) == ({}, []), "its build came in this moment"
+
+
+def test_a_claim_may_be_held_once_placement_was_asked() -> None:
+    assert not may_hold_claim(NoValidHost(()))
+    assert may_hold_claim(NoValidHost((), claims=1))
+    assert may_hold_claim(ClaimsContended(3)) and may_hold_claim(PlacementRefused("c", "r"))

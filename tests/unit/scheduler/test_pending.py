@@ -1,0 +1,85 @@
+"""What the record says of a build request that came again: a table, and nothing else decides it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming.outcome import Done, Received, Refuse, Retry
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
+from scheduler_worker.domain.builds import Author, BuildStatus
+from scheduler_worker.domain.deletes import UNKNOWN
+from scheduler_worker.domain.pending import (
+    TOO_OLD,
+    PendingBuild,
+    admit_known,
+    admit_new,
+    admit_repeated,
+    is_unused,
+    new_build,
+    pending_build,
+)
+
+UUID = "00000000-0000-4000-8000-000000000001"
+REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
+
+
+def taken(request: BuildRequest = REQUEST, **meta: float) -> PendingBuild:
+    received = Received(request, Meta(id="m", **meta), "api", "scheduler.requests")  # type: ignore[arg-type]
+    return pending_build(received, 0, now=1000.0, flavors=("m1.small",), max_age_s=100.0)
+
+
+def status(state: BuildState = BuildState.ACCEPTED, **more: object) -> BuildStatus:
+    base = BuildStatus(state=state, digest=taken().digest, delete_requested=False, project_id="p")
+    return replace(base, **more)
+
+
+def test_a_new_request_is_accepted_or_refused_at_once() -> None:
+    assert admit_new(taken(), fresh=True).outcome is None
+    for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD)):
+        outcome = admit_new(pending, fresh=True).outcome
+        assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
+        build = new_build(pending, Author("s", 1.0)).build
+        assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
+
+
+def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
+    assert isinstance(admit_repeated(taken(), taken()).outcome, Done)
+    assert isinstance(admit_repeated(taken(replace(REQUEST, name="other")), taken()).outcome, Refuse)
+
+
+def test_other_content_under_a_known_instance_is_a_clash() -> None:
+    outcome = admit_known(taken(), status(digest=b"other")).outcome
+    assert isinstance(outcome, Refuse) and outcome.code == "request.duplicate"
+
+
+def test_a_redelivery_goes_on_where_it_was() -> None:
+    admission = admit_known(taken(), status())
+    assert (admission.outcome, admission.fresh, admission.cancelled) == (None, False, False)
+    assert admit_known(taken(), status(delete_requested=True)).cancelled
+    assert admit_known(taken(sent_at=1.0), status()).outcome is None, "on record, however old: it was not purged"
+    assert isinstance(admit_known(taken(), None).outcome, Retry)
+
+
+@pytest.mark.parametrize(
+    ("known", "releases"),
+    [
+        (status(BuildState.ACTIVE, cell="c1"), False),
+        (status(BuildState.SCHEDULED, cell="c1"), False),
+        (status(BuildState.FAILED), True),
+        (status(BuildState.FAILED, code="claim.consumer_changed"), False),  # another client's allocation
+        (status(BuildState.DELETED), True),
+        (status(BuildState.DELETED, code=UNKNOWN, digest=b""), True),  # its delete came first
+    ],
+)
+def test_a_repeated_request_changes_nothing_and_leaves_no_claim_behind(known: BuildStatus, releases: bool) -> None:
+    admission = admit_known(taken(), known)
+    assert isinstance(admission.outcome, Done) and isinstance(admission.outcome.reply, BuildAccepted)
+    assert admission.release is releases
+
+
+def test_a_build_that_a_cell_has_keeps_its_claim() -> None:
+    assert is_unused(status(delete_requested=True))
+    assert not is_unused(status(delete_requested=True, cell="c1"))
+    assert not is_unused(status())
