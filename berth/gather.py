@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from berth.invariants import AT_REST, Facts, InstanceFact, InventoryFact, RunningFact
+from berth.invariants import AT_REST, BreakerFact, Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact
 from berth.site import Site
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -15,6 +15,8 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.placement import Change
 from bus.persistence.database import Database
+from cell_conductor.domain.report import Kind
+from cell_conductor.store.safety import KEEP, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine.
@@ -47,6 +49,7 @@ WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
 _INSTANCES = "SELECT uuid::text, state, host_uuid::text, attempt FROM instances"
+_DEPLOYMENT = "SELECT deployment::text FROM identity"
 _UNSENT = "SELECT count(*) FROM outbox"
 
 
@@ -72,13 +75,15 @@ async def gather(
             requests=dict(await _rows(scheduler, _REQUESTS)),
             cells=dict(await _rows(scheduler, _CELLS)),
             instances=instances,
-            running=await hosts_reports(site, wanted),
+            running=await hosts_reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells}),
             feed=await _feed(book),
             audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
             accepted=accepted,
             events=events,
             changes=changes,
             connections=connections,
+            breakers=await _breakers(cells),
+            quarantine=await _quarantine(cells),
         )
     finally:
         for database in (book, scheduler, *cells.values()):
@@ -137,16 +142,58 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
     return found
 
 
-async def hosts_reports(site: Site, wanted: Collection[str] = ()) -> list[RunningFact]:
-    """What every host that answers says it runs, asked on each cell's own bus. wanted: hosts that must answer."""
-    missing = set(wanted)
-    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing) for cell in site.cells))
+async def _deployment(database: Database) -> str:
+    return str((await _rows(database, _DEPLOYMENT))[0][0])
+
+
+async def _breakers(cells: Mapping[str, Database]) -> list[BreakerFact]:
+    return [
+        BreakerFact(
+            cell=cell,
+            service=one.service,
+            is_open=one.is_open,
+            tripped_at=one.tripped_at,
+            lost=one.lost,
+            quarantined=one.quarantined,
+            over=one.over,
+        )
+        for cell, database in cells.items()
+        for one in await PostgresSafety(database).breakers()
+    ]
+
+
+async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
+    return [
+        QuarantineFact(
+            cell,
+            one.service,
+            one.machine.host_uuid,
+            one.machine.uuid,
+            one.machine.why,
+            one.verdict,
+            one.verdict == KEEP,
+        )
+        for cell, database in cells.items()
+        for one in await PostgresSafety(database).noted()
+        if one.machine.kind is Kind.QUARANTINED
+    ]
+
+
+async def hosts_reports(
+    site: Site, wanted: Collection[str] = (), deployments: Mapping[str, str] | None = None
+) -> list[RunningFact]:
+    """What every host that answers says it runs, asked on each cell's own bus. wanted: hosts that must answer.
+
+    deployments: the identity of each cell's database, which tells whose mark a machine carries (None: not asked).
+    """
+    missing, marks = set(wanted), deployments or {}
+    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, marks.get(cell)) for cell in site.cells))
     return [fact for facts in per_cell for fact in facts]
 
 
-async def _cell_report(site: Site, cell: str, missing: set[str]) -> list[RunningFact]:
+async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> list[RunningFact]:
     bus = site.bus("check", cell)
-    reports = Reports(site.clock, missing)
+    reports = Reports(site.clock, missing, deployment)
     consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
     await bus.open()
     try:
@@ -162,8 +209,9 @@ async def _cell_report(site: Site, cell: str, missing: set[str]) -> list[Running
 class Reports:
     """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
 
-    def __init__(self, clock: Clock, missing: set[str]) -> None:
+    def __init__(self, clock: Clock, missing: set[str], deployment: str | None = None) -> None:
         self._clock = clock
+        self._deployment = deployment
         self._missing = missing
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
         self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages heard, pages)}
@@ -210,5 +258,8 @@ class Reports:
             self._missing.discard(host.uuid)
             known = self._by_host.get(host.uuid)
             if known is None or known[0] <= order:
-                machines = [RunningFact(r.instance_uuid, r.attempt, host.uuid) for r in host.running]
+                machines = [
+                    RunningFact(r.instance_uuid, r.attempt, host.uuid, self._deployment in (None, r.deployment))
+                    for r in host.running
+                ]
                 self._by_host[host.uuid] = (order, machines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from math import floor
 
 from msgspec import Struct
@@ -44,11 +45,36 @@ class InstanceFact(Struct, frozen=True):
 
 
 class RunningFact(Struct, frozen=True):
-    """One machine that a host says it runs."""
+    """One machine that a host says it runs. has_mark: it carries the mark of its cell's database."""
 
     instance_uuid: str
     attempt: int
     host_uuid: str
+    has_mark: bool = True
+
+
+class BreakerFact(Struct, frozen=True, kw_only=True):
+    """One service's breaker as its cell has it on record."""
+
+    cell: str
+    service: str
+    is_open: bool
+    tripped_at: float
+    lost: int = 0
+    quarantined: int = 0
+    over: int = 0
+
+
+class QuarantineFact(Struct, frozen=True):
+    """One machine in quarantine. verdict: an operator's word, "" until there is one. is_kept: it may stay for good."""
+
+    cell: str
+    service: str
+    host_uuid: str
+    instance_uuid: str
+    why: str
+    verdict: str = ""
+    is_kept: bool = False
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -58,7 +84,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
     nobody listened. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
     process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit: mismatches
-    that the book's own audit found, one line each.
+    that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or None.
     """
 
     inventories: Sequence[InventoryFact]
@@ -74,6 +100,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     events: Sequence[BuildEvent] | None = None
     changes: Sequence[Change] | None = None
     connections: Sequence[tuple[str, str, bool]] | None = None
+    breakers: Sequence[BreakerFact] | None = None
+    quarantine: Sequence[QuarantineFact] | None = None
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -120,6 +148,19 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
             "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
         ),
     ]
+    if facts.breakers is not None:
+        verdicts.append(
+            _verdict("breakers_closed", "no breaker is open", len(facts.breakers), _open_breakers(facts.breakers))
+        )
+    if facts.quarantine is not None:
+        verdicts.append(
+            _verdict(
+                "quarantine_decided",
+                "no machine in quarantine, unless an operator keeps it there",
+                len(facts.quarantine),
+                _quarantined(facts.quarantine),
+            )
+        )
     if facts.changes is not None:
         verdicts.append(
             _verdict("generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes))
@@ -183,7 +224,7 @@ def _twice(facts: Facts) -> Iterator[str]:
         other = homes.setdefault(instance.instance_uuid, instance.cell)
         if other != instance.cell:
             yield f"{instance.instance_uuid}: in {other} and in {instance.cell}"
-    machines = Counter(running.instance_uuid for running in facts.running or ())
+    machines = Counter(running.instance_uuid for running in facts.running or () if running.has_mark)
     for uuid, count in machines.items():
         if count > 1:
             yield f"{uuid}: runs {count} times"
@@ -207,16 +248,37 @@ def _agreement(facts: Facts) -> Iterator[str]:
             yield f"{uuid}: holds an allocation, but is no active instance"
     if facts.running is None:
         return
-    places = {r.instance_uuid: r for r in facts.running}
+    # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
+    foreign = [r for r in facts.running if not r.has_mark]
+    places = {r.instance_uuid: r for r in foreign if r.instance_uuid in alive}
+    places.update({r.instance_uuid: r for r in facts.running if r.has_mark})
     for uuid, instance in alive.items():
         machine = places.get(uuid)
         if machine is None:
             yield f"{uuid}: active, but no host runs it"
         elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
             yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"
+    quarantined = {one.instance_uuid for one in facts.quarantine or ()}
     for uuid in places:
-        if uuid not in alive and uuid not in unsettled:
+        if uuid not in alive and uuid not in unsettled and uuid not in quarantined:
             yield f"{uuid}: runs, but is no active instance"
+
+
+def _open_breakers(breakers: Sequence[BreakerFact]) -> Iterator[str]:
+    for one in breakers:
+        if one.is_open:
+            since = datetime.fromtimestamp(one.tripped_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+            yield (
+                f"{one.cell}: the breaker of {one.service} is open since {since} UTC ({one.lost} lost, "
+                f"{one.quarantined} quarantined, {one.over} over): see `berth breaker list`"
+            )
+
+
+def _quarantined(machines: Sequence[QuarantineFact]) -> Iterator[str]:
+    for one in machines:
+        if not one.is_kept:
+            decided = f", released to {one.verdict}, still there" if one.verdict else ": see `berth quarantine list`"
+            yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
 
 
 def _feed(facts: Facts) -> Iterator[str]:

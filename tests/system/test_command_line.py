@@ -26,6 +26,10 @@ from msgspec import Struct
 from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
 from berth.worker_processes import WorkerProcesses
+from bus.persistence.database import Database
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.store.safety import PostgresSafety
 
 # Nobody has built this one. Fixed: every process of a test run must collect the same tests.
 UNKNOWN = "00000000-0000-4000-8000-00000000dead"
@@ -296,6 +300,34 @@ def test_invariants_hold_after_the_loads(berth: Berth) -> None:
     assert check.status == 0, check.out
     assert check.data["at_rest"] and len(check.data["invariants"]) >= 7
     assert berth("check").out.count("holds") == len(check.data["invariants"])
+
+
+def test_check_tells_of_an_open_breaker_and_of_machines_in_quarantine(berth: Berth) -> None:
+    machine = Unexplained(UNKNOWN, 3, UNKNOWN, Kind.QUARANTINED, "no record")
+    (runtime,) = berth.directory.rglob("runtime.json")
+    database = Database(json.loads(runtime.read_bytes())["database_url"], "cell_cell1")
+
+    async def put_on_record() -> None:
+        await database.open()
+        safety = PostgresSafety(database)
+        await safety.trip(Breaker(service="s", tripped_at=0.0, lost=6))
+        await safety.note("s", [machine], 0.0)
+        await database.close()
+
+    asyncio.run(put_on_record())
+    check = berth("check", "--json")
+    assert check.status == 1
+    broken = {one["name"]: one["examples"] for one in check.data["invariants"] if not one["holds"]}
+    assert set(broken) == {"breakers_closed", "quarantine_decided"}
+    assert broken["breakers_closed"][0].startswith(
+        "cell1: the breaker of s is open since 1970-01-01 00:00:00 UTC (6 lost"
+    )
+    assert "no record: see `berth quarantine list`" in broken["quarantine_decided"][0]
+    told = berth("check")
+    assert told.status == 1 and "BROKEN no breaker is open" in told.out and "`berth breaker list`" in told.out
+    assert berth("breaker", "reset", "s", "--cell", "cell1").status == 0
+    assert berth("quarantine", "release", UNKNOWN, "--keep", "--cell", "cell1").status == 0
+    assert berth("check").status == 0
 
 
 def test_settings_are_shown_without_their_secrets(berth: Berth) -> None:

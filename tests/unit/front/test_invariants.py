@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
+from berth.invariants import BreakerFact, Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact, judge
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.placement import Change
 
@@ -39,6 +39,8 @@ SOUND = Facts(
     ],
     changes=[Change(sequence=3, provider=HOST, generation=1), Change(sequence=4, provider=HOST, generation=2)],
     connections=[("scheduler1", "api", False), ("conductor-cell1", "cell1", True)],
+    breakers=[BreakerFact(cell="cell1", service="s", is_open=False, tripped_at=1.0, lost=6)],
+    quarantine=[QuarantineFact("cell1", "s", OTHER, "lost", "no record", "keep", is_kept=True)],
 )
 
 
@@ -49,8 +51,19 @@ def broken(facts: Facts) -> set[str]:
 def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
     verdicts = judge(SOUND)
     assert [verdict for verdict in verdicts if not verdict.holds] == []
-    assert len(verdicts) == 9
+    assert len(verdicts) == 11
     assert all(verdict.checked for verdict in verdicts)
+
+
+def test_what_has_no_mark_of_ours_is_no_breach() -> None:
+    foreign = RunningFact("theirs", 0, OTHER, has_mark=False)
+    kept = RunningFact("lost", 3, OTHER)
+    assert SOUND.running is not None
+    assert broken(replace(SOUND, running=[*SOUND.running, foreign, kept])) == set()
+    # A machine whose mark was removed is still the one on record; another's of the same name is not.
+    unmarked = RunningFact(ONE, 2, HOST, has_mark=False)
+    assert broken(replace(SOUND, running=[unmarked])) == set()
+    assert broken(replace(SOUND, running=[*SOUND.running, RunningFact(ONE, 0, OTHER, has_mark=False)])) == set()
 
 
 AGREE, ONCE, CAUSE, TERMINAL = (
@@ -70,6 +83,21 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("told to have ended twice", TERMINAL, {"events": [*SOUND.events, ended(ONE, 14, BuildState.FAILED)]}),
     ("in two cells", ONCE, {"instances": [*SOUND.instances, replace(SOUND.instances[1], cell="cell2")]}),
     ("runs twice", ONCE, {"running": [RunningFact(ONE, 2, HOST), RunningFact(ONE, 1, OTHER)]}),
+    (
+        "a breaker is open",
+        "breakers_closed",
+        {"breakers": [BreakerFact(cell="cell1", service="s", is_open=True, tripped_at=1.0, lost=6)]},
+    ),
+    (
+        "in quarantine, undecided",
+        "quarantine_decided",
+        {"quarantine": [QuarantineFact("cell1", "s", OTHER, "lost", "no record")]},
+    ),
+    (
+        "released, and still there",
+        "quarantine_decided",
+        {"quarantine": [QuarantineFact("cell1", "s", OTHER, "lost", "no record", "destroy")]},
+    ),
     ("not at rest", AGREE, {"instances": [replace(HERE, state="building")]}),
     ("active on nothing", AGREE, {"allocations": {}}),
     ("active here, allocated there", AGREE, {"allocations": {ONE: {OTHER: {"VCPU": 2}}}}),
@@ -108,6 +136,9 @@ def test_a_provider_that_was_removed_may_begin_again() -> None:
     assert broken(replace(SOUND, changes=changes)) == set()
 
 
+NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
+
+
 def test_what_nobody_listened_to_is_not_judged() -> None:
-    names = {verdict.name for verdict in judge(replace(SOUND, events=None, changes=None, connections=None))}
+    names = {verdict.name for verdict in judge(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
     assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 7
