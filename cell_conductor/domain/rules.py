@@ -233,7 +233,7 @@ def let_go(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeout
     return Step(_ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
 
 
-def lose(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def lose(instance: Instance, event: HostMissing, timeouts: Timeouts) -> Step:
     """An active instance is gone from its host: fence what may be left, release, and end failed."""
     gone = _is_gone(instance, event, timeouts)
     if not gone:

@@ -129,7 +129,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: None,
         Claimed: KEEP,
         ClaimRefused: KEEP,
-        Destroyed: Rule(rules.lose, (State.GIVING_UP,)),
+        Destroyed: KEEP,  # no order of ours: it is lost when a report, which the breaker judges, leaves it out
         Released: None,
         HostRuns: STAY_UP,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),

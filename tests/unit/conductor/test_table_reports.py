@@ -45,6 +45,18 @@ def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event(
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
 
 
+def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None:
+    """One result made it lost and released its allocation, past the breaker, though its machine might still run."""
+    up = run(asked(), spawned(at=110.0)).instance
+    for attempt in (1, 2):
+        said_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
+        assert said_gone.instance == up and not said_gone.commands
+    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0), start=up).instance
+    assert lost.state is State.GIVING_UP
+    leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
+    assert leaving.state is State.RELEASING, "the answer to a destroy of ours is believed as before"
+
+
 @pytest.mark.parametrize("ahead_s", [240.0, -240.0])
 def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hides_a_lost_one(ahead_s: float) -> None:
     """Its report's time was compared with ours: ahead it killed what it had not seen yet, behind it hid a loss."""
