@@ -16,7 +16,7 @@ from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.base import Word
 from bus.local import LocalTransport
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
@@ -46,7 +46,7 @@ class Brokers:
 
     def transport(self, name: str, prefix: str = "") -> Transport:
         """A connection of its own to one bus."""
-        return self.broker(name).transport(name, prefix=prefix)
+        return MemoryTransport(self.broker(name), name, prefix=prefix)
 
     def broker(self, name: str) -> MemoryBroker:
         """The broker that holds one bus."""

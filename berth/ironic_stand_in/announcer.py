@@ -7,7 +7,7 @@ from typing import Protocol
 import aio_pika
 from aio_pika.abc import AbstractExchange, AbstractRobustConnection
 
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport
 
 EXCHANGE = "ironic"
@@ -46,7 +46,7 @@ class MemoryAnnouncer:
     def __init__(self, broker: MemoryBroker, exchange: str = EXCHANGE) -> None:
         self._broker = broker
         self._exchange = exchange
-        self._transport: Transport = broker.transport("ironic_stand_in")
+        self._transport: Transport = MemoryTransport(broker, "ironic_stand_in")
 
     async def open(self) -> None:
         """Connect and declare the exchange."""

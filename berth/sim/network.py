@@ -103,7 +103,7 @@ class SimTransport:
     """One connection of one process. While it is cut nothing goes through, and the broker takes back what it held."""
 
     def __init__(self, broker: Broker, process: Process, weather: Weather, story: Story) -> None:
-        inner = broker.transport(process.name)
+        inner = MemoryTransport(broker, process.name)
         assert isinstance(inner, MemoryTransport)
         self.name = process.name
         self.slow_s = 0.0

@@ -15,7 +15,6 @@ import math
 from collections import Counter as Counted
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import Counter
@@ -26,15 +25,13 @@ from bus.consuming.batch_interval import AdaptiveBatchInterval
 from bus.consuming.in_flight import InFlightDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
+from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
 from bus.wire import Codec, Malformed
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 __all__ = ["Consumer", "Malformed"]
 
@@ -57,7 +54,7 @@ class Consumer:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: ConsumedBus,
         queue: str,
         handler: Handler,
         *,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import structlog
 
 from bus import metrics
 from bus.consuming.dead_letters import read_letter
+from bus.consuming.port import ConsumedBus
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, dead_queue
 from bus.wire import shown
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +16,7 @@ log = structlog.get_logger(__name__)
 MOST_TO_DROP = 16
 
 
-async def park(bus: Bus, queue: str, letter: Outgoing) -> None:
+async def park(bus: ConsumedBus, queue: str, letter: Outgoing) -> None:
     """Park a letter of this queue; never stops a consumer because nobody has looked at the others.
 
     Raises BusUnavailable, and what else a publish may raise, except that the queue of dead letters is full.
@@ -37,7 +33,7 @@ async def park(bus: Bus, queue: str, letter: Outgoing) -> None:
     log.error("dead_letter.dropped", queue=queue, id=shown(letter.message_id), type=shown(letter.type), newest=True)
 
 
-async def _drop_oldest(bus: Bus, queue: str) -> bool:
+async def _drop_oldest(bus: ConsumedBus, queue: str) -> bool:
     """False: there is none to be had."""
     try:
         oldest = await bus.transport.get(dead_queue(queue))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import structlog
 from msgspec import structs
@@ -13,6 +12,7 @@ from bus.consuming.dead_lettering import park
 from bus.consuming.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
 from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
 from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
 from bus.port import BusError, Outgoing, retry_queue
@@ -30,9 +30,6 @@ from bus.wire import (
     shown,
 )
 
-if TYPE_CHECKING:
-    from bus.bus import Bus
-
 log = structlog.get_logger("bus.consuming.consumer")
 
 CANNOT_SETTLE = "settling.failed"
@@ -41,7 +38,9 @@ CANNOT_SETTLE = "settling.failed"
 class OutcomeHandler:
     """One consumer's: it sends what outcomes ask for; the consumer acknowledges afterwards."""
 
-    def __init__(self, bus: Bus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None) -> None:
+    def __init__(
+        self, bus: ConsumedBus, row: QueueRow, on_malformed: Callable[[Malformed], Sequence[Message]] | None
+    ) -> None:
         self.queue = row.name
         self._row = row
         self._bus = bus

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 import tenacity
 
 from bus import metrics
+from bus.consuming.port import ConsumedBus
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 log = structlog.get_logger("bus.consuming.consumer")
 
@@ -27,7 +25,7 @@ LONGEST_WAIT_S = 5.0
 class RetryUntilAvailable:
     """One consumer's: each of its workers, by its number, may be waiting for what it depends on."""
 
-    def __init__(self, bus: Bus, row: str) -> None:
+    def __init__(self, bus: ConsumedBus, row: str) -> None:
         self.queue = row
         self._row = row
         self._bus = bus

@@ -9,9 +9,8 @@ import heapq
 from msgspec import structs
 
 from bus.clock import Clock
-from bus.memory.queue import Queue
-from bus.memory.transport import MemoryTransport
-from bus.port import Outgoing, PublishRefused, QueueLocked, QueueMissing, Transport, Unroutable
+from bus.memory.queue import Connection, Queue
+from bus.port import Outgoing, PublishRefused, QueueLocked, QueueMissing, Unroutable
 from bus.topology import QueuePlan, matches
 
 # Routes remembered per exchange; one more and they are all worked out again.
@@ -26,7 +25,7 @@ class MemoryBroker:
         # Its own turns are nobody else's: a worker that is killed in a simulation takes no delivery of others with it.
         self.context = contextvars.copy_context()
         self.up = True
-        self.transports: list[MemoryTransport] = []
+        self.transports: list[Connection] = []
         self._exchanges: dict[str, list[tuple[tuple[str, ...], str]]] = {}
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
         self._queues: dict[str, Queue] = {}
@@ -34,10 +33,6 @@ class MemoryBroker:
         self._alarm_number = 0
         self._alarm_task: asyncio.Task[None] | None = None
         self._alarm_sleeps_until = 0.0
-
-    def transport(self, name: str, *, prefix: str = "") -> Transport:
-        """A new connection to this broker."""
-        return MemoryTransport(self, name, prefix)
 
     def drop_connections(self) -> None:
         """Cut every connection; each comes back by itself, as after a network fault."""
@@ -69,7 +64,7 @@ class MemoryBroker:
         """Whether the exchange exists."""
         return name in self._exchanges
 
-    def declare(self, planned: QueuePlan, owner: MemoryTransport | None) -> None:
+    def declare(self, planned: QueuePlan, owner: Connection | None) -> None:
         """Declare a queue and its bindings; harmless when it exists. Raises QueueLocked: another connection's."""
         found = self._queues.get(planned.name)
         if found is None:
@@ -127,7 +122,7 @@ class MemoryBroker:
             pass
         return True
 
-    def leave(self, transport: MemoryTransport) -> None:
+    def leave(self, transport: Connection) -> None:
         """A connection ends: what it holds goes back, what is its own goes away."""
         for name, queue in list(self._queues.items()):
             if queue.owner is transport:

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from bus.clock import Clock
 from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing
-from bus.topology import QueuePlan
-
-if TYPE_CHECKING:
-    from bus.memory.broker import MemoryBroker
-    from bus.memory.transport import MemoryTransport
+from bus.topology import Names, QueuePlan
 
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
 MAX_PER_TURN = 256
 
 # What its next queue has no room for, its time being over, is offered to it again so often.
 ROOM_AGAIN_S = 0.2
+
+
+class Connection(Protocol):
+    """What the broker and its queues know of a transport that is connected."""
+
+    names: Names
+
+    def lose(self) -> None:
+        """The connection is cut."""
+
+    def reconnect_soon(self) -> None:
+        """The broker can be reached again."""
+
+
+class QueueHost(Protocol):
+    """What a queue needs of its broker."""
+
+    clock: Clock
+    context: contextvars.Context
+
+    def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
+        """Send a message where the queue's plan says. False: there is no room for it there."""
+
+    def alarm(self, queue: Queue, due: float) -> None:
+        """Call the queue's `expire` at this time."""
 
 
 class Stored:
@@ -74,7 +97,7 @@ class MemoryDelivery:
 class Consumption:
     """One consumption of one queue by one transport; also stands for a transport's single gets."""
 
-    def __init__(self, queue: Queue, transport: MemoryTransport, prefetch: int, on: Callable[[Delivery], None]) -> None:
+    def __init__(self, queue: Queue, transport: Connection, prefetch: int, on: Callable[[Delivery], None]) -> None:
         self.queue = queue
         self.transport = transport
         self.prefetch = prefetch
@@ -108,7 +131,7 @@ class Consumption:
 class Queue:
     """A queue: what is ready, what was given back (first in line again), who consumes."""
 
-    def __init__(self, broker: MemoryBroker, planned: QueuePlan, owner: MemoryTransport | None) -> None:
+    def __init__(self, broker: QueueHost, planned: QueuePlan, owner: Connection | None) -> None:
         self.broker = broker
         self.plan = planned
         self.owner = owner
@@ -234,7 +257,7 @@ class Queue:
         consumer.unacked[stored.number] = stored
         consumer.on_delivery(MemoryDelivery(stored, consumer))
 
-    def forget(self, transport: MemoryTransport) -> None:
+    def forget(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and what they held goes back in line."""
         mine = [one for one in (*self.consumers, *self.holders) if one.transport is transport]
         self.consumers = [one for one in self.consumers if one.transport is not transport]

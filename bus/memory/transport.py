@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
+from bus.memory.broker import MemoryBroker
 from bus.memory.queue import Consumption
 from bus.port import BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
 from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, plan, reply_plan
-
-if TYPE_CHECKING:
-    from bus.memory.broker import MemoryBroker
 
 # A connection whose private queue another one has tries again so often.
 LOCKED_AGAIN_S = 0.1
@@ -52,7 +49,7 @@ class MemorySubscription:
 class MemoryTransport:
     """One connection to a MemoryBroker."""
 
-    def __init__(self, broker: MemoryBroker, name: str, prefix: str) -> None:
+    def __init__(self, broker: MemoryBroker, name: str, prefix: str = "") -> None:
         self.broker = broker
         self.name = name
         self.subscriptions: list[MemorySubscription] = []

@@ -160,7 +160,7 @@ class MemoryRig(Rig):
         self.broker = MemoryBroker(SystemClock())
 
     def make(self, name: str, prefix: str = "") -> Transport:
-        return self.broker.transport(name, prefix=prefix)
+        return MemoryTransport(self.broker, name, prefix=prefix)
 
     async def foreign_exchange(self, name: str) -> None:
         self.broker.declare_exchange(name)
@@ -196,7 +196,7 @@ class LocalRig(MemoryRig):
         # A socket's name is short, and a test's own directory is not.
         self._directory = tempfile.TemporaryDirectory(prefix="berth-bus-")
         self.socket = Path(self._directory.name) / "bus.sock"
-        self.server = LocalServer(self.socket, lambda name, prefix: self.broker.transport(name, prefix=prefix))
+        self.server = LocalServer(self.socket, lambda name, prefix: MemoryTransport(self.broker, name, prefix=prefix))
 
     async def open(self) -> None:
         await self.server.open()

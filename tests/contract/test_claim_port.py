@@ -21,7 +21,7 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from bus.faults import Transient
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.handlers import Handlers
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from scheduler_worker.claims import BusClaims, ClaimPort
@@ -49,7 +49,7 @@ class BusRig(Rig):
         clock = SystemClock()
         broker = MemoryBroker(clock)
         self.buses = [
-            Bus(API, broker.transport(process), process=process, clock=clock, rng=random.Random(process))
+            Bus(API, MemoryTransport(broker, process), process=process, clock=clock, rng=random.Random(process))
             for process in ("scheduler", "placement")
         ]
         handlers = Handlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)

@@ -12,6 +12,7 @@ import pytest
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.local import LocalServer
 from bus.local.frames import MAX_CALL
+from bus.memory import MemoryTransport
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused
 from tests.contract.rig import PATIENCE_S, Collector, LocalRig, until
 
@@ -40,7 +41,7 @@ async def test_only_its_user_may_open_the_socket(rig: LocalRig) -> None:
 
 
 async def test_a_second_server_is_told_and_a_dead_ones_socket_is_taken_over(rig: LocalRig) -> None:
-    second = LocalServer(rig.socket, lambda name, prefix: rig.broker.transport(name, prefix=prefix))
+    second = LocalServer(rig.socket, lambda name, prefix: MemoryTransport(rig.broker, name, prefix=prefix))
     with pytest.raises(BusError, match="another berth is up"):
         await second.open()
     await rig.server.close()

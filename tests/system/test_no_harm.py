@@ -20,7 +20,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, InstanceSpec, ReportHosts, Selection
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
@@ -64,7 +64,7 @@ class Cell:
         self.clock = SystemClock()
         self.rng = random.Random(name)
         self.broker = MemoryBroker(self.clock)
-        self.bus = Bus(name, self.broker.transport("ears"), process="ears", clock=self.clock, rng=self.rng)
+        self.bus = Bus(name, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
         self.table = MemoryInstanceTable(self.clock)
         self.fleet: Fleet | None = None
         self.reports: list[ComputeHosts] = []
@@ -108,7 +108,7 @@ class Cell:
 
     def _environment(self, process: str) -> Environment:
         def transport(_: str) -> Any:
-            return self.broker.transport(process)
+            return MemoryTransport(self.broker, process)
 
         return Environment(f"{process}-{self.name}", transports=transport, clock=self.clock, rng=self.rng)
 

@@ -11,7 +11,7 @@ import pytest
 
 from berth.embedded.process import free_port
 from bus.clock import SystemClock, new_uuid
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
@@ -34,7 +34,7 @@ class Placement:
         self.broker = MemoryBroker(SystemClock())
         env = Environment(
             "placement-1",
-            transports=lambda _: self.broker.transport("placement-1"),
+            transports=lambda _: MemoryTransport(self.broker, "placement-1"),
             database_url=url,
             clock=SystemClock(),
             rng=self.rng,

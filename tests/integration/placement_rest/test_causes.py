@@ -13,6 +13,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Change, FeedChanges
+from bus.memory import MemoryTransport
 from placement_worker.domain.trees import CreateProvider
 from placement_worker.store.rest import RestStore
 from tests.integration.placement_rest.conftest import Placement, holding
@@ -87,7 +88,9 @@ async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Receive
             heard.put_nowait(received)
         return [Done() for _ in batch]
 
-    bus = Bus("api", placement.broker.transport("listener"), process="listener", clock=SystemClock(), rng=placement.rng)
+    bus = Bus(
+        "api", MemoryTransport(placement.broker, "listener"), process="listener", clock=SystemClock(), rng=placement.rng
+    )
     await bus.open()
     consumer = bus.consumer("scheduler.feed.{process}", listen)
     await consumer.start()

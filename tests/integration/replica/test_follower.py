@@ -11,7 +11,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.contracts.placement import FeedChanges
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower, FollowerLimits, SnapshotEndless
 from tests.integration.replica.source import ManualClock, Source, until
@@ -29,7 +29,7 @@ class Stage:
         self.source = Source(self.bus("placement"), self.rng)
 
     def bus(self, process: str) -> Bus:
-        return Bus("api", self.broker.transport("api"), process=process, clock=self.clock, rng=self.rng)
+        return Bus("api", MemoryTransport(self.broker, "api"), process=process, clock=self.clock, rng=self.rng)
 
     def follower(self, bus: Bus, limits: FollowerLimits = LIMITS) -> Follower:
         return Follower(bus, self.book, process="s1", clock=self.clock, limits=limits)

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
     SnapshotPage,
     SnapshotRequest,
 )
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -62,7 +62,7 @@ class World:
 
     async def open(self) -> None:
         for name, broker in self.brokers.items():
-            bus = Bus(name, broker.transport(name), process="world", clock=self.clock, rng=self.rng)
+            bus = Bus(name, MemoryTransport(broker, name), process="world", clock=self.clock, rng=self.rng)
             await bus.open()
             self.buses[name] = bus
         await self._consume(API, "client.builds.{process}", self._hear)

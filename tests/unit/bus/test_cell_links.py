@@ -11,7 +11,7 @@ from bus.cell_link import CellLink
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Release, ReleaseResult
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 
 PATIENCE_S = 60.0
 RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")
@@ -32,7 +32,7 @@ class Fickle(MemoryBroker):
 async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes() -> None:
     clock = SystemClock()
     broker = Fickle(clock)
-    theirs = Bus("c1", broker.transport("c1"), process="worker", clock=clock, rng=random.Random(1))
+    theirs = Bus("c1", MemoryTransport(broker, "c1"), process="worker", clock=clock, rng=random.Random(1))
 
     async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
         return [Done(ReleaseResult(outcome="absent"))] * len(batch)
@@ -44,7 +44,7 @@ async def test_a_cell_that_goes_away_again_at_once_is_served_when_it_comes() -> 
             await asyncio.sleep(0)
         broker.start()
         await link.up.wait()
-    asker = Bus("c1", broker.transport("c1"), process="asker", clock=clock, rng=random.Random(2))
+    asker = Bus("c1", MemoryTransport(broker, "c1"), process="asker", clock=clock, rng=random.Random(2))
     await asker.open()
     assert (await asker.request(RELEASE, ReleaseResult, timeout_s=PATIENCE_S)).outcome == "absent"
     await link.drain(1.0)

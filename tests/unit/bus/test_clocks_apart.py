@@ -11,7 +11,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 
 REQUEST = BuildRequest(instance_uuid="5f1bd4b0-6a3e-4c27-9a6f-4d0d1e2d7d11", flavor="m1.small", project_id="p")
 
@@ -31,7 +31,7 @@ async def test_a_request_is_answered_by_a_worker_whose_clock_is_minutes_off(ahea
     """It was dropped as too late by every worker ahead of the asker by more than the asker's patience."""
     broker = MemoryBroker(SystemClock())
     asker, server = (
-        Bus("api", broker.transport(name), process=name, clock=clock, rng=random.Random(1))
+        Bus("api", MemoryTransport(broker, name), process=name, clock=clock, rng=random.Random(1))
         for name, clock in (("asker", SystemClock()), ("server", Ahead(ahead_s)))
     )
 

@@ -22,7 +22,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, PublishRefused
 
 # Turns of the loop after which everybody who could run without waiting for the time has run.
@@ -164,4 +164,4 @@ class ClientWorld:
         return [Done(page) for page in pages]
 
     def _bus(self, broker: MemoryBroker, process: str) -> Bus:
-        return Bus(API, broker.transport(API), process=process, clock=self.clock, rng=random.Random(process))
+        return Bus(API, MemoryTransport(broker, API), process=process, clock=self.clock, rng=random.Random(process))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bus.faults import DatabaseUnavailable
+from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.store.memory import MemoryTerm
@@ -39,7 +40,7 @@ async def test_the_exchange_may_come_later() -> None:
     """Ironic declares it at its first notification; until then nodes are read anyway."""
     nodes, here = world()
     here.broker = type(here.broker)(here.clock)
-    here.transport, here.ironic = here.broker.transport("ironic_sync"), here.broker.transport("ironic")
+    here.transport, here.ironic = MemoryTransport(here.broker, "ironic_sync"), MemoryTransport(here.broker, "ironic")
     here.loop = here.make_loop()
     async with here.running():
         await turns(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus.contracts.placement import InventoryUpdate
+from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.domain.node import Node, Unreadable
 from ironic_sync.source.port import SourceUnavailable
@@ -16,8 +17,8 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
     nodes, here = world()
     second = World(nodes, positions=here.positions)
     second.broker, second.clock = here.broker, here.clock
-    second.transport = here.broker.transport("second")
-    second.ironic = here.broker.transport("also ironic")
+    second.transport = MemoryTransport(here.broker, "second")
+    second.ironic = MemoryTransport(here.broker, "also ironic")
     second.book = here.book
     second.loop = second.make_loop()
     async with here.running():

@@ -16,7 +16,7 @@ import msgspec
 
 from bus.contracts.base import Message
 from bus.contracts.placement import InventoryUpdate, ProviderReport
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, QueueMissing
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
@@ -118,8 +118,8 @@ class World:
         self.book = Book()
         self.config = msgspec.convert({"resync_s": 3600.0, **settings}, IronicSyncConfig)
         self.positions = positions or MemoryPositions()
-        self.transport = self.broker.transport("ironic_sync")
-        self.ironic = self.broker.transport("ironic")
+        self.transport = MemoryTransport(self.broker, "ironic_sync")
+        self.ironic = MemoryTransport(self.broker, "ironic")
         self.loop = self.make_loop()
 
     def make_loop(self) -> SyncLoop:
