@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from berth.embedded.rabbitmq import RabbitMQ
 from berth.in_process import InProcessWorkers
 from berth.ironic_stand_in import AmqpAnnouncer, Announcer, IronicStandIn, MemoryAnnouncer
 from bus.clock import SystemClock
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
@@ -146,7 +147,7 @@ def main() -> None:
             broker = MemoryBroker(SystemClock())
             count = {"rounds": asked.rounds, "nodes": asked.nodes}
             memory = await measure(
-                "memory", broker.transport, MemoryAnnouncer(broker), postgres.url("postgres"), **count
+                "memory", partial(MemoryTransport, broker), MemoryAnnouncer(broker), postgres.url("postgres"), **count
             )
             other = postgres.url("template1")
             real = await measure(

@@ -19,7 +19,7 @@ WORKER = """
 import asyncio, random, sys
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, Fault
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import Service
@@ -54,7 +54,7 @@ def build(env):
 
 def environment():
     broker = MemoryBroker(SystemClock())
-    return Environment("w1", transports=broker.transport, rng=random.Random(1))
+    return Environment("w1", transports=partial(MemoryTransport, broker), rng=random.Random(1))
 
 sys.exit(run_process(build, environment, role="test", process="w1", http=("127.0.0.1", 0), log_style="json"))
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bus.bus import Bus
@@ -23,7 +24,7 @@ from bus.contracts.cell import (
     Spawn,
 )
 from bus.contracts.placement import InventoryUpdate
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -44,7 +45,7 @@ class Cell:
         self.clock = SystemClock()
         self.rng = random.Random(7)
         self.broker = MemoryBroker(self.clock)
-        self.transports = transports or self.broker.transport
+        self.transports = transports or partial(MemoryTransport, self.broker)
         self.bus = Bus(CELL, self.transports(CELL), process="ears", clock=self.clock, rng=self.rng)
         self.heard: list[Message] = []
         self._news = asyncio.Condition()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
@@ -22,7 +23,7 @@ from bus.contracts.cell import (
     Spawn,
 )
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.persistence.outbox import Relay
 from bus.port import Transport
@@ -238,7 +239,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Cell]:
     clock = MovingClock()
-    cell = Cell(url, MemoryBroker(clock).transport, clock)
+    cell = Cell(url, partial(MemoryTransport, MemoryBroker(clock)), clock)
     async with AsyncExitStack() as stack:
         await cell.open(stack)
         yield cell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -14,7 +15,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusForbidden, Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
@@ -36,9 +37,9 @@ def environment(url: str, connect: Callable[[str], Transport], asked: list[str])
 async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url: str) -> None:
     clock = MovingClock()
     broker, asked = MemoryBroker(clock), list[str]()
-    service = build(environment(postgres_url, broker.transport, asked), ConductorConfig(), CELL)
+    service = build(environment(postgres_url, partial(MemoryTransport, broker), asked), ConductorConfig(), CELL)
     stop = asyncio.Event()
-    cell = Cell(postgres_url, broker.transport, clock)
+    cell = Cell(postgres_url, partial(MemoryTransport, broker), clock)
     around = cell.around
     around.bus = cell.new_bus("around")
     await around.bus.open()
@@ -81,7 +82,11 @@ async def test_a_conductor_runs_drains_and_opens_its_own_cell_only(postgres_url:
 def test_a_conductor_of_the_api_bus_is_refused(postgres_url: str) -> None:
     asked: list[str] = []
     with pytest.raises(BrokenInvariant):
-        build(environment(postgres_url, MemoryBroker(SystemClock()).transport, asked), ConductorConfig(), API)
+        build(
+            environment(postgres_url, partial(MemoryTransport, MemoryBroker(SystemClock())), asked),
+            ConductorConfig(),
+            API,
+        )
     assert asked == []
 
 

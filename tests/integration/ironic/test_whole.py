@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicSta
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryUpdate
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
@@ -42,7 +43,7 @@ class Site:
 def site(request: pytest.FixtureRequest, postgres_url: str) -> Site:
     if request.param == "memory":
         broker = MemoryBroker(SystemClock())
-        return Site(broker.transport, MemoryAnnouncer(broker), "ironic", postgres_url)
+        return Site(partial(MemoryTransport, broker), MemoryAnnouncer(broker), "ironic", postgres_url)
     url, prefix = request.getfixturevalue("amqp")
     return _on_rabbitmq(url, prefix, postgres_url)
 

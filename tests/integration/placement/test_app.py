@@ -31,7 +31,7 @@ from bus.contracts.placement import (
     SnapshotRequest,
 )
 from bus.faults import RequestRefused
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
@@ -70,7 +70,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     brokers = {"api": MemoryBroker(clock), "c1": MemoryBroker(clock)}
     env = Environment(
         "placement-1",
-        transports=lambda name: brokers[name].transport("placement-1"),
+        transports=lambda name: MemoryTransport(brokers[name], "placement-1"),
         database_url=postgres_url,
         cells=("c1",),
         clock=clock,
@@ -80,7 +80,7 @@ async def test_inventory_claims_feed_and_reads_over_the_bus(postgres_url: str, r
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))
     api, cell = (
-        Bus(name, brokers[name].transport("client"), process="client", clock=clock, rng=random.Random(n))
+        Bus(name, MemoryTransport(brokers[name], "client"), process="client", clock=clock, rng=random.Random(n))
         for n, name in enumerate(("api", "c1"))
     )
     await api.open()

@@ -12,6 +12,7 @@ from bus.consuming import dead_letters
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import DEAD
+from bus.memory import MemoryTransport
 from bus.wire import pack, single
 from scheduler_worker import engine
 from scheduler_worker.config import SchedulerConfig
@@ -37,7 +38,7 @@ class Yesterdays(SystemClock):
 @pytest.fixture
 async def late(world: World) -> AsyncIterator[Bus]:
     """A client whose messages were two days under way."""
-    bus = Bus(API, world.brokers[API].transport(API), process="late", clock=Yesterdays(), rng=world.rng)
+    bus = Bus(API, MemoryTransport(world.brokers[API], API), process="late", clock=Yesterdays(), rng=world.rng)
     await bus.open()
     yield bus
     await bus.close()

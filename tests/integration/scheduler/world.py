@@ -82,7 +82,7 @@ class World:
     def environment(self, process: str, transports: Callable[[str], Transport] | None = None) -> Environment:
         return Environment(
             process,
-            transports=transports or (lambda name: self.brokers[name].transport(name)),
+            transports=transports or (lambda name: MemoryTransport(self.brokers[name], name)),
             database_url=self.url,
             cells=CELLS,
             rng=random.Random(self.rng.getrandbits(32)),

@@ -13,7 +13,7 @@ from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Delivery, Outgoing
 from bus.wire import Codec, Read
 
@@ -51,7 +51,7 @@ async def settle() -> None:
 
 async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, Ear, Ear, list[Outgoing]]:
     """(how many were said, what a client heard, what a foreign program heard, what left)."""
-    transport = MemoryBroker(SystemClock()).transport("t")
+    transport = MemoryTransport(MemoryBroker(SystemClock()), "t")
     confirms: deque[asyncio.Future[None]] = deque()
     sent: list[Outgoing] = []
     publish = transport.publish

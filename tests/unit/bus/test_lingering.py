@@ -12,7 +12,7 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.outbox import OutboxMessage, Relay
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
@@ -114,7 +114,7 @@ async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
 
 async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
     sent: list[Outgoing] = []
-    transport = MemoryBroker(SystemClock()).transport(CELL)
+    transport = MemoryTransport(MemoryBroker(SystemClock()), CELL)
     publish = transport.publish
 
     async def watched(message: Outgoing) -> None:

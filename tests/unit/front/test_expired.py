@@ -12,7 +12,7 @@ from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.consuming.dead_letters import DeadLetter
 from bus.contracts.catalogue import BY_QUEUE, DEAD
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing
 from bus.wire import SENT_AT
 
@@ -56,7 +56,7 @@ def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: boo
 
 @pytest.mark.parametrize(("old", "sent"), [(False, ["young"]), (True, ["ancient", "young"])])
 async def test_old_builds_are_sent_back_only_when_asked_for(old: bool, sent: list[str]) -> None:
-    transport = MemoryBroker(SystemClock()).transport("cell1")
+    transport = MemoryTransport(MemoryBroker(SystemClock()), "cell1")
     await transport.open()
     row = BY_QUEUE[QUEUE]
     await transport.declare_exchanges()

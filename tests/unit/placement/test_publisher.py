@@ -15,7 +15,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from bus.memory import MemoryBroker
+from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.config import PlacementConfig
 from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
@@ -30,7 +30,7 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
     store = MemoryBook(table.session())
-    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(trim_batch=100, fence_keep_s=3600.0, trim_interval_s=7200.0)
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
     await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
@@ -52,7 +52,7 @@ async def test_trimming_removes_retired_trees_that_are_unused() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
     store = MemoryBook(table.session())
-    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=4)})
     await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
     option = ClaimOption(allocations={HOST: {"VCPU": 1}})
@@ -71,7 +71,7 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     clock = HandClock()
     table = MemoryBookTable(clock)
     other, store = MemoryBook(table.session()), MemoryBook(table.session())
-    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
     sending, confirmed = asyncio.Event(), asyncio.Event()
     sent: list[int] = []
@@ -113,7 +113,7 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
 async def test_the_news_of_a_claim_waits_for_its_answer_to_leave_and_all_other_news_for_nothing() -> None:
     clock = HandClock()
     store = MemoryBook(MemoryBookTable(clock).session())
-    bus = Bus(API, MemoryBroker(clock).transport(API), process="p", clock=clock, rng=random.Random(1))
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
     publisher = FeedPublisher(store, bus, clock=clock, config=config)
     told_at: list[float] = []
