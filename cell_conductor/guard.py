@@ -11,7 +11,14 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.cell import ComputeHosts, Destroy
+from bus.contracts.cell import (
+    MAX_NAMED_MACHINES,
+    BreakerTripped,
+    ComputeHosts,
+    Destroy,
+    MachinesUnexplained,
+    UnexplainedMachine,
+)
 
 from . import metrics
 from .config import ConductorConfig
@@ -55,7 +62,7 @@ class Guard:
         del self._looks[report.service]
         if not look.findings and not look.quarantined:
             return ()
-        return await self._decide(report.service, look)
+        return await self._decide(report, look)
 
     def _look(self, report: ComputeHosts) -> Look:
         key = (report.epoch, report.look, report.began)
@@ -67,8 +74,8 @@ class Guard:
             del self._looks[next(iter(self._looks))]
         return look
 
-    async def _decide(self, service: str, look: Look) -> Sequence[tuple[str, Event]]:
-        safety, now = self._store.safety, self._clock.time()
+    async def _decide(self, report: ComputeHosts, look: Look) -> Sequence[tuple[str, Event]]:
+        service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
         verdict = judge(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
         if verdict.tripped is not None:
@@ -83,6 +90,16 @@ class Guard:
                 limit=self._limit,
                 hint="nothing of this service is destroyed or taken for lost until `berth breaker reset`",
             )
+            alarm = BreakerTripped(
+                cell=report.cell,
+                service=service,
+                lost=verdict.tripped.lost,
+                quarantined=verdict.tripped.quarantined,
+                over=verdict.tripped.over,
+                limit=self._limit,
+                at=now,
+            )
+            await self._bus.publish(alarm, cause=service)
         if verdict.held:
             metrics.HELD.labels(service).inc(verdict.held)
         return [(finding.uuid, finding.event) for finding in verdict.go]
@@ -114,10 +131,30 @@ class Guard:
         for row in quarantined:
             if row.verdict == DESTROY:
                 await self._destroy(row)
+        await self._announce(report, [row.machine for row in noted if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:
             metrics.QUARANTINED.labels(report.service).inc(len(new))
         return new
+
+    async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
+        """Say what is on record only now; of several conductors the one that put it there says so."""
+        if not new:
+            return
+        quarantined = [one for one in new if one.kind is Kind.QUARANTINED]
+        foreign = [one for one in new if one.kind is Kind.FOREIGN]
+        alarm = MachinesUnexplained(
+            cell=report.cell,
+            service=report.service,
+            foreign=len(foreign),
+            quarantined=len(quarantined),
+            machines=tuple(
+                UnexplainedMachine(instance_uuid=one.uuid, host_uuid=one.host_uuid, kind=one.kind.value, why=one.why)
+                for one in (*quarantined, *foreign)[:MAX_NAMED_MACHINES]
+            ),
+            at=self._clock.time(),
+        )
+        await self._bus.publish(alarm, cause=report.service)
 
     async def _destroy(self, noted: Noted) -> None:
         """An operator has released it to be destroyed: said with every report, until its host has taken the order."""

@@ -190,3 +190,45 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
     epoch: int
     sequence: int
     leaving: bool = False
+
+
+MAX_NAMED_MACHINES = 20
+
+
+class UnexplainedMachine(Struct, frozen=True, kw_only=True):
+    """A machine that no record explains. kind: `foreign` or `quarantined`; why: one sentence."""
+
+    instance_uuid: Uuid
+    host_uuid: Uuid
+    kind: Word
+    why: Reason = ""
+
+
+class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.unexplained.v1"):
+    """Machines that no record explains were put on record: one message a page of a report that brings new ones.
+
+    foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Said once
+    at most: `berth hosts --unknown` tells what is there. Foreign machines beyond those kept on record are not told.
+    """
+
+    cell: Word
+    service: Word
+    foreign: Count = 0
+    quarantined: Count = 0
+    machines: Annotated[tuple[UnexplainedMachine, ...], Bound(max_length=MAX_NAMED_MACHINES)] = ()
+    at: float = 0.0
+
+
+class BreakerTripped(Message, frozen=True, kw_only=True, tag="conductor.breaker.v1"):
+    """More than `limit` machines of one compute service were lost, newly quarantined or over: destruction stops there.
+
+    It goes on after `berth breaker reset`. Several conductors that judge the same report may each say so.
+    """
+
+    cell: Word
+    service: Word
+    lost: Count = 0
+    quarantined: Count = 0
+    over: Count = 0
+    limit: Count = 0
+    at: float = 0.0

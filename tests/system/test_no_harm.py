@@ -18,7 +18,17 @@ from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, InstanceSpec, ReportHosts, Selection
+from bus.contracts.cell import (
+    MAX_NAMED_MACHINES,
+    BreakerTripped,
+    CellBuild,
+    CellDelete,
+    ComputeHosts,
+    InstanceSpec,
+    MachinesUnexplained,
+    ReportHosts,
+    Selection,
+)
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
@@ -69,13 +79,14 @@ class Cell:
         self.fleet: Fleet | None = None
         self.reports: list[ComputeHosts] = []
         self.events: list[BuildEvent] = []
+        self.alarms: list[MachinesUnexplained | BreakerTripped] = []
         self._news = asyncio.Condition()
         self._lives: list[Life] = []
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
         await self.bus.open()
-        for queue in ("placement.requests", "scheduler.builds", "conductor.hosts.{process}"):
+        for queue in ("placement.requests", "scheduler.builds", "conductor.hosts.{process}", "client.alarms.{process}"):
             consumer = self.bus.consumer(queue, self._hear, concurrency=1)
             await consumer.start()
             task = asyncio.create_task(consumer.run())
@@ -124,6 +135,9 @@ class Cell:
             return None
         if isinstance(message, BuildEvent):
             self.events.append(message)
+            return None
+        if isinstance(message, MachinesUnexplained | BreakerTripped):
+            self.alarms.append(message)
             return None
         return (
             ClaimResult(outcome=ClaimOutcome.FULL) if isinstance(message, Claim) else ReleaseResult(outcome="released")
@@ -331,6 +345,32 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     assert [one.machine.uuid for one in cell.table.unexplained.values()] == [also_newer], "and is still told"
 
 
+async def test_what_first_appears_unexplained_is_announced_once(ironic: IronicStandIn, cells: list[Cell]) -> None:
+    """A listener on the cell's bus hears of foreign machines and of machines in quarantine: counts, and some names."""
+    cell = cells[0]
+    ironic.farm.plan(MAX_NAMED_MACHINES + 2)
+    own, *others = sorted(ironic.farm.nodes)
+    for node in others:
+        ironic.farm.nodes[node].update(instance_uuid=new_uuid(cell.rng), provision_state="active")
+    await cell.start()
+    (alarm,) = await cell.until(lambda: list(cell.alarms))
+    assert isinstance(alarm, MachinesUnexplained)
+    assert (alarm.cell, alarm.service, alarm.foreign, alarm.quarantined) == ("c0", "c0-a", len(others), 0)
+    assert len(alarm.machines) == MAX_NAMED_MACHINES
+    uuid, _ = await cell.build(own)
+    await cell.look()
+    await cell.stop()
+    del cell.table.instances[uuid]
+    cell.fleet = None
+    await cell.start()  # another conductor: the foreign ones are on record already
+    assert cell.alarms[0] is alarm
+    (second,) = await cell.until(lambda: cell.alarms[1:])
+    assert isinstance(second, MachinesUnexplained) and (second.foreign, second.quarantined) == (0, 1)
+    assert [(one.instance_uuid, one.host_uuid, one.kind) for one in second.machines] == [(uuid, own, "quarantined")]
+    await cell.look()
+    assert len(cell.alarms) == 2
+
+
 async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, cells: list[Cell]) -> None:
     """Another's script clears `instance_uuid` of all nodes, or the service is pointed at the wrong Ironic."""
     cell = cells[0]
@@ -343,6 +383,8 @@ async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, c
     assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}, "none of them is lost"
     breaker = cell.table.breakers["c0-a"]
     assert breaker.is_open and breaker.lost == 8
+    (alarm,) = await cell.until(lambda: [one for one in cell.alarms if isinstance(one, BreakerTripped)])
+    assert (alarm.cell, alarm.service, alarm.lost, alarm.limit) == ("c0", "c0-a", 8, CONDUCTOR.breaker_limit)
     await cell.stop()
     await cell.start()  # another conductor, too, reads it from the cell's schema
     assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}

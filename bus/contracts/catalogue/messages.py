@@ -243,6 +243,26 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="service, epoch and sequence",
     ),
+    MessageRow(
+        message=cell.MachinesUnexplained,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="conductor.unexplained.{service}",
+        public=True,
+        idempotency="service and at",
+    ),
+    MessageRow(
+        message=cell.BreakerTripped,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="conductor.breaker.{service}",
+        public=True,
+        idempotency="service; a breaker that is open already",
+    ),
 )
 
 # Replies go to the asker's own queue through the default exchange; they have no row of their own.

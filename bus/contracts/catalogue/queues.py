@@ -158,4 +158,12 @@ QUEUES: tuple[QueueRow, ...] = (
         bindings=((EVENTS, "compute.hosts.#"),),
         max_length=100_000,
     ),
+    QueueRow(
+        name="client.alarms.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        consumer="operator",
+        bindings=((EVENTS, "conductor.#"),),
+        max_length=10_000,
+    ),
 )
