@@ -1,8 +1,10 @@
 """How many claims a second the book takes: groups of claims against PostgreSQL, and a start-up wave of inventory.
 
     python benchmarks/claims.py [--url postgresql://...] [--hosts 10000] [--seconds 4] [--workers 2] [--durable]
+    python benchmarks/claims.py --quotas --consumers 1000000 --hosts 1000
 
-Without a URL it starts a private PostgreSQL. It prints figures and judges nothing.
+Without a URL it starts a private PostgreSQL. It prints figures and judges nothing. With --quotas it compares claims
+with and without limits, in turn, beside so many consumers that their project has already.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import argparse
 import asyncio
 import gc
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import uvloop
 
 from berth.embedded.postgres import Postgres
 from bus.clock import new_uuid
 from bus.contracts.placement import (
+    INSTANCES,
     Claim,
     ClaimOption,
     ClaimResult,
@@ -28,10 +32,21 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.persistence.database import Database
+from placement_worker.store.image import COUNT_USED
+from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.postgres import PostgresStore
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
 REPORT_BATCH = 128
+FILL = (
+    "INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt) "
+    "SELECT gen_random_uuid(), 'p', 'u', 'INSTANCE', 1, 1 FROM generate_series(1, $1)",
+    "INSERT INTO allocations (consumer, provider_id, class_id, amount) "
+    "SELECT c.uuid, p.id, i.class_id, 1 FROM (SELECT uuid, row_number() OVER () AS place FROM consumers) c "
+    "JOIN (SELECT id, row_number() OVER () AS place, count(*) OVER () AS many FROM providers) p "
+    "ON p.place = 1 + c.place % p.many JOIN inventories i ON i.provider_id = p.id",
+)
+QUOTA_TURNS = 5
 
 
 def report(uuid: str, number: int, version: int) -> InventoryUpdate:
@@ -56,7 +71,11 @@ async def report_all(store: PostgresStore, hosts: Sequence[str], version: int) -
 
 
 async def claim_for(
-    stores: Sequence[PostgresStore], hosts: Sequence[str], group: int, seconds: float
+    stores: Sequence[PostgresStore],
+    hosts: Sequence[str],
+    group: int,
+    seconds: float,
+    limits: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
     """(claims, groups) applied in about that many seconds, one group under way per store."""
     done = groups = 0
@@ -70,6 +89,7 @@ async def claim_for(
                     consumer=new_uuid(rng),
                     options=(ClaimOption(allocations={rng.choice(hosts): RESOURCES}),),
                     project_id="p",
+                    limits=dict(limits or {}),
                 )
                 for _ in range(group)
             ]
@@ -78,8 +98,38 @@ async def claim_for(
             done += group
             groups += 1
 
-    await asyncio.gather(*(work(store, random.Random(n)) for n, store in enumerate(stores)))
+    await asyncio.gather(*(work(store, random.Random()) for store in stores))
     return done, groups
+
+
+async def fill(store: PostgresStore, consumers: int) -> float:
+    """Seconds until so many consumers of one project hold something, written past the claims."""
+    started = time.perf_counter()
+    async with store.database.raw() as connection:
+        for statement in FILL:
+            await connection.execute(statement, *([consumers] if "$1" in statement else []))
+        await connection.execute(COUNT_USED)
+        await connection.execute(COUNT_ANEW)
+    async with store.database.raw() as connection:
+        await connection.execute("ANALYZE")
+    return time.perf_counter() - started
+
+
+async def compare_quotas(stores: Sequence[PostgresStore], hosts: Sequence[str], seconds: float) -> None:
+    """Claims with and without limits in turn: the median ratio of each kind."""
+    limits = dict.fromkeys((*RESOURCES, INSTANCES), 2**40)
+    for group, under_way in ((1, 1), (1, len(stores)), (100, 1), (100, len(stores))):
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(QUOTA_TURNS):
+            for limited in (False, True):
+                started = time.perf_counter()
+                done, _ = await claim_for(stores[:under_way], hosts, group, seconds, limits if limited else None)
+                rates[limited].append(done / (time.perf_counter() - started))
+        without, with_limits = statistics.median(rates[False]), statistics.median(rates[True])
+        print(
+            f"groups of {group:3d}, {under_way} under way: {without:8.0f} claims/s without limits, "
+            f"{with_limits:8.0f} with: {with_limits / without:.2f}"
+        )
 
 
 async def release_all(store: PostgresStore, hosts: Sequence[str], group: int) -> float:
@@ -105,6 +155,13 @@ async def measure(url: str, arguments: argparse.Namespace) -> None:
     hosts = [new_uuid(rng) for _ in range(arguments.hosts)]
     print(f"{len(hosts)} hosts reported, all new:    {await report_all(stores[0], hosts, 1):6.2f} s")
     print(f"{len(hosts)} hosts reported, all as before: {await report_all(stores[0], hosts, 2):6.2f} s")
+    if arguments.consumers:
+        print(f"{arguments.consumers} consumers: {await fill(stores[0], arguments.consumers):6.1f} s")
+    if arguments.quotas:
+        await compare_quotas(stores, hosts, arguments.seconds)
+        for store in stores:
+            await store.close()
+        return
     for group in (1, 10, 50, 100, 200):
         for under_way in sorted({1, len(stores)}):
             started = time.perf_counter()
@@ -138,6 +195,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--consumers", type=int, default=0, help="so many hold something before")
+    parser.add_argument("--quotas", action="store_true", help="compare claims with limits and without")
     arguments = parser.parse_args()
     if arguments.url:
         uvloop.run(measure(arguments.url, arguments))

@@ -194,11 +194,15 @@ class _Ledger:
 
     def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
         """What the project would hold too much of; empty when nothing. What does not grow is allowed."""
-        now, before = self.projects.get(claim.project_id, {}), held_by_class(held)
-        for name, amount in sorted(held_by_class(option.allocations).items()):
-            more = amount - before.get(name, 0)
-            if more > 0 and name in claim.limits and now.get(name, 0) + more > claim.limits[name]:
-                return f"{name}: {now.get(name, 0)} of {claim.limits[name]} held, {more} more asked"
+        now, before, wanted = (
+            self.projects.get(claim.project_id, {}),
+            held_by_class(held),
+            held_by_class(option.allocations),
+        )
+        for name, limit in sorted(claim.limits.items()):
+            more = wanted.get(name, 0) - before.get(name, 0)
+            if more > 0 and now.get(name, 0) + more > limit:
+                return f"{name}: {now.get(name, 0)} of {limit} held, {more} more asked"
         return ""
 
     def move(self, before: Holding, after: Holding) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
-from placement_worker.domain.values import GroupKey, Holding, Provider
+from placement_worker.domain.values import Consumer, GroupKey, Holding, Provider
 
 # A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
@@ -47,3 +47,18 @@ def held_by_class(holding: Holding) -> dict[str, int]:
         for name, amount in resources.items():
             held[name] = held.get(name, 0) + amount
     return held
+
+
+def usage_changes(before: Mapping[str, Consumer], after: Mapping[str, Consumer | None]) -> dict[tuple[str, str], int]:
+    """{(project, class): how much more its consumers hold together}, INSTANCES included, of consumers that changed.
+
+    before: all of these that there were. What stays as it was is left out.
+    """
+    more: dict[tuple[str, str], int] = {}
+    for uuid, consumer in after.items():
+        for one, sign in ((before.get(uuid), -1), (consumer, 1)):
+            if one is not None:
+                for name, amount in held_by_class(one.holding).items():
+                    key = (one.project_id, name)
+                    more[key] = more.get(key, 0) + sign * amount
+    return {key: amount for key, amount in more.items() if amount}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncpg
 from msgspec import Struct
 
+from bus.contracts.placement import INSTANCES
 from placement_worker.domain.server_groups import SHARING
+from placement_worker.store import limits
 
 
 class InventoryRow(Struct, frozen=True):
@@ -92,6 +94,12 @@ GROUP BY a.consumer, c.name HAVING count(DISTINCT p.root_id) > 1 ORDER BY a.cons
 """
 
 
+PROJECTS = f"""
+SELECT w.project_id, c.name, w.amount, w.held FROM ({limits.WRONG}) w LEFT JOIN resource_classes c ON c.id = w.class_id
+ORDER BY w.project_id, c.name
+"""
+
+
 async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
     """Every inventory, by provider and class."""
     return [InventoryRow(*row) for row in await connection.fetch(INVENTORIES + IN_ORDER)]
@@ -137,12 +145,21 @@ async def doubled(connection: asyncpg.Connection) -> list[str]:
     return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
 
 
+async def project_usage(connection: asyncpg.Connection) -> list[str]:
+    """Projects whose kept amounts are not the sums of what their consumers hold; one line each and class."""
+    return [
+        f"project {project} {INSTANCES if name is None else name}: {amount} counted, {held} held"
+        for project, name, amount, held in await connection.fetch(PROJECTS)
+    ]
+
+
 async def findings(connection: asyncpg.Connection) -> list[str]:
     """Everything that is wrong with the book, one line each; empty when it is sound."""
     lines = [
         f"{wrong.provider} {wrong.resource_class}: used {wrong.used}, allocated {wrong.allocated}"
         for wrong in await usage_mismatches(connection)
     ]
+    lines += await project_usage(connection)
     lines += await strays(connection)
     lines += [f"feed: nothing between {hole.after} and {hole.before}" for hole in await feed_holes(connection)]
     return lines

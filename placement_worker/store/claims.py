@@ -1,8 +1,8 @@
 """A group of claims as one transaction of a few set-based statements.
 
 Locks are taken in one order by every writer: server groups, projects with limits, consumers by uuid, providers by id,
-the feed's counter last. Whoever waits therefore waits for somebody further along, and there is no deadlock, swaps
-included.
+what projects hold by project and class, the feed's counter last. Whoever waits therefore waits for somebody further
+along, and there is no deadlock, swaps included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SELECT write_claims($1::uuid[],
     $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::bool[],
     $9::uuid[], $10::uuid[], $11::bigint[], $12::int[], $13::bigint[],
     $14::bigint[], $15::int[], $16::bigint[], $17::bigint[], $18::bigint[],
-    $19::bigint[], $20::bigint[], $21::bytea[])
+    $19::bigint[], $20::bigint[], $21::bytea[],
+    $22::text[], $23::int[], $24::bigint[])
 """
 
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
@@ -134,7 +135,9 @@ async def write(
     )
     if not any(columns) and not changes:
         return 0
-    sequence, written = await connection.fetchval(WRITE, *columns, *(feed.rows(changes) if changes else ([], [], [])))
+    usage = transposed(limits.rows_of(found, decision.consumers, names), 3)
+    said = feed.rows(changes) if changes else ([], [], [])
+    sequence, written = await connection.fetchval(WRITE, *columns, *said, *usage)
     if written != len(used):
         raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {len(used)}")
     number: int = sequence

@@ -1,9 +1,9 @@
 """A few new claims in one round trip: a function of the schema that takes what they ask for, or does nothing.
 
 With locks a claim costs eight round trips, and alone on an idle system that is most of its time; in large groups they
-are shared by all, so only small groups come here. Nearly every claim is of a new consumer and fits. Those the function
-`claim_new` (migration p0009) takes; it knows no more of the rules in `domain/claims.py` than when a first option is
-claimed, and everything else is decided there.
+are shared by all, so only small groups come here. Nearly every claim is of a new consumer, fits, and stays within its
+project's limits. Those the function `claim_new` (migrations p0009, p0014) takes; it knows no more of the rules in
+`domain/claims.py` than when a first option is claimed, and everything else is decided there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
 from placement_worker.domain.claims import ClaimVerdict, may_be_new
-from placement_worker.store import claims
+from placement_worker.domain.server_groups import held_by_class
+from placement_worker.domain.values import Holding
+from placement_worker.store import claims, limits
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply
 
@@ -26,7 +28,8 @@ TAKE = """
 SELECT claim_new($1::uuid[], $2::text[], $3::text[], $4::text[], $5::int[],
     $6::uuid[], $7::bigint[], $8::int[],
     $9::int[], $10::int[], $11::text[], $12::bigint[],
-    $13::uuid[], $14::int[], $15::int[], $16::bigint[])
+    $13::uuid[], $14::int[], $15::int[], $16::bigint[],
+    $17::text[], $18::text[], $19::int[], $20::bigint[], $21::bigint[])
 """
 
 _CLAIMED = (ClaimOutcome.CLAIMED,)
@@ -40,6 +43,8 @@ class _Wanted:
         self.times: dict[str, int] = {}
         self.used: dict[tuple[str, str], int] = {}
         self.held: list[tuple[str, str, str, int]] = []
+        self.projects: dict[tuple[str, str], int] = {}
+        self.limits: dict[tuple[str, str], int] = {}
 
     def add(self, claim: Claim) -> bool:
         """Whether its first option can be claimed, as far as it says itself; otherwise it may be added in part."""
@@ -55,14 +60,21 @@ class _Wanted:
             for name, amount in resources.items():
                 self.used[provider, name] = self.used.get((provider, name), 0) + amount
                 self.held.append((claim.consumer, provider, name, amount))
+        self._count(claim, option.allocations)
         return len(self.held) <= MAX_HELD
+
+    def _count(self, claim: Claim, holding: Holding) -> None:
+        """What the project holds more; of limits that differ from claim to claim the lowest, for all of them."""
+        for name, amount in held_by_class(holding).items():
+            key = (claim.project_id, name)
+            self.projects[key] = self.projects.get(key, 0) + amount
+            if name in claim.limits:
+                self.limits[key] = min(self.limits.get(key, claim.limits[name]), claim.limits[name])
 
 
 def is_small(items: Sequence[ClaimItem]) -> bool:
-    """Whether it is worth a try: a few claims, each of another consumer, none of a server group or with limits."""
-    wanted = {
-        item.consumer for item in items if isinstance(item, Claim) and item.server_group is None and not item.limits
-    }
+    """Whether it is worth a try: a few claims, each of another consumer, none of a server group."""
+    wanted = {item.consumer for item in items if isinstance(item, Claim) and item.server_group is None}
     return len(items) <= MAX_ITEMS and len(wanted) == len(items)
 
 
@@ -86,12 +98,18 @@ def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: Names) -> lis
     ids = names.class_ids
     uuids, projects, users, types, _, attempts = claims.columns(sorted(claims.expected(items).items()))
     used = [(places[uuid], ids[name], name, amount) for (uuid, name), amount in wanted.used.items()]
+    usage = [
+        (project, limits.class_number(name, names), more, wanted.limits.get((project, name)))
+        for (project, name), more in wanted.projects.items()
+    ]
     held = [(consumer, places[uuid], ids[name], amount) for consumer, uuid, name, amount in wanted.held]
     return [
         *(uuids, projects, users, types, attempts),
         *(list(places), [wanted.shapes[uuid] for uuid in places], list(wanted.times.values())),
         *claims.transposed(used, 4),
         *claims.transposed(held, 4),
+        limits.projects_of(items),
+        *claims.transposed(usage, 4),
     ]
 
 

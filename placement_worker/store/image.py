@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.values import Consumer, Provider, Stock, capacity
-from placement_worker.store import feed, image_members
+from placement_worker.store import feed, image_members, limits
 from placement_worker.store.image_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
 from placement_worker.store.image_members import HOLD_CLAIMS, Member
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
@@ -141,6 +141,7 @@ async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> 
     await write_providers(connection, ids, _with_old_stocks(stocked, after), after, names)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
     await write_providers(connection, ids, gone, {}, names)
+    await connection.execute(limits.COUNT_ANEW)
     regrouped = await _write_members(connection, image, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     _, states = await read_providers(connection, READ_PROVIDERS_BY_ID, sorted(moved))

@@ -1,6 +1,6 @@
 """Who is in which server group, as a part of the book as a value.
 
-What projects hold against their quotas is nowhere kept beside what their consumers hold: it comes along with those.
+What projects hold against their quotas follows from what their consumers hold: it is counted anew.
 """
 
 from __future__ import annotations

@@ -1,24 +1,50 @@
-"""What projects hold together, where claims have limits: locked, so that two claims never pass one at once."""
+"""What projects hold together, as a row for each project and class, and the limits that claims put to it.
+
+Each transaction that changes what consumers hold adds the difference to these rows in the end (`rows_of`), whatever
+the claims' limits: so nothing is added up when one is asked. Claims with limits lock their project first, and two of
+them never pass one at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import asyncpg
 
 from bus.contracts.placement import INSTANCES, Claim
-from placement_worker.store.members import HASHED, LOCK
+from placement_worker.domain.server_groups import usage_changes
+from placement_worker.domain.values import Consumer
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem
 
-HELD = """
-SELECT c.project_id, a.class_id, sum(a.amount)::bigint FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-WHERE c.project_id = ANY($1::text[]) GROUP BY c.project_id, a.class_id
+INSTANCES_ID = -1  # instead of a class's number: how many consumers hold something
+
+LOCK = "SELECT project_id, class_id, amount FROM lock_projects($1::text[])"
+# Rows of projects that hold nothing any more. One that is being written is left alone.
+FORGET_EMPTY = """
+DELETE FROM project_usage u USING (
+    SELECT project_id, class_id FROM project_usage WHERE amount = 0 AND $1::float8 >= 0
+    LIMIT $2 FOR UPDATE SKIP LOCKED
+) AS n WHERE u.project_id = n.project_id AND u.class_id = n.class_id AND u.amount = 0
 """
-COUNTED = """
-SELECT c.project_id, count(*) FROM consumers c
-WHERE c.project_id = ANY($1::text[]) AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
-GROUP BY c.project_id
+# (project, class's number, amount, what it should be) where these differ.
+WRONG = f"""
+SELECT coalesce(u.project_id, s.project_id) AS project_id, coalesce(u.class_id, s.class_id) AS class_id,
+    coalesce(u.amount, 0) AS amount, coalesce(s.amount, 0) AS held
+FROM project_usage u FULL JOIN (
+    SELECT c.project_id, a.class_id, sum(a.amount)::bigint AS amount
+    FROM consumers c JOIN allocations a ON a.consumer = c.uuid
+    WHERE c.released_at IS NULL GROUP BY c.project_id, a.class_id
+    UNION ALL
+    SELECT c.project_id, {INSTANCES_ID}, count(*) FROM consumers c
+    WHERE c.released_at IS NULL AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) GROUP BY c.project_id
+) s ON s.project_id = u.project_id AND s.class_id = u.class_id
+WHERE coalesce(u.amount, 0) <> coalesce(s.amount, 0)
+"""
+# Where no consumer changes meanwhile.
+COUNT_ANEW = f"""
+INSERT INTO project_usage (project_id, class_id, amount) SELECT project_id, class_id, held FROM ({WRONG}) AS wrong
+ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURNING project_id
 """
 
 
@@ -32,13 +58,23 @@ async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem], names
     projects = projects_of(items)
     if not projects:
         return {}
-    hashed = await connection.fetch(HASHED, [f"project {project}" for project in projects])
-    await connection.execute(LOCK, [row["key"] for row in hashed])
     held: dict[str, dict[str, int]] = {project: {} for project in projects}
-    rows = await connection.fetch(HELD, projects)
-    class_names = await names.names_of(connection, {row[1] for row in rows})
+    rows = await connection.fetch(LOCK, projects)
+    class_names = await names.names_of(connection, {row[1] for row in rows if row[1] != INSTANCES_ID})
     for project, class_id, amount in rows:
-        held[project][class_names[class_id]] = amount
-    for project, count in await connection.fetch(COUNTED, projects):
-        held[project][INSTANCES] = count
+        held[project][INSTANCES if class_id == INSTANCES_ID else class_names[class_id]] = amount
     return held
+
+
+def rows_of(
+    before: Mapping[str, Consumer], after: Mapping[str, Consumer | None], names: Names
+) -> list[tuple[str, int, int]]:
+    """(project, class's number, how much more) of consumers that change, as the function of the schema takes them."""
+    return [
+        (project, class_number(name, names), more) for (project, name), more in usage_changes(before, after).items()
+    ]
+
+
+def class_number(name: str, names: Names) -> int:
+    """The number under which a project's amount of a class is kept."""
+    return INSTANCES_ID if name == INSTANCES else names.class_ids[name]

@@ -99,7 +99,7 @@ class MemoryBook:
             projects = {project: table.held_by(project) for project in projects_of(items)}
             decision = decide(items, consumers, providers, table.classes, foreign, groups=groups, projects=projects)
             await transaction.statement()
-            self._write(transaction, decision, table.clock.time())
+            self._write(transaction, decision)
             sequence = await self._append(transaction, changes_of(decision))
         return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
@@ -109,7 +109,7 @@ class MemoryBook:
         await transaction.statement()
         return {uuid: _claimed(self._table.providers[uuid]) for uuid in self._table.by_number(wanted)}
 
-    def _write(self, transaction: Transaction, decision: Decision, now: float) -> None:
+    def _write(self, transaction: Transaction, decision: Decision) -> None:
         table = self._table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
@@ -120,11 +120,7 @@ class MemoryBook:
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
         def write() -> None:
-            for uuid, consumer in decision.consumers.items():
-                if consumer is None:
-                    table.consumers.pop(uuid, None)
-                else:
-                    table.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
+            table.keep(decision.consumers)
             for key, joined in decision.joined.items():
                 table.members.setdefault(key, {}).update(dict.fromkeys(joined))
             for uuid, generation in decision.generations.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import os_traits
@@ -14,7 +13,7 @@ from bus.contracts.placement import Change, FeedHead
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.reports import ReportPlan
-from placement_worker.domain.server_groups import held_by_class, hosts_of
+from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import Consumer, GroupKey, Provider
 from placement_worker.store.allocation_migration import Leaving
 from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
@@ -41,6 +40,7 @@ class MemoryBookTable(MemoryDatabase):
         self.providers: dict[str, Provider] = {}
         self.numbers: dict[str, int] = {}
         self.consumers: dict[str, Kept] = {}
+        self.project_usage: dict[str, dict[str, int]] = {}  # by class, as a row each
         self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, ReportSource] = {}
         self.heard: dict[Key, float] = {}  # when each source said its last
@@ -85,11 +85,20 @@ class MemoryBookTable(MemoryDatabase):
 
     def held_by(self, project: str) -> dict[str, int]:
         """What a project's consumers hold together, and how many they are."""
-        total: Counter[str] = Counter()
-        for kept in self.consumers.values():
-            if kept.consumer.project_id == project:
-                total.update(held_by_class(kept.consumer.holding))
-        return dict(total)
+        return dict(self.project_usage.get(project, {}))
+
+    def keep(self, consumers: Mapping[str, Consumer | None]) -> None:
+        """Write consumers, and what their projects hold with them. None: the row goes."""
+        before = {uuid: self.consumers[uuid].consumer for uuid in consumers if uuid in self.consumers}
+        for (project, name), more in usage_changes(before, consumers).items():
+            usage = self.project_usage.setdefault(project, {})
+            usage[name] = usage.get(name, 0) + more
+        now = self.clock.time()
+        for uuid, consumer in consumers.items():
+            if consumer is None:
+                self.consumers.pop(uuid, None)
+            else:
+                self.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
 
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider: its root's."""
@@ -117,8 +126,7 @@ class MemoryBookTable(MemoryDatabase):
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
         """What a group of reports comes to."""
         after = outcome.after
-        for uuid, holding in outcome.moved.items():
-            self.consumers[uuid] = Kept(replace(self.consumers[uuid].consumer, holding=holding), None)
+        self.keep({u: replace(self.consumers[u].consumer, holding=held) for u, held in outcome.moved.items()})
         for uuid in before:
             if uuid not in after:
                 del self.providers[uuid]
@@ -176,6 +184,7 @@ class MemoryBookTable(MemoryDatabase):
             self.sources.pop(key, None)
             self.heard.pop(key, None)
         self.changes = [change for change in self.changes if change.sequence > until]
+        self.project_usage = {project: usage for project, usage in self.project_usage.items() if any(usage.values())}
         for uuid in fences:
             kept = self.consumers.get(uuid)
             if kept is not None and kept.is_over(before):

@@ -18,7 +18,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims, fast_path, feed, inventory, members, snapshot
+from placement_worker.store import claims, fast_path, feed, inventory, limits, members, snapshot
 from placement_worker.store.names import Names
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 from placement_worker.store.publishing import Publishing
@@ -144,6 +144,7 @@ class PostgresStore:
             (feed.TRIM, keep_changes),
             (FORGET_FENCES, keep_fences_s),
             (FORGET_SOURCES, keep_sources_s),
+            (limits.FORGET_EMPTY, 0.0),
         ):
             async with self._database.raw() as connection:
                 tag: str = await connection.execute(statement, keep, limit)

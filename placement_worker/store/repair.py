@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncpg
 
 from placement_worker.domain.reports import changes_of
-from placement_worker.store import feed
+from placement_worker.store import feed, limits
 from placement_worker.store.image import COUNT_USED
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
@@ -35,10 +35,12 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     recounted = sorted({row[0] for row in await connection.fetch(COUNT_USED)})
     await connection.execute(MOVE, recounted)
     _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, recounted)
+    projects = sorted({row[0] for row in await connection.fetch(limits.COUNT_ANEW)})
     await feed.append(connection, changes_of({}, after))
     done = ((strays, "allocations of nobody removed"), (empty, "consumers without allocations removed"))
     lines = [f"{count} {what}" for count, what in done if count]
-    return lines + [f"{uuid}: usage counted anew" for uuid in after]
+    lines += [f"{uuid}: usage counted anew" for uuid in after]
+    return lines + [f"project {project}: what it holds counted anew" for project in projects]
 
 
 def _count(tag: str) -> int:

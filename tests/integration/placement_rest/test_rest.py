@@ -240,3 +240,46 @@ async def test_the_openapi_document_is_served_where_the_settings_say_so(
         await other.call("PUT", "/openapi.json", status=405)
     finally:
         await other.stop()
+
+
+async def test_what_projects_hold_follows_every_write_of_allocations(placement: Placement) -> None:
+    one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
+    consumers = [new_uuid(placement.rng) for _ in range(2)]
+
+    async def held() -> dict[str, dict[int, int]]:
+        async with placement.store.database.raw() as connection:
+            rows = await connection.fetch("SELECT project_id, class_id, amount FROM project_usage WHERE amount <> 0")
+        assert await placement.findings() == []
+        found: dict[str, dict[int, int]] = {}
+        for project, class_id, amount in rows:
+            found.setdefault(project, {})[class_id] = amount
+        return found
+
+    def body(project: str, generation: int | None, **amounts: int) -> dict[str, Any]:
+        hosts = dict(zip(("one", "other"), (one, other), strict=True))
+        held = {hosts[name]: {"resources": {"VCPU": amount}} for name, amount in amounts.items()}
+        named = {"project_id": project, "user_id": "u", "consumer_type": "INSTANCE", "consumer_generation": generation}
+        return {"allocations": held, **named}
+
+    vcpu = placement.store.names.class_ids["VCPU"]
+    await placement.call("PUT", f"/allocations/{consumers[0]}", body("p", None, one=2), status=204)
+    assert await held() == {"p": {vcpu: 2, -1: 1}}
+    await placement.call("PUT", f"/allocations/{consumers[0]}", body("q", 1, one=1, other=3), status=204)
+    assert await held() == {"q": {vcpu: 4, -1: 1}}, "its project changed with it"
+    both = {consumers[0]: body("q", 2, one=1), consumers[1]: body("p", None, other=5)}
+    await placement.call("POST", "/allocations", both, status=204)
+    assert await held() == {"p": {vcpu: 5, -1: 1}, "q": {vcpu: 1, -1: 1}}
+    generations = {
+        uuid: (await placement.call("GET", f"/resource_providers/{uuid}")).json()["generation"] for uuid in (one, other)
+    }
+    reshape = {
+        "inventories": {
+            uuid: {"resource_provider_generation": generation, "inventories": {"VCPU": {"total": 8}}}
+            for uuid, generation in generations.items()
+        },
+        "allocations": {consumers[0]: body("r", 3, other=2)},
+    }
+    await placement.call("POST", "/reshaper", reshape, x_roles="service", x_project_id="s", status=204)
+    assert await held() == {"p": {vcpu: 5, -1: 1}, "r": {vcpu: 2, -1: 1}}
+    await placement.call("DELETE", f"/allocations/{consumers[1]}", status=204)
+    assert await held() == {"r": {vcpu: 2, -1: 1}}
