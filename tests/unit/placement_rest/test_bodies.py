@@ -189,3 +189,26 @@ def test_a_version_that_is_not_served_is_said(header: str, status: int) -> None:
 )
 def test_an_accept_header_chooses(accept: str, offer: str | None) -> None:
     assert best(accept, ("text/html", "application/json")) == offer
+
+
+@pytest.mark.parametrize("body", [bodies.AGGREGATES, bodies.AGGREGATES_19])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_list_of_objects_is_not_compared_pair_by_pair(
+    body: bodies.Body[Any], again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """51 kB of objects stopped the loop for 20 s, and claims and heartbeats with it."""
+
+    def compared(*_: object) -> bool:
+        raise AssertionError("pair by pair")
+
+    monkeypatch.setattr("jsonschema._keywords.uniq", compared)
+    listed = [{"a": 0 if again else number} for number in range(5_000)]
+    said = listed if body is bodies.AGGREGATES else {"aggregates": listed, "resource_provider_generation": 0}
+    with pytest.raises(Fault) as fault:
+        body.parse(json.dumps(said).encode())
+    assert fault.value.status == 400
+
+
+def test_an_aggregate_named_twice_is_told_as_before() -> None:
+    with pytest.raises(Fault, match="has non-unique elements"):
+        bodies.AGGREGATES.parse(json.dumps([HOST, HOST]).encode())
