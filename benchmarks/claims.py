@@ -106,6 +106,7 @@ async def fill(store: PostgresStore, consumers: int) -> float:
     """Seconds until so many consumers of one project hold something, written past the claims."""
     started = time.perf_counter()
     async with store.database.raw() as connection:
+        await connection.execute("SET LOCAL statement_timeout = 0")
         for statement in FILL:
             await connection.execute(statement, *([consumers] if "$1" in statement else []))
         await connection.execute(COUNT_USED)
