@@ -160,10 +160,13 @@ def _restored(schemas: Callable[[Plan], list[str]], *, empty: bool = False) -> C
         since = 0.0 if empty else rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
         schema, uuid = rng.choice(chosen), new_uuid(rng)
         away = rng.uniform(0.1, 5.0)
+        # size: whether its workers start anew. Those of an empty one do: what they asked before would be answered to
+        # records that are gone, and they would stop on that (seed 51).
+        anew = rng.randrange(2) or int(empty)
         return _also(
             plan,
             Order(at=since, act=Act.BACKUP, service=schema, uuid=uuid),
-            Order(at=at, act=Act.RESTORE, service=schema, uuid=uuid, seconds=away, size=rng.randrange(2)),
+            Order(at=at, act=Act.RESTORE, service=schema, uuid=uuid, seconds=away, size=anew),
         )
 
     return draw
