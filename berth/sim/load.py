@@ -26,7 +26,7 @@ class Client:
     def __init__(self, world: World) -> None:
         self._world = world
         self._process = Process("client")
-        transport = SimTransport(world.brokers[API], self._process, world.weather, world.story)
+        transport = SimTransport(world.brokers[API], self._process, world.network_faults, world.story)
         rng = random.Random(f"berth.sim.client {world.plan.seed}")
         self._bus = Bus(API, transport, process="client", clock=world.clock, rng=rng)
         self.confirmed: dict[str, None] = {}

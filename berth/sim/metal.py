@@ -14,7 +14,7 @@ from berth.ironic_stand_in import Behaviour, IronicStandIn
 from berth.ironic_stand_in.farm import Farm, RequestError
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import Process
-from berth.sim.network import Broker, Weather
+from berth.sim.network import Broker, NetworkFaults
 from berth.sim.plan import Order
 from berth.sim.story import Story
 from berth.sim.watch import Breach
@@ -41,11 +41,11 @@ OF_USED = frozenset({"clear", "swap", "undeploy", "rescue", "service", "rebuild"
 
 
 class Notices:
-    """Ironic's way to its exchange: fire and forget, so what the weather takes is gone."""
+    """Ironic's way to its exchange: fire and forget, so what a fault takes is gone."""
 
-    def __init__(self, broker: Broker, weather: Weather) -> None:
+    def __init__(self, broker: Broker, network_faults: NetworkFaults) -> None:
         self._broker = broker
-        self._weather = weather
+        self._network_faults = network_faults
 
     async def open(self) -> None:
         """Declare the exchange as Ironic does."""
@@ -53,13 +53,13 @@ class Notices:
 
     async def say(self, routing_key: str, body: bytes) -> None:
         """Publish one notification, or not."""
-        weather = self._weather
+        network_faults = self._network_faults
         message = Outgoing(exchange=EXCHANGE, routing_key=routing_key, body=body, mandatory=False)
-        if weather.strikes(weather.rates.notice_lost):
+        if network_faults.strikes(network_faults.rates.notice_lost):
             return
-        self._send(weather.latency(), message)
-        if weather.strikes(weather.rates.duplicate):
-            self._send(weather.between(0.0, DOUBLE_S), message)
+        self._send(network_faults.latency(), message)
+        if network_faults.strikes(network_faults.rates.duplicate):
+            self._send(network_faults.between(0.0, DOUBLE_S), message)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -128,13 +128,13 @@ class SimIronic:
     """The process: it never dies, but it can be away."""
 
     def __init__(
-        self, broker: Broker, weather: Weather, story: Story, clock: Clock, *, seed: int, behaviour: Behaviour
+        self, broker: Broker, network_faults: NetworkFaults, story: Story, clock: Clock, *, seed: int, behaviour: Behaviour
     ) -> None:
         rng = random.Random(f"berth.sim.ironic {seed}")
         self.process = Process("ironic")
         self.away = 0
         self._story = story
-        self._notices = Notices(broker, weather)
+        self._notices = Notices(broker, network_faults)
         self._stand_in = IronicStandIn(self._notices, clock=clock, rng=rng, behaviour=behaviour)
         self._stand_in.farm = self.farm = WatchedFarm(self._notices, clock=clock, rng=rng, behaviour=behaviour)
         self._app = httpx.ASGITransport(self._stand_in.app(), raise_app_exceptions=False)
@@ -319,27 +319,27 @@ class SimIronic:
 class IronicTransport(httpx.AsyncBaseTransport):
     """One client's way to Ironic: slow, lost before or after Ironic has the request, or answered with an error."""
 
-    def __init__(self, ironic: SimIronic, process: Process, weather: Weather) -> None:
+    def __init__(self, ironic: SimIronic, process: Process, network_faults: NetworkFaults) -> None:
         self._ironic = ironic
         self._process = process
-        self._weather = weather
+        self._network_faults = network_faults
         self.answered: Callable[[float, bytes], None] = lambda _at, _body: None
         self.missing: Callable[[float, str], None] = lambda _at, _node: None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send it, wait, and answer."""
-        weather, rates = self._weather, self._weather.rates
-        await weather.fate(self._process.name)
-        await asyncio.sleep(weather.latency())
-        if self._ironic.away or weather.strikes(rates.ironic_lost):
+        network_faults, rates = self._network_faults, self._network_faults.rates
+        await network_faults.fate(self._process.name)
+        await asyncio.sleep(network_faults.latency())
+        if self._ironic.away or network_faults.strikes(rates.ironic_lost):
             raise httpx.ConnectError("Ironic is away")
-        if weather.strikes(rates.ironic_busy):
+        if network_faults.strikes(rates.ironic_busy):
             return httpx.Response(503, json={"error_message": "busy"})
         response = await self._ironic.answer(request, self._process.name)
         at = asyncio.get_running_loop().time()
-        await weather.fate(self._process.name)
-        await asyncio.sleep(weather.latency())
-        if weather.strikes(rates.ironic_lost):
+        await network_faults.fate(self._process.name)
+        await asyncio.sleep(network_faults.latency())
+        if network_faults.strikes(rates.ironic_lost):
             raise httpx.ReadTimeout("the answer was lost")
         if request.method == "GET" and response.is_success:
             self.answered(at, response.content)

@@ -29,7 +29,7 @@ DOUBLE_S = 5.0
 THEIRS, THEIRS_SAYS = "theirs.work", b'{"type":"theirs.v1"}'
 
 
-class Weather:
+class NetworkFaults:
     """What may hit a message now. `calm` ends all of it."""
 
     def __init__(self, rates: Rates, rng: random.Random) -> None:
@@ -51,7 +51,7 @@ class Weather:
             await asyncio.get_running_loop().create_future()  # never: none of its code runs any more
 
     def latency(self) -> float:
-        """How long one message takes to the broker, or from it: in good weather none overtakes another."""
+        """How long one message takes to the broker, or from it: without faults none overtakes another."""
         return LATENCY_S + (self._rng.uniform(0.0, self.rates.delay_s) if self.strikes(self.rates.delay) else 0.0)
 
     def between(self, low: float, high: float) -> float:
@@ -102,7 +102,7 @@ class Broker(MemoryBroker):
 class SimTransport:
     """One connection of one process. While it is cut nothing goes through, and the broker takes back what it held."""
 
-    def __init__(self, broker: Broker, process: Process, weather: Weather, story: Story) -> None:
+    def __init__(self, broker: Broker, process: Process, network_faults: NetworkFaults, story: Story) -> None:
         inner = MemoryTransport(broker, process.name)
         assert isinstance(inner, MemoryTransport)
         self.name = process.name
@@ -111,7 +111,7 @@ class SimTransport:
         self._inner = inner
         self._broker = broker
         self._process = process
-        self._weather = weather
+        self._network_faults = network_faults
         self._story = story
         self._life = 0  # rises with every loss: what is under way then is lost
 
@@ -173,18 +173,18 @@ class SimTransport:
 
     async def publish(self, message: Outgoing) -> None:
         """To the broker and back with its confirm; either way may fail."""
-        weather, life = self._weather, await self._trip()
-        if weather.strikes(weather.rates.lost_before):
-            self.cut(weather.between(0.0, REPAIR_S))
+        network_faults, life = self._network_faults, await self._trip()
+        if network_faults.strikes(network_faults.rates.lost_before):
+            self.cut(network_faults.between(0.0, REPAIR_S))
             raise BusUnavailable(f"{self.name}: lost before it was sent")
         await self._inner.publish(message)
-        if weather.strikes(weather.rates.duplicate):
-            later = weather.between(0.0, DOUBLE_S)
+        if network_faults.strikes(network_faults.rates.duplicate):
+            later = network_faults.between(0.0, DOUBLE_S)
             asyncio.get_running_loop().call_later(later, self._again, message, context=self._broker.context)
-        if weather.strikes(weather.rates.lost_after):
-            self.cut(weather.between(0.0, REPAIR_S))
-        await weather.fate(self.name)
-        await asyncio.sleep(weather.latency())
+        if network_faults.strikes(network_faults.rates.lost_after):
+            self.cut(network_faults.between(0.0, REPAIR_S))
+        await network_faults.fate(self.name)
+        await asyncio.sleep(network_faults.latency())
         if self._life != life:
             raise BusUnavailable(f"{self.name}: lost before the confirm")
 
@@ -204,7 +204,7 @@ class SimTransport:
                 on_delivery(delivery)
 
         def leave(delivery: Delivery) -> None:
-            delay = self._weather.latency() + self.slow_s
+            delay = self._network_faults.latency() + self.slow_s
             loop = asyncio.get_running_loop()
             loop.call_later(delay, arrive, self._life, delivery, context=self._process.context)
 
@@ -255,8 +255,8 @@ class SimTransport:
 
     async def _trip(self) -> int:
         life = self._life
-        await self._weather.fate(self.name)
-        await asyncio.sleep(self._weather.latency() + self.slow_s)
+        await self._network_faults.fate(self.name)
+        await asyncio.sleep(self._network_faults.latency() + self.slow_s)
         if life != self._life or not self._inner.connected:
             raise BusUnavailable(f"{self.name}: not connected")
         return life

@@ -130,7 +130,7 @@ class _Runner:
             await asyncio.sleep(max(0.0, at - loop.time()))
             tasks.append(begin())
         await asyncio.sleep(max(0.0, plan.load_s - loop.time()))
-        world.weather.calm()
+        world.network_faults.calm()
         self._story.tell("calm")
         await self._rest(tasks)
 

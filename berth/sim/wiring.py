@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,10 +15,11 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.sim.loop import Process
-from berth.sim.metal import URL, IronicTransport
+from berth.sim.metal import URL, IronicTransport, SimIronic
 from berth.sim.metal_watch import MetalWatch, WatchedPositions
-from berth.sim.network import SimTransport
-from berth.sim.plan import SIZES, Plan
+from berth.sim.network import SimTransport, NetworkFaults
+from berth.sim.plan import SIZES, Cell, Plan
+from berth.sim.watch import Breach
 from bus.persistence.memory_database import Session
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -36,9 +37,6 @@ from placement_worker.store.memory import MemoryBook
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
-
-if TYPE_CHECKING:
-    from berth.sim.world import World
 
 BUILD_TIMEOUT_S = 20.0
 DOWN_S = 10.0  # five heartbeats
@@ -97,10 +95,44 @@ class Seat(Struct, frozen=True):
     hosts: HostTable | None
 
 
+class WiredWorld(Protocol):
+    """What wiring needs of the simulated world."""
+
+    plan: Plan
+    network_faults: NetworkFaults
+    flat: set[str]
+    ironic: SimIronic | None
+
+    @property
+    def fleets(self) -> Mapping[str, Fleet]:
+        """The machines of each compute service."""
+
+    @property
+    def twins(self) -> Mapping[str, Fleet]:
+        """The machines of second services, by the name that they share."""
+
+    @property
+    def known_cells(self) -> Sequence[str]:
+        """The cells in the settings of what is above cells, now."""
+
+    @property
+    def metal_now(self) -> Sequence[str]:
+        """The services that share the nodes, now."""
+
+    def cell_of(self, service: str) -> Cell:
+        """The cell of a compute service."""
+
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+
+    def fail(self, breach: Breach) -> None:
+        """An invariant is broken."""
+
+
 class Wiring:
     """Builds the processes of one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: WiredWorld) -> None:
         self._world = world
 
     def build(self, name: str, env: Environment, seat: Seat) -> Service:
@@ -162,7 +194,7 @@ class Wiring:
         cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
-            way = IronicTransport(world.ironic, seat.process, world.weather)
+            way = IronicTransport(world.ironic, seat.process, world.network_faults)
             driver = BareMetal(
                 config.ironic,
                 cell=cell,
@@ -177,7 +209,7 @@ class Wiring:
         world = self._world
         assert world.ironic is not None
         watch = MetalWatch(world.now, world.fail)
-        way = IronicTransport(world.ironic, seat.process, world.weather)
+        way = IronicTransport(world.ironic, seat.process, world.network_faults)
         way.answered, way.missing = watch.answered, watch.missing
         source = RestSource(
             URL,

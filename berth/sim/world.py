@@ -17,7 +17,7 @@ from berth.sim.company_watch import CompanyWatch
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
-from berth.sim.network import Broker, SimTransport, Weather
+from berth.sim.network import Broker, SimTransport, NetworkFaults
 from berth.sim.plan import Cell, Plan
 from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
@@ -118,7 +118,7 @@ class World:
         self.plan = plan
         self.story = story
         self.rng = random.Random(f"berth.sim.world {plan.seed}")
-        self.weather = Weather(plan.rates, random.Random(f"berth.sim.weather {plan.seed}"))
+        self.network_faults = NetworkFaults(plan.rates, random.Random(f"berth.sim.weather {plan.seed}"))
         self.clock = SimClock()
         self.listener = Listener()
         self.breach: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -136,7 +136,7 @@ class World:
         self.fleets: dict[str, WatchedFleet] = {}
         self.lives: dict[str, Life] = {}
         self.counts: dict[str, int] = {}
-        self.weather.crash = self._crash
+        self.network_faults.crash = self._crash
         self.connections: dict[tuple[str, str], None] = {}  # (process, bus): who ever connected to what
         self.expected_down: set[str] = set()
         self.crashes: dict[str, int] = {}
@@ -182,7 +182,7 @@ class World:
 
         def transport(bus: str) -> SimTransport:
             self.connections[name, bus] = None
-            transports.append(SimTransport(self.brokers[bus], process, self.weather, self.story))
+            transports.append(SimTransport(self.brokers[bus], process, self.network_faults, self.story))
             return transports[-1]
 
         clock = SimClock(clock_error_s(self.plan.seed, name, self.plan.skew_s))
@@ -363,7 +363,7 @@ class World:
         table = self.schemas["ironic_sync"] = self.positions
         table.on_commit.append(partial(self._committed, "ironic_sync", lambda: None))
         ironic = SimIronic(
-            self.brokers[API], self.weather, self.story, self.clock, seed=self.plan.seed, behaviour=metal.behaviour
+            self.brokers[API], self.network_faults, self.story, self.clock, seed=self.plan.seed, behaviour=metal.behaviour
         )
         ironic.farm.plan(metal.nodes, CLASSES)
         ironic.farm.occupy(metal.foreign, CLASSES)
@@ -388,12 +388,12 @@ class World:
         await asyncio.sleep(STATEMENT_S * (0.5 + rng.random()) + slow_s)
         process = PROCESS.get()
         if process is not None:
-            await self.weather.fate(process.name)
+            await self.network_faults.fate(process.name)
         if self.away.get(schema):
             raise DatabaseUnavailable(f"{schema} is away")
-        rates, strikes = self.weather.rates, self.weather.strikes
+        rates, strikes = self.network_faults.rates, self.network_faults.strikes
         if strikes(rates.store_crash):
-            seconds = self.weather.between(0.05, MOST_AWAY_S)
+            seconds = self.network_faults.between(0.05, MOST_AWAY_S)
             asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NOBODY)
             await asyncio.sleep(0)  # by then its sessions are cut
             raise DatabaseUnavailable(f"{schema} has died")

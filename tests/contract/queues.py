@@ -14,7 +14,7 @@ EVERY_ADAPTER_THAT_RECONNECTS = pytest.mark.parametrize("kind", LASTING)
 
 
 def row(kind: QueueKind = QueueKind.DURABLE, **fields: object) -> QueueRow:
-    given = {"name": "work", "where": Where.BOTH, "kind": kind, "reader": "tests", "bindings": (), **fields}
+    given = {"name": "work", "where": Where.BOTH, "kind": kind, "consumer": "tests", "bindings": (), **fields}
     return QueueRow(**given)  # type: ignore[arg-type]
 
 
