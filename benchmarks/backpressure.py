@@ -43,7 +43,7 @@ from berth.load.record import LoadRecord, Operations
 from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.summary import percentiles
-from berth.servers import Plan, RealServers, real_servers, running_crew
+from berth.servers import RealServers, SystemPlan, real_servers, running_crew
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from bus.contracts.base import Meta
@@ -347,7 +347,7 @@ def _reached(boots: Operations, phases: Sequence[tuple[float, float]]) -> float:
 async def run(options: argparse.Namespace) -> Result:
     """Start everything, measure, stop everything."""
     cells = tuple(f"cell{number}" for number in range(1, options.cells + 1))
-    plan = Plan(
+    plan = SystemPlan(
         cells=cells,
         schedulers=options.schedulers,
         placements=options.placements,

@@ -29,7 +29,7 @@ import placement_worker.app
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
 from berth.in_process import InProcessWorkers
-from berth.ironic_stand_in import AmqpAnnouncer, Announcer, IronicStandIn, MemoryAnnouncer
+from berth.ironic_stand_in import AmqpAnnouncer, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
 from bus.clock import SystemClock
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
@@ -85,7 +85,7 @@ class Watch:
 async def measure(
     name: str,
     transports: Callable[[str], Transport],
-    announcer: Announcer,
+    announcer: NotificationAnnouncer,
     database_url: str,
     *,
     rounds: int,

@@ -18,7 +18,7 @@ from benchmarks.street_measure import Measured, connected, measure, progress
 from benchmarks.street_report import Result
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.servers import Plan, RealServers, running_crew
+from berth.servers import RealServers, SystemPlan, running_crew
 from berth.settings import Settings, UpSettings
 from berth.up import LocalSystem, site
 from compute_sim.config import ComputeConfig, HostSize
@@ -53,7 +53,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
     """Every worker its own process."""
     cells = tuple(f"cell{number}" for number in range(1, options.cells + 1))
     per_cell = math.ceil(options.hosts / len(cells))
-    plan = Plan(
+    plan = SystemPlan(
         cells=cells,
         schedulers=options.schedulers,
         placements=options.placements,

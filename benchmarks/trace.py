@@ -38,8 +38,8 @@ from berth.load.plan import Arrival
 from berth.load.record import LoadRecord
 from berth.load.report import render
 from berth.load.session import recorded
-from berth.load.trace import WHOLE_GPU, Asked, Request, arrivals_of, read_requests, skipped
-from berth.servers import Plan, real_servers, running_crew, variables
+from berth.load.trace import WHOLE_GPU, TraceRequest, TraceRow, arrivals_of, read_requests, skipped
+from berth.servers import SystemPlan, real_servers, running_crew, variables
 from berth.settings import Settings
 from berth.site import Site
 from berth.up import LocalSystem, site
@@ -155,7 +155,7 @@ def _named(rows: Iterable[Sequence[object]]) -> list[tuple[str, Sequence[float]]
     return [(names[str(row[0])], row) for row in rows if row[0] in names]  # type: ignore[misc]
 
 
-def fragmented(hosts: Sequence[FreeHost], asked: Counter[Asked]) -> float:
+def fragmented(hosts: Sequence[FreeHost], asked: Counter[TraceRequest]) -> float:
     """Thousandths of GPUs that are free and that a GPU request, drawn as they come, cannot use: its expectation.
 
     As in "Beware of Fragmentation" (ATC 2023), over the requests that ask for GPUs: all that is free on a host which
@@ -174,7 +174,7 @@ def fragmented(hosts: Sequence[FreeHost], asked: Counter[Asked]) -> float:
     return total
 
 
-def may_be(model: str, asked: Asked) -> bool:
+def may_be(model: str, asked: TraceRequest) -> bool:
     """Whether a request may have this model."""
     return not asked.models or model in asked.models
 
@@ -207,7 +207,7 @@ def first_rejection(record: LoadRecord, watch: Watch) -> dict[str, float]:
     return {"arrivals": float(first), "gpu_share": round(seen[1]["gpus"] / seen[2]["gpus"], 4)}
 
 
-def pieces(requests: Sequence[Request], watch: Watch, *, speed: float, deletes: bool) -> list[Piece]:
+def pieces(requests: Sequence[TraceRow], watch: Watch, *, speed: float, deletes: bool) -> list[Piece]:
     """Asked and given over the run, cut where equal parts of the arrivals end."""
     first = requests[0].created_s
     asked = demand(requests, deletes=deletes)
@@ -225,7 +225,7 @@ def pieces(requests: Sequence[Request], watch: Watch, *, speed: float, deletes: 
     return found
 
 
-async def replay(here: Site, requests: list[Request], hosts: int, options: argparse.Namespace) -> Replay:
+async def replay(here: Site, requests: list[TraceRow], hosts: int, options: argparse.Namespace) -> Replay:
     """Fire it at a system that runs; look on; judge."""
     shapes = {one.flavor: one.shape for one in {request.asked for request in requests}}
     arrivals = arrivals_of(requests, shapes, speed=options.speed, deletes=options.deletes)
@@ -276,7 +276,7 @@ async def looked_on(
 
 
 def summed_up(
-    requests: list[Request],
+    requests: list[TraceRow],
     record: LoadRecord,
     watch: Watch,
     left: Sequence[FreeHost],
@@ -329,7 +329,7 @@ async def in_memory(settings: Settings) -> AsyncIterator[Site]:
 @contextlib.asynccontextmanager
 async def on_real_servers(settings: Settings) -> AsyncIterator[Site]:
     """Every worker its own process."""
-    plan = Plan(cells=tuple(settings.cells), schedulers=1, placements=1, compute=settings.compute)
+    plan = SystemPlan(cells=tuple(settings.cells), schedulers=1, placements=1, compute=settings.compute)
     flavors = {name: text for name, text in variables(settings).items() if name.startswith("BERTH_SCHEDULER__")}
     with real_servers(plan.cells, durable=True) as servers:
         async with running_crew(servers, plan, extra=flavors) as (_, here):

@@ -27,7 +27,7 @@ from berth.embedded.__main__ import EXIT_NO_SERVER
 from berth.embedded.process import ServerFailed, ServerMissing
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
-from berth.invariants import Verdict, judge
+from berth.invariants import InvariantVerdict, judge
 from berth.ironic_stand_in import Behaviour, IronicStandIn, replay
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.metal import announcer, simulated_ironic
@@ -89,7 +89,7 @@ class Demo(Struct, frozen=True, kw_only=True):
     faults: dict[str, object]
     ironic: dict[str, object]
     invariants: dict[str, bool]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[InvariantVerdict, ...]
 
 
 def settings(seed: int) -> Settings:
@@ -203,7 +203,7 @@ def undisturbed(tracks: Sequence[Track], until: float) -> Undisturbed:
     return Undisturbed(len(ended), seconds, len(ended) / max(seconds, 1e-9))
 
 
-async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Verdict, ...]:
+async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
     accepted = list(client.tracks)
     connections = [(name, bus, name.startswith(("conductor", *here.cells))) for name, bus in here.connections]
     facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, connections=connections)
@@ -211,7 +211,12 @@ async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[Ver
 
 
 def _sum_up(
-    report: LoadReport, verdicts: tuple[Verdict, ...], *, dead: str, replayed: dict[str, object], calm: Undisturbed
+    report: LoadReport,
+    verdicts: tuple[InvariantVerdict, ...],
+    *,
+    dead: str,
+    replayed: dict[str, object],
+    calm: Undisturbed,
 ) -> Demo:
     return Demo(
         requests=report.requests,

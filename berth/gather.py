@@ -15,7 +15,7 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.placement import Change
 from bus.persistence.database import Database
-from cell_conductor.domain.report import Kind
+from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import KEEP, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
@@ -175,7 +175,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
         )
         for cell, database in cells.items()
         for one in await PostgresSafety(database).noted()
-        if one.machine.kind is Kind.QUARANTINED
+        if one.machine.kind is UnexplainedKind.QUARANTINED
     ]
 
 

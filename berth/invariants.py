@@ -104,7 +104,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     quarantine: Sequence[QuarantineFact] | None = None
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class InvariantVerdict(Struct, frozen=True, kw_only=True):
     """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at."""
 
     name: str
@@ -115,7 +115,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     examples: tuple[str, ...] = ()
 
 
-def judge(facts: Facts) -> tuple[Verdict, ...]:
+def judge(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
     verdicts = [
         _verdict(
@@ -177,9 +177,9 @@ def judge(facts: Facts) -> tuple[Verdict, ...]:
     return tuple(verdicts)
 
 
-def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) -> Verdict:
+def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) -> InvariantVerdict:
     found = list(breaches)
-    return Verdict(
+    return InvariantVerdict(
         name=name,
         sentence=sentence,
         holds=not found,

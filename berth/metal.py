@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicStandIn, MemoryAnnouncer
+from berth.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
 from berth.ironic_stand_in.keeping import keep, load, save
 from berth.settings import MEMORY
 from berth.site import Site
 from bus.bus import API
 
 
-def announcer(site: Site) -> Announcer:
+def announcer(site: Site) -> NotificationAnnouncer:
     """Where the stand-in's notifications go: as Ironic's would, into an exchange of its own."""
     exchange = site.settings.ironic_sync.exchange
     if site.settings.bus.url != MEMORY:

@@ -22,7 +22,7 @@ from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, OF_PROJECT, QUEUES, QueueKind, QueueRow, Where
-from bus.topology import Names
+from bus.topology import QueueNames
 from bus.wire import REPLY_PREFIX
 
 # How RabbitMQ calls the default exchange, through which retries, replies and replayed letters go to queues by name.
@@ -37,7 +37,7 @@ ONE_OR_ANY = r"(\*|[a-z_]+)"
 BESIDE = r"(\.retry\.[0-9]+|\.dead)?"
 
 
-class Role(StrEnum):
+class PermissionRole(StrEnum):
     """What a user of the broker is for. Conductor and compute are of one cell each."""
 
     PLACEMENT = "placement"
@@ -51,15 +51,15 @@ class Role(StrEnum):
 
 # Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are said on both
 # kinds it says its own at home.
-_CATALOGUE: dict[Role, tuple[str, tuple[Where, ...]]] = {
-    Role.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
-    Role.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
-    Role.CONDUCTOR: ("cell_conductor", (Where.CELL,)),
-    Role.COMPUTE: ("compute_sim", (Where.CELL,)),
-    Role.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
-    Role.OPERATOR: ("operator", (Where.API, Where.CELL)),
+_CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
+    PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
+    PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
+    PermissionRole.CONDUCTOR: ("cell_conductor", (Where.CELL,)),
+    PermissionRole.COMPUTE: ("compute_sim", (Where.CELL,)),
+    PermissionRole.IRONIC_SYNC: ("ironic_sync", (Where.API,)),
+    PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
 }
-OF_A_CELL = (Role.CONDUCTOR, Role.COMPUTE)
+OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = ("scheduler.feed.{process}",)
 
@@ -137,10 +137,12 @@ def places(settings: Settings) -> dict[str, Place]:
     return {name: _place("berth" if name == API else name, *bus) for name, bus in buses.items()}
 
 
-def of_role(role: Role, settings: Settings, *, cell: str | None = None, user: str | None = None) -> list[Grant]:
+def of_role(
+    role: PermissionRole, settings: Settings, *, cell: str | None = None, user: str | None = None
+) -> list[Grant]:
     """The grants of one role; conductor and compute: of one cell's, or of each. user: instead of its usual name."""
     where = places(settings)
-    if role is Role.IRONIC:
+    if role is PermissionRole.IRONIC:
         return [_ironic(settings, where[API], user or f"berth-{role}")]
     cells = [cell] if cell is not None else list(settings.cells)
     if role in OF_A_CELL:
@@ -163,7 +165,7 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
     except msgspec.ValidationError as error:
         raise ValueError(f"{project_id!r} is no project id: 1 to 64 of the letters A-Z a-z 0-9 _ -") from error
     place = places(settings)[API]
-    names = Names(place.prefix)
+    names = QueueNames(place.prefix)
     allowed = _Allowed()
     allowed.own(SERVER_NAMED)
     for row in MESSAGES:
@@ -197,25 +199,25 @@ def _line(command: str, grant: Grant, *patterns: str) -> str:
     return f"rabbitmqctl {command} -p {shlex.quote(grant.vhost)} {shlex.quote(grant.user)} {quoted}"
 
 
-def _grants(role: Role, title: str, user: str, settings: Settings, buses: dict[str, Place]) -> list[Grant]:
+def _grants(role: PermissionRole, title: str, user: str, settings: Settings, buses: dict[str, Place]) -> list[Grant]:
     found: dict[tuple[str, str], _Allowed] = {}
     for name, place in buses.items():
         kind = Where.API if name == API else Where.CELL
         if kind in _CATALOGUE[role][1]:
             allowed = found.setdefault((place.broker, place.vhost), _Allowed())
-            _allow(allowed, role, kind, Names(place.prefix))
-            if role is Role.IRONIC_SYNC:
-                _allow_notifications(allowed, settings, Names(place.prefix))
+            _allow(allowed, role, kind, QueueNames(place.prefix))
+            if role is PermissionRole.IRONIC_SYNC:
+                _allow_notifications(allowed, settings, QueueNames(place.prefix))
     return [allowed.grant(title, user, broker, vhost) for (broker, vhost), allowed in found.items()]
 
 
-def _allow(allowed: _Allowed, role: Role, kind: Where, names: Names) -> None:
+def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNames) -> None:
     """What a role does on a bus of one kind."""
     package, kinds = _CATALOGUE[role]
     for exchange in (COMMANDS, EVENTS, DEAD):
         allowed.configure[_literal(names.exchange(exchange))] = None
     for queue in QUEUES:
-        watched = role is Role.OPERATOR and queue.name in _WATCHED
+        watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names)
     home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
@@ -228,14 +230,14 @@ def _allow(allowed: _Allowed, role: Role, kind: Where, names: Names) -> None:
     if any(row.reply is not None for row in said):
         reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
         allowed.configure[reply] = allowed.read[reply] = None
-    if role is Role.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
+    if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.write[_literal(DEFAULT_EXCHANGE)] = None
         for queue in QUEUES:
             if queue.kind is QueueKind.DURABLE and queue.where in (kind, Where.BOTH):
                 allowed.read[_filled(names.queue(queue.name)) + r"\.dead"] = None
 
 
-def _allow_queue(allowed: _Allowed, queue: QueueRow, names: Names) -> None:
+def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
     """A queue to read from, with what is beside it; its readers answer, retry and park what they give up."""
     name = _filled(names.queue(queue.name))
     durable = queue.kind is QueueKind.DURABLE
@@ -248,7 +250,7 @@ def _allow_queue(allowed: _Allowed, queue: QueueRow, names: Names) -> None:
         allowed.binds(names.exchange(DEAD), name)
 
 
-def _allow_notifications(allowed: _Allowed, settings: Settings, names: Names) -> None:
+def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueNames) -> None:
     """Ironic's notifications, from its own exchange into the sync's queue."""
     config = settings.ironic_sync
     allowed.own(_literal(names.queue(config.queue)))
@@ -266,7 +268,7 @@ def _ironic(settings: Settings, place: Place, user: str) -> Grant:
         allowed.own(keys)
         allowed.publishes(config.exchange, keys)
         allowed.binds(config.exchange, keys)
-    return allowed.grant(str(Role.IRONIC), user, place.broker, place.vhost)
+    return allowed.grant(str(PermissionRole.IRONIC), user, place.broker, place.vhost)
 
 
 def _place(name: str, url: str, prefix: str) -> Place:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from berth.invariants import Verdict
+from berth.invariants import InvariantVerdict
 from berth.load import Failure, LoadReport
 from bus.contracts.build import FunnelStep
 from bus.contracts.stages import Stamps, durations
@@ -104,7 +104,7 @@ def render_stages(stamps: Sequence[Stamps], console: Console) -> None:
         console.print(Text(f"stages: {', '.join(spent)}"), soft_wrap=True)
 
 
-def render_verdicts(verdicts: Sequence[Verdict], console: Console) -> None:
+def render_verdicts(verdicts: Sequence[InvariantVerdict], console: Console) -> None:
     """The invariants, one line each, breaches below."""
     for verdict in verdicts:
         mark = "[green]holds [/green]" if verdict.holds else "[red]BROKEN[/red]"

@@ -21,7 +21,7 @@ from compute_sim.config import ComputeConfig
 API_VHOST = "berth"
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class SystemPlan(Struct, frozen=True, kw_only=True):
     """How many of each worker, and what hosts."""
 
     cells: tuple[str, ...] = ("cell1", "cell2")
@@ -42,7 +42,7 @@ class RealServers:
         self.urls = broker.add_vhosts((API_VHOST, *cells))
         self.database_url = postgres.url("postgres")
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: SystemPlan) -> Settings:
         """Settings of a system on these servers."""
         return Settings(
             bus=BusSettings(url=self.urls[API_VHOST]),
@@ -77,7 +77,7 @@ def variables(settings: Settings) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def running_crew(
-    servers: RealServers, plan: Plan, *, extra: Mapping[str, str] | None = None
+    servers: RealServers, plan: SystemPlan, *, extra: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[WorkerProcesses, Site]]:
     """Every worker of the plan as a process on these servers, ready."""
     settings = servers.settings(plan)
@@ -94,7 +94,7 @@ async def running_crew(
             await asyncio.to_thread(processes.stop)
 
 
-def start_all(processes: WorkerProcesses, plan: Plan) -> None:
+def start_all(processes: WorkerProcesses, plan: SystemPlan) -> None:
     """Start what the plan counts, what others lean on first."""
     for number in range(1, plan.placements + 1):
         processes.start(f"placement{number}", "placement")

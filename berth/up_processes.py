@@ -36,7 +36,7 @@ HOSTS_WAIT_S = 20.0
 MIN_ASK_S = 0.1
 
 
-class Numbers(Struct, frozen=True, kw_only=True):
+class ProcessCounts(Struct, frozen=True, kw_only=True):
     """How many processes of each worker; conductors and computes for every cell."""
 
     schedulers: int
@@ -49,7 +49,7 @@ class Numbers(Struct, frozen=True, kw_only=True):
         return self.schedulers + self.placements + cells * (self.conductors + self.computes)
 
 
-def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | None]) -> Numbers:
+def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | None]) -> ProcessCounts:
     """What was asked for, else what the settings say that is not their default, else what suits so many CPUs."""
     usual = UpSettings()
     alone = min(max(cpus // CORES_PER_WORKER, 1), MAX_WORKERS)
@@ -65,10 +65,10 @@ def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | Non
         if value != default
     }
     given = {name: number for name, number in asked.items() if number is not None}
-    return Numbers(**{**suits, **settings, **given})
+    return ProcessCounts(**{**suits, **settings, **given})
 
 
-class Running(Struct, frozen=True, kw_only=True):
+class RunningProcesses(Struct, frozen=True, kw_only=True):
     """What runs: for saying so, and for watching it."""
 
     processes: WorkerProcesses
@@ -78,7 +78,7 @@ class Running(Struct, frozen=True, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
+async def running(settings: Settings, count: ProcessCounts) -> AsyncIterator[RunningProcesses]:
     """Servers (ours unless the settings name others) and every worker, ready; word is left for other commands.
 
     Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
@@ -101,14 +101,14 @@ async def running(settings: Settings, count: Numbers) -> AsyncIterator[Running]:
                 runtime = Runtime(pid=os.getpid(), database_url=database_url, ironic_url=ironic_url, buses=buses)
                 forget = write_runtime(settings.state, runtime)
                 try:
-                    yield Running(processes=processes, site=here, logs=logs, ironic_url=ironic_url)
+                    yield RunningProcesses(processes=processes, site=here, logs=logs, ironic_url=ironic_url)
                 finally:
                     forget()
             finally:
                 await asyncio.to_thread(processes.stop)
 
 
-def start(processes: WorkerProcesses, settings: Settings, count: Numbers, ironic_url: str) -> None:
+def start(processes: WorkerProcesses, settings: Settings, count: ProcessCounts, ironic_url: str) -> None:
     """Start all, what others lean on first."""
     cells = list(settings.cells)
     no_rest = {"BERTH_PLACEMENT__REST": msgspec.json.encode(RestConfig()).decode()}

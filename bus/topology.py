@@ -35,7 +35,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     bindings: tuple[tuple[str, str], ...] = ()
 
 
-class Names:
+class QueueNames:
     """Names as the broker knows them: ours have the prefix, so that several systems share one virtual host."""
 
     def __init__(self, prefix: str) -> None:

@@ -13,7 +13,7 @@ from bus.service.service import Service
 from .config import ConductorConfig
 from .engine import Engine
 from .handlers import HostHandlers, RequestHandlers
-from .side_tasks import Reporter, purge_forever, sweep_forever
+from .side_tasks import ReportRequester, purge_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
 
@@ -43,7 +43,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
     requests = RequestHandlers(engine, env.clock)
     hosts = HostHandlers(engine, store, env.clock, config, bus)
-    reporter = Reporter(bus, env.clock, config)
+    reporter = ReportRequester(bus, env.clock, config)
 
     async def declare() -> None:
         for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS):

@@ -60,7 +60,7 @@ class PendingQuestion(Struct, frozen=True):
     repeated: bool = False
 
 
-class Recorded(Struct, frozen=True):
+class Transition(Struct, frozen=True):
     """What one transaction has made of its instances, what it sends, and what is told of it once it is committed."""
 
     instances: Mapping[str, Instance]
@@ -156,7 +156,7 @@ class Engine:
 
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
-    ) -> Recorded:
+    ) -> Transition:
         """Step every event and write down what changed, with what is to be sent."""
         now: dict[str, Instance] = dict(known)
         outgoing: list[OutboxMessage] = []
@@ -177,9 +177,9 @@ class Engine:
         await transaction.insert(created)
         await transaction.update(changed)
         await transaction.send_later(outgoing)
-        return Recorded(now, outgoing, steps, ended)
+        return Transition(now, outgoing, steps, ended)
 
-    def _committed(self, transaction: Transaction, recorded: Recorded) -> None:
+    def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """It is on record: now it may be sent, and told."""
         self._relay.send(transaction.row, recorded.outgoing)
         _tell(recorded.steps, recorded.ended, recorded.outgoing)
@@ -267,7 +267,7 @@ class Engine:
         log.warning("instance.unanswered", instance=instance.uuid, ask=kind, code=fault.code, cause=instance.cause)
 
 
-def _may_be_redone(recorded: Recorded) -> bool:
+def _may_be_redone(recorded: Transition) -> bool:
     """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
 
     A database that forgets it in a crash is given the message again, and announces the same again; see

@@ -22,9 +22,9 @@ from bus.contracts.cell import (
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, Look, judge
+from .domain.breaker import Finding, ReportLook, judge
 from .domain.events import Event
-from .domain.report import MAX_SERVICES, Differences, Kind, Unexplained
+from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .store.port import InstanceStore
 from .store.safety import DESTROY, Noted, Place
 
@@ -44,7 +44,7 @@ class Guard:
         self._bus = bus
         self._clock = clock
         self._limit = config.breaker_limit
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, ReportLook] = {}
         self._known: dict[Unexplained, None] = {}
         self._noted: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
 
@@ -64,17 +64,17 @@ class Guard:
             return ()
         return await self._decide(report, look)
 
-    def _look(self, report: ComputeHosts) -> Look:
+    def _look(self, report: ComputeHosts) -> ReportLook:
         key = (report.epoch, report.look, report.began)
         look = self._looks.pop(report.service, None)
         if look is None or look.key != key or not report.look:
-            look = Look(key)
+            look = ReportLook(key)
         self._looks[report.service] = look
         if len(self._looks) > MAX_SERVICES:
             del self._looks[next(iter(self._looks))]
         return look
 
-    async def _decide(self, report: ComputeHosts, look: Look) -> Sequence[tuple[str, Event]]:
+    async def _decide(self, report: ComputeHosts, look: ReportLook) -> Sequence[tuple[str, Event]]:
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
         verdict = judge(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
@@ -118,7 +118,7 @@ class Guard:
         room = MAX_FOREIGN - sum(service == report.service for service in self._noted.values())
         kept: list[Unexplained] = []
         for one in machines:
-            if one.kind is Kind.FOREIGN and (one.host_uuid, one.uuid) not in self._noted:
+            if one.kind is UnexplainedKind.FOREIGN and (one.host_uuid, one.uuid) not in self._noted:
                 room -= 1
                 if room < 0:
                     continue
@@ -127,7 +127,7 @@ class Guard:
             return []
         noted = await self._store.safety.note(report.service, kept, self._clock.time())
         self._noted.update({row.place: report.service for row in noted})
-        quarantined = [row for row in noted if row.machine.kind is Kind.QUARANTINED]
+        quarantined = [row for row in noted if row.machine.kind is UnexplainedKind.QUARANTINED]
         for row in quarantined:
             if row.verdict == DESTROY:
                 await self._destroy(row)
@@ -141,8 +141,8 @@ class Guard:
         """Say what is on record only now; of several conductors the one that put it there says so."""
         if not new:
             return
-        quarantined = [one for one in new if one.kind is Kind.QUARANTINED]
-        foreign = [one for one in new if one.kind is Kind.FOREIGN]
+        quarantined = [one for one in new if one.kind is UnexplainedKind.QUARANTINED]
+        foreign = [one for one in new if one.kind is UnexplainedKind.FOREIGN]
         alarm = MachinesUnexplained(
             cell=report.cell,
             service=report.service,

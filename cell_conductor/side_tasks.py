@@ -50,7 +50,7 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
             await clock.sleep(config.purge_every_s)
 
 
-class Reporter:
+class ReportRequester:
     """Asks every compute service for a report: at start, when the bus is back, and now and then."""
 
     def __init__(self, bus: Bus, clock: Clock, config: ConductorConfig) -> None:

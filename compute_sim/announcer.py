@@ -27,14 +27,14 @@ RETRY_MIN_S = 0.1
 RETRY_MAX_S = 5.0
 
 
-class Publisher(Protocol):
+class ResultBus(Protocol):
     """The part of a Bus that is needed here."""
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
         """Publish many messages with their causes; returns when all are confirmed."""
 
 
-class Announcer:
+class ResultSender:
     """A queue of results, published in the order they came, in batches that grow under load.
 
     on_reported: called with the results that were confirmed. A batch that was not wholly confirmed is published again
@@ -42,7 +42,12 @@ class Announcer:
     """
 
     def __init__(
-        self, bus: Publisher, *, clock: Clock, on_reported: Callable[[Sequence[ComputeResult]], None], service: str
+        self,
+        bus: ResultBus,
+        *,
+        clock: Clock,
+        on_reported: Callable[[Sequence[ComputeResult]], None],
+        service: str,
     ) -> None:
         self._bus = bus
         self._clock = clock

@@ -14,14 +14,14 @@ from bus.contracts.cell import Spawn
 from bus.faults import Fault
 from bus.service.service import Service
 from compute_sim.agent import Agent, Limits
-from compute_sim.announcer import Announcer
+from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import fate
 from compute_sim.driver import Driver, DriverUnavailable
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
-from compute_sim.handlers import Handlers
+from compute_sim.handlers import ComputeHandlers
 from compute_sim.name import QUEUE, ServiceName
 from compute_sim.reporter import Reporter
 from compute_sim.unreliable import Unreliable
@@ -110,7 +110,7 @@ class Parts:
         self.name = ServiceName(
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
         )
-        self.announcer = Announcer(self.bus, clock=env.clock, on_reported=records.reported, service=service)
+        self.announcer = ResultSender(self.bus, clock=env.clock, on_reported=records.reported, service=service)
         self.result_sender = Unreliable(
             self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
@@ -143,7 +143,7 @@ class Parts:
             heartbeat_s=config.heartbeat_s,
             report_s=config.report_s,
         )
-        self.handlers = Handlers(
+        self.handlers = ComputeHandlers(
             self.agent, service=service, room=self.announcer.room, asked=self.reporter.asked, heard=self.name.heard
         )
 

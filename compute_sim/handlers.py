@@ -11,7 +11,7 @@ from compute_sim.agent import Agent
 DONE = Done()
 
 
-class Handlers:
+class ComputeHandlers:
     """Queues `compute.{service}` and `compute.asked.{service}`."""
 
     def __init__(

@@ -43,8 +43,8 @@ RETRY_MIN_S = 0.1
 RETRY_MAX_S = 10.0
 
 
-class Bus(Protocol):
-    """The part of a Bus that is needed here."""
+class PublishingBus(Protocol):
+    """The part of a PublishingBus that is needed here."""
 
     async def publish(self, message: Message, *, cause: str = "") -> None:
         """Publish one message."""
@@ -101,7 +101,7 @@ class Reporter:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: PublishingBus,
         *,
         service: str,
         cell: str,

@@ -15,7 +15,7 @@ from bus.service.health import Health
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from placement_worker.config import PlacementConfig
-from placement_worker.handlers import Handlers
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.server import RestServer
 from placement_worker.store.port import PlacementStore
@@ -43,7 +43,7 @@ def build(
     store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
     api = env.bus(API)
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
-    handlers = Handlers(
+    handlers = PlacementHandlers(
         store, clock=env.clock, committed=publisher.wake, claimed=partial(publisher.wake, in_a_hurry=False)
     )
 
@@ -89,11 +89,11 @@ def _rest(
     return RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
 
 
-def _link(bus: Bus, handlers: Handlers, config: PlacementConfig) -> CellLink:
+def _link(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> CellLink:
     return CellLink(bus, _writers(bus, handlers, config))
 
 
-def _writers(bus: Bus, handlers: Handlers, config: PlacementConfig) -> list[Consumer]:
+def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> list[Consumer]:
     """What placement takes on every bus: claims, and inventory from the hosts there."""
     return [
         bus.consumer(

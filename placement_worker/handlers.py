@@ -29,7 +29,7 @@ log = structlog.get_logger("placement")
 UNEXPECTED = "message.unexpected"
 
 
-class Handlers:
+class PlacementHandlers:
     """Handlers of placement's queues; a batch is of one queue, and so of one bus.
 
     `committed` is called after every transaction that may have written changes, `claimed` after one of claims: whoever

@@ -247,3 +247,41 @@ def test_every_queue_takes_something_and_is_bounded(queue: catalogue.QueueRow) -
 def test_replies_are_declared_by_a_request() -> None:
     declared = {row.reply for row in MESSAGES if row.reply is not None} | {base.Refusal}
     assert set(REPLIES) == declared
+
+
+def test_a_public_class_name_exists_once() -> None:
+    where_is: dict[str, list[str]] = {}
+    for path in sources(*OURS):
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where_is.setdefault(node.name, []).append(where(path, node.lineno))
+    doubled = {name: places for name, places in where_is.items() if len(places) > 1}
+    assert doubled == {}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """{module: modules of ours that it imports}, imports for types alone included."""
+    modules: dict[str, Path] = {}
+    for path in sources(*OURS):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = {module if module in modules else module.rpartition(".")[0] for module, _ in imports(path)}
+        graph[name] = {module for module in found if module in modules and module != name}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = import_graph()
+    left = {name: set(found) for name, found in graph.items()}
+    while free := [name for name, found in left.items() if not found]:
+        for name in free:
+            del left[name]
+        for found in left.values():
+            found.difference_update(free)
+    # What is left is in a circle or imports one; of those that nothing in it imports, none is in one.
+    while loose := [name for name in left if not any(name in found for found in left.values())]:
+        for name in loose:
+            del left[name]
+    assert {name: sorted(found & left.keys()) for name, found in left.items()} == {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import structlog
 from msgspec import Struct
 
-from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, Deck, Fault, Kind
+from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, Deck, FaultKind, PlannedFault
 from berth.chaos.scene import Scene, descendants, last_words
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import ServerFailed
@@ -31,7 +31,7 @@ UNDO_TIMEOUT_S = 90.0
 class Injected(Struct):
     """One fault as it happened, in the client's monotonic seconds. over_at: undone; then recovery begins."""
 
-    fault: Fault
+    fault: PlannedFault
     began_at: float
     over_at: float | None = None
 
@@ -55,7 +55,7 @@ class Saboteur:
         self._scene = scene
         self._clock = scene.site.clock
         self._rng = rng
-        self._busy: dict[str, Fault] = {}
+        self._busy: dict[str, PlannedFault] = {}
         self._rests_until = dict.fromkeys(SERVERS, 0.0)
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -63,12 +63,12 @@ class Saboteur:
         """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`."""
         while len(self.injected) < most:
             await self._clock.sleep(every_s)
-            paused = sum(fault.kind is Kind.PAUSE for fault in self._busy.values())
+            paused = sum(fault.kind is FaultKind.PAUSE for fault in self._busy.values())
             fault = deck.deal(self._free(), paused=paused, broken=len(self._busy))
             if fault is not None:
                 self.begin(fault)
 
-    def begin(self, fault: Fault) -> asyncio.Task[None]:
+    def begin(self, fault: PlannedFault) -> asyncio.Task[None]:
         """Inject a fault now; the task ends when it is undone."""
         self._busy[fault.target] = fault
         entry = Injected(fault=fault, began_at=self._clock.monotonic())
@@ -117,7 +117,7 @@ class Saboteur:
     async def _inject(self, entry: Injected) -> None:
         fault = entry.fault
         try:
-            if fault.kind in (Kind.CUT, Kind.DELAY, Kind.STALL):
+            if fault.kind in (FaultKind.CUT, FaultKind.DELAY, FaultKind.STALL):
                 await self._disturb_links(fault)
             elif fault.target == BROKER:
                 await self._server(self._scene.servers.broker, fault)
@@ -128,44 +128,44 @@ class Saboteur:
         finally:
             entry.over_at = self._clock.monotonic()
             self._busy.pop(fault.target, None)
-            if fault.target in SERVERS and fault.kind in (Kind.KILL, Kind.STOP, Kind.PAUSE):
+            if fault.target in SERVERS and fault.kind in (FaultKind.KILL, FaultKind.STOP, FaultKind.PAUSE):
                 self._rests_until[fault.target] = entry.over_at + SERVER_RESTS_S
             log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
 
-    async def _worker(self, fault: Fault) -> None:
+    async def _worker(self, fault: PlannedFault) -> None:
         processes, name = self._scene.processes, fault.target
         process = processes.workers[name].process
-        if fault.kind is Kind.PAUSE:
+        if fault.kind is FaultKind.PAUSE:
             with contextlib.suppress(ProcessLookupError):  # it had ended by itself a moment ago
                 processes.pause(name)
             await self._clock.sleep(fault.lasts_s)
             with contextlib.suppress(ProcessLookupError):
                 processes.resume(name)
             return
-        await asyncio.to_thread(process.kill if fault.kind is Kind.KILL else process.stop)
+        await asyncio.to_thread(process.kill if fault.kind is FaultKind.KILL else process.stop)
         await self._clock.sleep(fault.lasts_s)
         await asyncio.to_thread(processes.restart, name)
 
-    async def _server(self, server: RabbitMQ | Postgres, fault: Fault) -> None:
-        if fault.kind is Kind.PAUSE:
+    async def _server(self, server: RabbitMQ | Postgres, fault: PlannedFault) -> None:
+        if fault.kind is FaultKind.PAUSE:
             family = descendants(server.pid)
             _signal(family, signal.SIGSTOP)
             await self._clock.sleep(fault.lasts_s)
             _signal(reversed(family), signal.SIGCONT)
             return
-        await asyncio.to_thread(server.kill if fault.kind is Kind.KILL else server.shut_down)
+        await asyncio.to_thread(server.kill if fault.kind is FaultKind.KILL else server.shut_down)
         await self._clock.sleep(fault.lasts_s)
         await asyncio.to_thread(server.start)
 
-    async def _disturb_links(self, fault: Fault) -> None:
+    async def _disturb_links(self, fault: PlannedFault) -> None:
         links = self._scene.proxies[fault.target].some(fault.share, self._rng)
-        if fault.kind is Kind.CUT:
+        if fault.kind is FaultKind.CUT:
             for link in links:
                 link.cut()
             self.connections_cut += len(links)
             return
         for link in links:
-            link.stalled, link.delay_s = fault.kind is Kind.STALL, fault.delay_s * (fault.kind is Kind.DELAY)
+            link.stalled, link.delay_s = fault.kind is FaultKind.STALL, fault.delay_s * (fault.kind is FaultKind.DELAY)
         await self._clock.sleep(fault.lasts_s)
         for link in links:
             link.release()

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from berth.servers import Plan
+from berth.servers import SystemPlan
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
 
@@ -24,7 +24,7 @@ MAX_BROKEN = 5
 SERVER_RESTS_S = 12.0
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What is done to a process or to connections."""
 
     KILL = "kill"
@@ -38,21 +38,21 @@ class Kind(StrEnum):
 class Card(Struct, frozen=True):
     """One sort of fault: how often it is in the deck, and how long it lasts (seconds)."""
 
-    kind: Kind
+    kind: FaultKind
     role: str
     copies: int
     shortest_s: float = 0.0
     longest_s: float = 0.0
 
 
-class Fault(Struct, frozen=True, kw_only=True):
+class PlannedFault(Struct, frozen=True, kw_only=True):
     """One fault: `target` is a worker's name, "broker" or "database".
 
     lasts_s: until it is started again, goes on, or connections are left alone. share: of the connections that are
     hit. delay_s: added to each direction.
     """
 
-    kind: Kind
+    kind: FaultKind
     role: str
     target: str
     lasts_s: float
@@ -69,17 +69,17 @@ class Fault(Struct, frozen=True, kw_only=True):
 # here. So a short pause is longer than the one, a long pause longer than both. Broker and database refuse everything
 # while they are away, so there are fewer of those.
 DECK = (
-    *(Card(Kind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(Kind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(Kind.PAUSE, role, 1, 2.0, 12.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(Kind.PAUSE, role, 1, 31.0, 36.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    Card(Kind.KILL, BROKER, 1, 0.0, 1.5),
-    Card(Kind.KILL, DATABASE, 2, 0.0, 1.5),
-    *(Card(Kind.STOP, server, 1, 0.0, 1.5) for server in SERVERS),
-    *(Card(Kind.PAUSE, server, 1, 2.0, 6.0) for server in SERVERS),
-    *(Card(Kind.CUT, server, 3) for server in SERVERS),
-    *(Card(Kind.DELAY, server, 1, 2.0, 8.0) for server in SERVERS),
-    *(Card(Kind.STALL, server, 1, 2.0, 15.0) for server in SERVERS),
+    *(Card(FaultKind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(FaultKind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(FaultKind.PAUSE, role, 1, 2.0, 12.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(Card(FaultKind.PAUSE, role, 1, 31.0, 36.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    Card(FaultKind.KILL, BROKER, 1, 0.0, 1.5),
+    Card(FaultKind.KILL, DATABASE, 2, 0.0, 1.5),
+    *(Card(FaultKind.STOP, server, 1, 0.0, 1.5) for server in SERVERS),
+    *(Card(FaultKind.PAUSE, server, 1, 2.0, 6.0) for server in SERVERS),
+    *(Card(FaultKind.CUT, server, 3) for server in SERVERS),
+    *(Card(FaultKind.DELAY, server, 1, 2.0, 8.0) for server in SERVERS),
+    *(Card(FaultKind.STALL, server, 1, 2.0, 15.0) for server in SERVERS),
 )
 SHARES = (0.1, 0.3, 0.6, 1.0)
 DELAYS_S = (0.01, 0.05, 0.2)
@@ -93,22 +93,22 @@ class Deck:
         self._rng = rng
         self._left: list[Card] = []
 
-    def deal(self, free: Mapping[str, Sequence[str]], *, paused: int = 0, broken: int = 0) -> Fault | None:
+    def deal(self, free: Mapping[str, Sequence[str]], *, paused: int = 0, broken: int = 0) -> PlannedFault | None:
         """The next fault for what is `free` ({role: names that nothing is done to now}), or None: enough is broken."""
         if broken >= MAX_BROKEN:
             return None
         for _ in range(2):
             for at, card in enumerate(self._left):
-                if not free.get(card.role) or (card.kind is Kind.PAUSE and paused >= MAX_PAUSED):
+                if not free.get(card.role) or (card.kind is FaultKind.PAUSE and paused >= MAX_PAUSED):
                     continue
                 del self._left[at]
                 return self._fault(card, free[card.role])
             self._left += self._rng.sample(self._cards, len(self._cards))
         return None
 
-    def _fault(self, card: Card, names: Sequence[str]) -> Fault:
+    def _fault(self, card: Card, names: Sequence[str]) -> PlannedFault:
         rng = self._rng
-        return Fault(
+        return PlannedFault(
             kind=card.kind,
             role=card.role,
             target=rng.choice(names),
@@ -145,7 +145,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
         default_factory=lambda: {"m1.tiny": 4.0, "m1.small": 4.0, "m1.medium": 2.0}
     )
     deck: tuple[Card, ...] = DECK
-    processes: Plan = Plan(
+    processes: SystemPlan = SystemPlan(
         schedulers=2,
         placements=2,
         conductors_per_cell=2,

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from berth.chaos.faults import Death
 from berth.chaos.tally import Stall
-from berth.invariants import Verdict
+from berth.invariants import InvariantVerdict
 from berth.render import render_rows, render_verdicts
 
 DEATHS_SHOWN = 10
@@ -59,7 +59,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     at_rest: bool
     dead_letters: Mapping[str, int]
     invariants: Mapping[str, bool]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[InvariantVerdict, ...]
     examples: Mapping[str, tuple[str, ...]]
     ends_every_ten_s: tuple[int, ...]
 

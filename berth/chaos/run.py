@@ -23,7 +23,7 @@ from rich.console import Console
 
 from berth.chaos.churn import Churn
 from berth.chaos.faults import Saboteur
-from berth.chaos.plan import ChaosPlan, Deck, Kind
+from berth.chaos.plan import ChaosPlan, Deck, FaultKind
 from berth.chaos.report import ChaosReport, render
 from berth.chaos.scene import Scene, connections, left_in_queues, scene, wait_registered
 from berth.chaos.tally import counts, longest_stall, rates, recoveries, tally
@@ -46,7 +46,7 @@ ANSWERS_IN_A_ROW = 4
 ASK_AGAIN_S = 0.1
 
 
-class Ending(Struct, frozen=True, kw_only=True):
+class ChaosResult(Struct, frozen=True, kw_only=True):
     """How the run's last part went."""
 
     seconds: float
@@ -100,7 +100,7 @@ class Run:
                     in_a_row = in_a_row + 1 if sum(host.up for host in page.hosts) == count else 0
                 await self._clock.sleep(ASK_AGAIN_S)
 
-    async def through(self) -> Ending:
+    async def through(self) -> ChaosResult:
         """All of it."""
         began = self._clock.monotonic()
         await self._storm()
@@ -123,7 +123,7 @@ class Run:
             for task in others:
                 task.cancel()
 
-    async def _calm(self, seconds: float) -> Ending:
+    async def _calm(self, seconds: float) -> ChaosResult:
         """No further fault: everything comes back, comes to rest and is judged."""
         plan, client, site = self.plan, self.client, self.stage.site
         self._console.print(f"the load is over after {seconds:.0f} s: undoing the last faults")
@@ -141,7 +141,7 @@ class Run:
             changes=self.watch.changes,
             connections=await connections(self.stage),
         )
-        return Ending(
+        return ChaosResult(
             seconds=seconds,
             at_rest=quiet and heard,
             recovery_s=recovery_s,
@@ -162,7 +162,7 @@ class Run:
                 soft_wrap=True,
             )
 
-    def summed_up(self, ending: Ending) -> ChaosReport:
+    def summed_up(self, ending: ChaosResult) -> ChaosReport:
         """Everything that is told of the run."""
         facts, faults, events, ended = ending.facts, self.saboteur.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
@@ -265,6 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.sound else 1
 
 
-def chosen(kind: Kind, role: str, only: Sequence[str]) -> bool:
+def chosen(kind: FaultKind, role: str, only: Sequence[str]) -> bool:
     """Whether a card is among those asked for: by kind, by role, or by both (`kill`, `broker`, `kill_broker`)."""
     return not only or bool({kind.value, role, f"{kind}_{role}"} & set(only))

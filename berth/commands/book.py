@@ -27,7 +27,7 @@ from berth.commands.common import (
 from berth.site import Site
 from bus.contracts.placement import Release
 from bus.persistence.database import Database
-from placement_worker.rest.copying import Source
+from placement_worker.rest.copying import CopySource
 from placement_worker.store import audit as questions
 from placement_worker.store import cells, image, overcommit
 from placement_worker.store.image import ImageError
@@ -216,7 +216,7 @@ async def _assign(store: PostgresStore, database: Database, what: image.Image) -
 
 
 async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
-    source = Source(url, token)
+    source = CopySource(url, token)
     whole = True
     try:
         for number in range(1, MAX_PASSES + 1):

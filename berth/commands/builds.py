@@ -33,7 +33,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
-from cell_conductor.domain.report import Kind
+from cell_conductor.domain.report import UnexplainedKind
 
 QUERY_TIMEOUT_S = 10.0
 MAX_COUNT = 100_000
@@ -186,7 +186,7 @@ def hosts(
     async def body() -> None:
         settings = settings_of(context)
         if unknown:
-            show_unexplained(await unexplained(database_of(settings), cell, tuple(Kind)), as_json)
+            show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
             return
         if cell is not None:
             Site(settings).check_cell(cell)

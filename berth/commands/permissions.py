@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from berth.commands.common import EXIT_USAGE, AsJson, Stop, out, print_json, run, settings_of
-from berth.permissions import OF_A_CELL, Grant, Role, as_plain, commands, of_project, of_role
+from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, of_project, of_role
 from berth.site import Site
 
 
 def permissions(
     context: typer.Context,
-    role: Annotated[Role | None, typer.Option(help="Only this role's; default: each role's.")] = None,
+    role: Annotated[PermissionRole | None, typer.Option(help="Only this role's; default: each role's.")] = None,
     project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
     cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
@@ -28,7 +28,7 @@ def permissions(
         settings = settings_of(context)
         if cell is not None:
             Site(settings).check_cell(cell)
-        roles = [role] if role is not None else [] if project else list(Role)
+        roles = [role] if role is not None else [] if project else list(PermissionRole)
         if user is not None and len(roles) + len(project or ()) != 1:
             raise Stop(EXIT_USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
         if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:

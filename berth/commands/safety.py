@@ -30,7 +30,7 @@ from berth.commands.common import (
 from berth.render import render_rows
 from berth.site import Site
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Kind
+from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import DESTROY, KEEP, Noted, PostgresSafety, Safety
 
 quarantine = typer.Typer(
@@ -49,7 +49,9 @@ def list_quarantine(context: typer.Context, cell: CellName = None, as_json: AsJs
     """List the machines in quarantine, with what was decided about them."""
 
     async def body() -> None:
-        show_unexplained(await unexplained(database_of(settings_of(context)), cell, (Kind.QUARANTINED,)), as_json)
+        show_unexplained(
+            await unexplained(database_of(settings_of(context)), cell, (UnexplainedKind.QUARANTINED,)), as_json
+        )
 
     run(body)
 
@@ -139,7 +141,7 @@ def reset(
     run(body)
 
 
-async def unexplained(here: Site, cell: str | None, kinds: Sequence[Kind]) -> list[tuple[str, Noted]]:
+async def unexplained(here: Site, cell: str | None, kinds: Sequence[UnexplainedKind]) -> list[tuple[str, Noted]]:
     """The machines of these kinds that are on record, with their cells."""
     found: list[tuple[str, Noted]] = []
     for name in _cells(here, cell):

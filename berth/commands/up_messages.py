@@ -8,7 +8,7 @@ from typing import Any
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
-from berth.up_processes import Numbers, Running
+from berth.up_processes import ProcessCounts, RunningProcesses
 from bus.service.settings import hide_password
 
 NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
@@ -28,7 +28,7 @@ def one_process(here: Site, computes: Sequence[str], ironic_url: str | None, res
     }
 
 
-def as_processes(started: Running, count: Numbers, cpus: int, rest: AtUp) -> dict[str, Any]:
+def as_processes(started: RunningProcesses, count: ProcessCounts, cpus: int, rest: AtUp) -> dict[str, Any]:
     """Each worker a process."""
     workers = started.processes.workers.values()
     settings = started.site.settings

@@ -1,6 +1,6 @@
 """A small Ironic for demonstrations and tests: real HTTP, simulated nodes, notifications of the true shape."""
 
-from berth.ironic_stand_in.announcer import EXCHANGE, AmqpAnnouncer, Announcer, MemoryAnnouncer, Silent
+from berth.ironic_stand_in.announcer import EXCHANGE, AmqpAnnouncer, MemoryAnnouncer, NotificationAnnouncer, Silent
 from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
 from berth.ironic_stand_in.replay import replay
 from berth.ironic_stand_in.server import IronicStandIn
@@ -8,11 +8,11 @@ from berth.ironic_stand_in.server import IronicStandIn
 __all__ = [
     "EXCHANGE",
     "AmqpAnnouncer",
-    "Announcer",
     "Behaviour",
     "Farm",
     "IronicStandIn",
     "MemoryAnnouncer",
+    "NotificationAnnouncer",
     "RequestError",
     "Silent",
     "replay",

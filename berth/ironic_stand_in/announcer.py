@@ -14,7 +14,7 @@ EXCHANGE = "ironic"
 CONNECT_TIMEOUT_S = 10.0
 
 
-class Announcer(Protocol):
+class NotificationAnnouncer(Protocol):
     """Publishes into Ironic's exchange."""
 
     async def open(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from berth.ironic_stand_in import shapes
-from berth.ironic_stand_in.announcer import Announcer
+from berth.ironic_stand_in.announcer import NotificationAnnouncer
 from bus.clock import Clock, new_uuid
 
 MAX_TASKS = 10_000  # nodes on their way at once
@@ -54,7 +54,7 @@ class Farm:
     """Simulated nodes. Calls that take time start it and return, as Ironic's do; `idle` tells when all is done."""
 
     def __init__(
-        self, announcer: Announcer, *, clock: Clock, rng: random.Random, behaviour: Behaviour | None = None
+        self, announcer: NotificationAnnouncer, *, clock: Clock, rng: random.Random, behaviour: Behaviour | None = None
     ) -> None:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.version = 0  # rises with every change

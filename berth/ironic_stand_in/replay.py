@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from berth.ironic_stand_in.announcer import Announcer
+from berth.ironic_stand_in.announcer import NotificationAnnouncer
 from berth.ironic_stand_in.farm import Farm
 
 UNCHANGED = "unchanged"
 
 
-async def replay(recording: Path, farm: Farm, announcer: Announcer) -> AsyncIterator[str]:
+async def replay(recording: Path, farm: Farm, announcer: NotificationAnnouncer) -> AsyncIterator[str]:
     """Go through `<name>.jsonl` and its `<name>.nodes.json`; yields each step's name once it was said.
 
     The farm answers with the recorded nodes beside its own. Times between messages are not kept: a consumer that

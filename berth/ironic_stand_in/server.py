@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from berth.ironic_stand_in import shapes
-from berth.ironic_stand_in.announcer import Announcer
+from berth.ironic_stand_in.announcer import NotificationAnnouncer
 from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
 from bus.clock import Clock, new_uuid
 
@@ -47,7 +47,7 @@ class IronicStandIn:
 
     def __init__(
         self,
-        announcer: Announcer,
+        announcer: NotificationAnnouncer,
         *,
         clock: Clock,
         rng: random.Random,

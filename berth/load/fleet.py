@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from berth.load.plan import PlanError
-from berth.load.trace import WHOLE_GPU, Asked, Request, amount, csv_rows, model
+from berth.load.trace import WHOLE_GPU, TraceRequest, TraceRow, amount, csv_rows, model
 from berth.settings import Settings, UpSettings
 from compute_sim.config import ComputeConfig, Device, HostSize
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -81,7 +81,7 @@ def size_of(kind: HostKind) -> HostSize:
     )
 
 
-def flavor_of(asked: Asked) -> Flavor:
+def flavor_of(asked: TraceRequest) -> Flavor:
     """The flavor that is just this request."""
     specs: dict[str, str] = {}
     for group in range(1, asked.gpus + 1):
@@ -95,7 +95,7 @@ def flavor_of(asked: Asked) -> Flavor:
     return Flavor(vcpus=asked.cpu_milli, memory_mb=asked.memory_mib, extra_specs=specs)
 
 
-def settings_like(hosts: Counter[HostKind], requests: Sequence[Request]) -> Settings:
+def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Settings:
     """One cell with just these hosts, and a flavor for every distinct request. Raises PlanError."""
     kinds = sorted(hosts)
     asked = sorted({one.asked for one in requests})
@@ -114,10 +114,10 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[Request]) -> Sett
     )
 
 
-def demand(requests: Sequence[Request], *, deletes: bool = True) -> list[tuple[float, float, float, float]]:
+def demand(requests: Sequence[TraceRow], *, deletes: bool = True) -> list[tuple[float, float, float, float]]:
     """(seconds from the first arrival, cores, MiB, GPUs) that are asked for from each arrival or deletion on."""
     first, last = requests[0].created_s, requests[-1].created_s
-    steps: list[tuple[float, int, Asked]] = []
+    steps: list[tuple[float, int, TraceRequest]] = []
     for one in requests:
         steps.append((one.created_s - first, 1, one.asked))
         if deletes and one.ends_by(last):

@@ -34,7 +34,7 @@ class Table:
         return found
 
 
-class Ledger:
+class LoadLedger:
     """Rows by instance. Times are handed in as the client's monotonic clock; `start` makes them seconds of the run."""
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class LoadSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cells: tuple[str, ...] = ()
 
 
-class Machine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MachineInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the load generator ran, and on what."""
 
     hostname: str = ""
@@ -230,7 +230,7 @@ class LoadRecord(Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     started_at: float = 0.0
     seconds: Seconds = 0.0
-    machine: Machine = Machine()
+    machine: MachineInfo = MachineInfo()
     boots: Operations = field(default_factory=Operations)
     deletes: Operations = field(default_factory=Operations)
     samples: Samples = field(default_factory=Samples)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from berth.client import BuildClient, Track
 from berth.load.figures import stages_ms, summary
-from berth.load.ledger import Ledger
+from berth.load.ledger import LoadLedger
 from berth.load.plan import Arrival, LoadPlan, draw
 from berth.load.stages import conflicts_of, stages_of
 from berth.load.summary import LoadReport, sum_up
@@ -65,8 +65,8 @@ class LoadRun:
         keep_tracks: bool = True,
     ) -> None:
         self.plan = plan
-        self.boots = Ledger()
-        self.deletes = Ledger()
+        self.boots = LoadLedger()
+        self.deletes = LoadLedger()
         self.twice = 0
         self.refusals = 0
         self.retries = 0
@@ -174,7 +174,7 @@ class LoadRun:
         give_up_at = self._clock.monotonic() + self.plan.offers_again_s
         return Offer(request=request, flavor=request.flavor, intended=intended, row=row, give_up_at=give_up_at)
 
-    async def _send(self, offers: list[Offer], ledger: Ledger | None = None) -> None:
+    async def _send(self, offers: list[Offer], ledger: LoadLedger | None = None) -> None:
         """Offer in the background, so that a slow confirm holds nobody up; at most MAX_SLICES at once."""
         await self._slices.acquire()
         task = asyncio.create_task(self._offer(offers, self.boots if ledger is None else ledger))
@@ -188,7 +188,7 @@ class LoadRun:
             self._fault = self._fault or task.exception()
         self._changed.set()
 
-    async def _offer(self, offers: list[Offer], ledger: Ledger) -> None:
+    async def _offer(self, offers: list[Offer], ledger: LoadLedger) -> None:
         """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is away.
 
         What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
@@ -200,13 +200,13 @@ class LoadRun:
         while offers:
             offers = await self._knock(offers, ledger)
 
-    async def _knock(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
+    async def _knock(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
         async with self._door:
             if self._turned_away:
                 await self._clock.sleep(AGAIN_S * (0.5 + self._chance.random() / 2))
             return await self._offer_once(offers, ledger)
 
-    async def _offer_once(self, offers: list[Offer], ledger: Ledger) -> list[Offer]:
+    async def _offer_once(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
         """Returns those to be offered again."""
         # The end may come of one whose confirm was lost: it arrived, and nothing more is said of it.
         offers = [offer for offer in offers if ledger.is_unsent(offer.row)]
@@ -218,7 +218,9 @@ class LoadRun:
         self._turned_away = any(error is not None for error in errors)
         return self._settle(offers, errors, ledger)
 
-    def _settle(self, offers: Sequence[Offer], errors: Sequence[BaseException | None], ledger: Ledger) -> list[Offer]:
+    def _settle(
+        self, offers: Sequence[Offer], errors: Sequence[BaseException | None], ledger: LoadLedger
+    ) -> list[Offer]:
         """What the broker said to each; returns those to be offered again."""
         now = self._clock.monotonic()
         again: list[Offer] = []
@@ -349,7 +351,7 @@ class LoadRun:
             track.stages = {}
         self._changed.set()
 
-    def _note_end(self, ledger: Ledger, row: int, track: Track) -> None:
+    def _note_end(self, ledger: LoadLedger, row: int, track: Track) -> None:
         """Write down how one ended."""
         ledger.ended[row] = self.last_end = track.ended_at or 0.0
         ledger.set_outcome(row, track.state)

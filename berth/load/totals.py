@@ -9,7 +9,7 @@ from collections import Counter
 from importlib import metadata
 from statistics import median
 
-from berth.load.record import STAGES, LoadSettings, Machine, Operations, Totals
+from berth.load.record import STAGES, LoadSettings, MachineInfo, Operations, Totals
 from berth.load.run import LoadRun
 from berth.load.summary import percentiles
 
@@ -99,14 +99,14 @@ def settings_of(run: LoadRun, **more: object) -> LoadSettings:
     )
 
 
-def machine() -> Machine:
+def machine() -> MachineInfo:
     """This one."""
     try:
         version = metadata.version("berth")
     except metadata.PackageNotFoundError:
         version = ""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(
+    return MachineInfo(
         hostname=socket.gethostname(),
         system=f"{platform.system()} {platform.release()}",
         cpus=len(os.sched_getaffinity(0)),

@@ -38,7 +38,7 @@ class Shape(Struct, frozen=True):
         return self.vcpus >= asked.vcpus and self.memory_mb >= asked.memory_mb and self.gpus >= asked.gpus
 
 
-class Asked(Struct, frozen=True, order=True):
+class TraceRequest(Struct, frozen=True, order=True):
     """What one request of a trace asks: thousandths of a core, MiB, so many GPUs, thousandths of each, of any of these.
 
     models empty: whatever model.
@@ -64,12 +64,12 @@ class Asked(Struct, frozen=True, order=True):
         return Shape(self.cpu_milli / 1000, self.memory_mib, self.gpus)
 
 
-class Request(Struct, frozen=True):
+class TraceRow(Struct, frozen=True):
     """One row of a trace. deleted_s None: never."""
 
     created_s: float
     deleted_s: float | None
-    asked: Asked
+    asked: TraceRequest
 
     @property
     def lifetime_s(self) -> float:
@@ -91,16 +91,16 @@ def read_trace(
     return arrivals_of(skipped(read_requests(path), skip_s), flavors, speed=speed, deletes=deletes)
 
 
-def skipped(requests: list[Request], skip_s: float) -> list[Request]:
+def skipped(requests: list[TraceRow], skip_s: float) -> list[TraceRow]:
     """Without the first so many seconds: what had gone by then is left out, what was still there comes at once."""
     begin = requests[0].created_s + skip_s
     if begin > requests[-1].created_s:
         raise PlanError("load.trace", f"nothing arrives after the first {skip_s:g} s that are skipped")
-    return [Request(max(one.created_s, begin), one.deleted_s, one.asked) for one in requests if not one.ends_by(begin)]
+    return [TraceRow(max(one.created_s, begin), one.deleted_s, one.asked) for one in requests if not one.ends_by(begin)]
 
 
 def arrivals_of(
-    requests: Sequence[Request], flavors: Mapping[str, Shape], *, speed: float, deletes: bool
+    requests: Sequence[TraceRow], flavors: Mapping[str, Shape], *, speed: float, deletes: bool
 ) -> tuple[Arrival, ...]:
     """When each of these is meant to leave, as what, and how long it lives."""
     first, last = requests[0].created_s, requests[-1].created_s
@@ -115,7 +115,7 @@ def arrivals_of(
     )
 
 
-def read_requests(path: Path) -> list[Request]:
+def read_requests(path: Path) -> list[TraceRow]:
     """The rows of a file by when they came. Raises PlanError."""
     rows = sorted(_rows(path), key=lambda row: row.created_s)
     if not rows:
@@ -123,7 +123,7 @@ def read_requests(path: Path) -> list[Request]:
     return rows
 
 
-def _flavor(request: Asked, order: list[str], flavors: Mapping[str, Shape]) -> str:
+def _flavor(request: TraceRequest, order: list[str], flavors: Mapping[str, Shape]) -> str:
     if request.flavor in flavors:
         return request.flavor
     asked = request.shape
@@ -133,7 +133,7 @@ def _flavor(request: Asked, order: list[str], flavors: Mapping[str, Shape]) -> s
     return max(order, key=lambda name: (min(flavors[name].gpus, asked.gpus), flavors[name].vcpus))
 
 
-def _rows(path: Path) -> list[Request]:
+def _rows(path: Path) -> list[TraceRow]:
     return [_request(path, line, row) for line, row in csv_rows(path, NEEDED)]
 
 
@@ -165,7 +165,7 @@ def amount(row: Mapping[str, str], name: str, default: str = "") -> float:
     return value
 
 
-def _request(path: Path, line: int, row: Mapping[str, str]) -> Request:
+def _request(path: Path, line: int, row: Mapping[str, str]) -> TraceRow:
     try:
         created = amount(row, "creation_time")
         deleted = float(row.get("deletion_time") or "-1")  # below its creation: never
@@ -173,7 +173,7 @@ def _request(path: Path, line: int, row: Mapping[str, str]) -> Request:
             raise ValueError("deletion_time")
         gpus = int(amount(row, "num_gpu", "0"))
         models = tuple(sorted({model(name) for name in (row.get("gpu_spec") or "").split("|") if name.strip()}))
-        asked = Asked(
+        asked = TraceRequest(
             cpu_milli=math.ceil(amount(row, "cpu_milli")),
             memory_mib=math.ceil(amount(row, "memory_mib")),
             gpus=gpus,
@@ -182,7 +182,7 @@ def _request(path: Path, line: int, row: Mapping[str, str]) -> Request:
         )
     except ValueError as fault:
         raise PlanError("load.trace", f"{path}, line {line}: not a request: {fault}") from fault
-    return Request(created, deleted if deleted >= created else None, asked)
+    return TraceRow(created, deleted if deleted >= created else None, asked)
 
 
 def model(text: str) -> str:

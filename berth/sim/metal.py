@@ -128,7 +128,14 @@ class SimIronic:
     """The process: it never dies, but it can be away."""
 
     def __init__(
-        self, broker: Broker, network_faults: NetworkFaults, story: Story, clock: Clock, *, seed: int, behaviour: Behaviour
+        self,
+        broker: Broker,
+        network_faults: NetworkFaults,
+        story: Story,
+        clock: Clock,
+        *,
+        seed: int,
+        behaviour: Behaviour,
     ) -> None:
         rng = random.Random(f"berth.sim.ironic {seed}")
         self.process = Process("ironic")

@@ -116,7 +116,7 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, set | list) else value
 
 
-class Trees:
+class ForeignTrees:
     """Another source's hosts, with devices that move between them, and consumers that are not berth's."""
 
     ROOTS = tuple(f"00000000-0000-4000-a000-00000000000{n}" for n in range(2))
@@ -194,7 +194,7 @@ class Others:
 
     def __init__(self, world: World, client: Client) -> None:
         self._world = world
-        self._trees = Trees(world, client)
+        self._trees = ForeignTrees(world, client)
         self._backups: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, tuple[list[tuple[str, Guest]], list[tuple[Key, Entry]]]] = {}
         self._acts: dict[Act, Callable[[Order], Awaitable[None]]] = {

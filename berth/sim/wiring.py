@@ -17,10 +17,10 @@ import scheduler_worker.app
 from berth.sim.loop import Process
 from berth.sim.metal import URL, IronicTransport, SimIronic
 from berth.sim.metal_watch import MetalWatch, WatchedPositions
-from berth.sim.network import SimTransport, NetworkFaults
+from berth.sim.network import NetworkFaults, SimTransport
 from berth.sim.plan import SIZES, Cell, Plan
 from berth.sim.watch import Breach
-from bus.persistence.memory_database import Session
+from bus.persistence.memory_database import MemorySession
 from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
@@ -90,7 +90,7 @@ class Seat(Struct, frozen=True):
 
     process: Process
     transports: list[SimTransport]
-    session: Callable[[str], Session]
+    session: Callable[[str], MemorySession]
     book: Book | None
     hosts: HostTable | None
 

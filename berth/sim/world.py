@@ -17,7 +17,7 @@ from berth.sim.company_watch import CompanyWatch
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import NOBODY, PROCESS, Process
 from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
-from berth.sim.network import Broker, SimTransport, NetworkFaults
+from berth.sim.network import Broker, NetworkFaults, SimTransport
 from berth.sim.plan import Cell, Plan
 from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
@@ -28,7 +28,7 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.placement import Claim
 from bus.faults import DatabaseUnavailable, Transient
-from bus.persistence.memory_database import MemoryDatabase, Session
+from bus.persistence.memory_database import MemoryDatabase, MemorySession
 from bus.port import BusUnavailable, Outgoing
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -96,7 +96,7 @@ class Life(Struct):
     stop: asyncio.Event
     task: asyncio.Task[None]
     transports: list[SimTransport]
-    sessions: list[Session]
+    sessions: list[MemorySession]
     clock: SimClock
     book: Book | None = None
     hosts: HostTable | None = None
@@ -177,7 +177,7 @@ class World:
         count = self.counts[name] = self.counts.get(name, 0) + 1
         process = Process(name)
         transports: list[SimTransport] = []
-        sessions: list[Session] = []
+        sessions: list[MemorySession] = []
         seed = f"{self.plan.seed} {name} {count}"
 
         def transport(bus: str) -> SimTransport:
@@ -194,7 +194,7 @@ class World:
             rng=random.Random(seed),
         )
 
-        def session(schema: str) -> Session:
+        def session(schema: str) -> MemorySession:
             pause = partial(self._pause, schema, random.Random(f"{seed} {schema}"), transports)
             sessions.append(self.schemas[schema].session(pause))
             return sessions[-1]
@@ -363,7 +363,12 @@ class World:
         table = self.schemas["ironic_sync"] = self.positions
         table.on_commit.append(partial(self._committed, "ironic_sync", lambda: None))
         ironic = SimIronic(
-            self.brokers[API], self.network_faults, self.story, self.clock, seed=self.plan.seed, behaviour=metal.behaviour
+            self.brokers[API],
+            self.network_faults,
+            self.story,
+            self.clock,
+            seed=self.plan.seed,
+            behaviour=metal.behaviour,
         )
         ironic.farm.plan(metal.nodes, CLASSES)
         ironic.farm.occupy(metal.foreign, CLASSES)

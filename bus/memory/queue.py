@@ -11,7 +11,7 @@ from typing import Protocol
 
 from bus.clock import Clock
 from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing
-from bus.topology import Names, QueuePlan
+from bus.topology import QueueNames, QueuePlan
 
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
 MAX_PER_TURN = 256
@@ -23,7 +23,7 @@ ROOM_AGAIN_S = 0.2
 class Connection(Protocol):
     """What the broker and its queues know of a transport that is connected."""
 
-    names: Names
+    names: QueueNames
 
     def lose(self) -> None:
         """The connection is cut."""

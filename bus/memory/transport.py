@@ -11,7 +11,7 @@ from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import Consumption
 from bus.port import BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
-from bus.topology import FOREIGN, Names, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import FOREIGN, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 
 # A connection whose private queue another one has tries again so often.
 LOCKED_AGAIN_S = 0.1
@@ -53,7 +53,7 @@ class MemoryTransport:
         self.broker = broker
         self.name = name
         self.subscriptions: list[MemorySubscription] = []
-        self.names = Names(prefix)
+        self.names = QueueNames(prefix)
         self._plain = not prefix
         self._declared: list[QueuePlan] = []
         self._getters: dict[str, Consumption] = {}

@@ -3,8 +3,8 @@
 It behaves as the stores need PostgreSQL to behave (READ COMMITTED): a row lock is held until the transaction ends, who
 waits in a circle is told so, what is written becomes visible all at once at the commit, and a connection that is lost
 leaves nothing behind that was not committed. A server that crashes takes back what was committed in no hurry and is not
-on disk yet, and gives the numbers of those transactions again. One process, one event loop; several `Session`s share a
-`MemoryDatabase`.
+on disk yet, and gives the numbers of those transactions again. One process, one event loop; several
+`MemorySession`s share a `MemoryDatabase`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class _Image(Struct, frozen=True):
 class _Lock:
     __slots__ = ("owner", "waiting")
 
-    def __init__(self, owner: Transaction) -> None:
+    def __init__(self, owner: MemoryDatabaseTransaction) -> None:
         self.owner = owner
-        self.waiting: deque[tuple[Transaction, asyncio.Future[None]]] = deque()
+        self.waiting: deque[tuple[MemoryDatabaseTransaction, asyncio.Future[None]]] = deque()
 
 
 class MemoryDatabase:
@@ -80,9 +80,9 @@ class MemoryDatabase:
         self._last_row = 0
         self._image: _Image | None = None
 
-    def session(self, pause: Pause = turn) -> Session:
+    def session(self, pause: Pause = turn) -> MemorySession:
         """One process's connections to this database."""
-        return Session(self, pause)
+        return MemorySession(self, pause)
 
     def next_row(self) -> int:
         """A new outbox row's id: rolled back it leaves a hole, and no crash gives it again (outbox.NEW_ID)."""
@@ -124,7 +124,7 @@ class MemoryDatabase:
         """Whether somebody holds this row."""
         return key in self._locks
 
-    async def acquire(self, transaction: Transaction, key: Hashable) -> None:
+    async def acquire(self, transaction: MemoryDatabaseTransaction, key: Hashable) -> None:
         """Lock a row for a transaction; raises Transient for a circle, and when it takes too long."""
         lock = self._locks.get(key)
         if lock is None:
@@ -147,7 +147,7 @@ class MemoryDatabase:
             transaction.waits_for = None
             lock.waiting = deque(waiter for waiter in lock.waiting if waiter[1] is not future)
 
-    def release(self, transaction: Transaction, keys: Iterable[Hashable]) -> None:
+    def release(self, transaction: MemoryDatabaseTransaction, keys: Iterable[Hashable]) -> None:
         """Hand rows on to whoever waits longest."""
         for key in keys:
             lock = self._locks.get(key)
@@ -164,7 +164,7 @@ class MemoryDatabase:
                 del self._locks[key]
 
     @staticmethod
-    def _is_circle(asking: Transaction, lock: _Lock) -> bool:
+    def _is_circle(asking: MemoryDatabaseTransaction, lock: _Lock) -> bool:
         seen: _Lock | None = lock
         while seen is not None:
             if seen.owner is asking:
@@ -173,10 +173,10 @@ class MemoryDatabase:
         return False
 
 
-class Transaction:
+class MemoryDatabaseTransaction:
     """One transaction: it locks, promises writes, and all of them happen at its commit or none."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MemorySession) -> None:
         self._session = session
         self._database = session.database
         self._writes: list[Callable[[], None]] = []
@@ -254,22 +254,22 @@ class Transaction:
             raise DatabaseUnavailable("the connection was lost")
 
 
-class Session:
+class MemorySession:
     """One process's connections."""
 
     def __init__(self, database: MemoryDatabase, pause: Pause) -> None:
         self.database = database
         self.pause = pause
-        self.transactions: dict[Transaction, None] = {}
+        self.transactions: dict[MemoryDatabaseTransaction, None] = {}
         self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
 
-    def transaction(self) -> AbstractAsyncContextManager[Transaction]:
+    def transaction(self) -> AbstractAsyncContextManager[MemoryDatabaseTransaction]:
         """Commits at the end, rolls back on an exception."""
         return self._transaction()
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[Transaction]:
-        transaction = Transaction(self)
+    async def _transaction(self) -> AsyncIterator[MemoryDatabaseTransaction]:
+        transaction = MemoryDatabaseTransaction(self)
         self.transactions[transaction] = None
         try:
             await transaction.statement()  # BEGIN; a pool that has no connection is found out here
@@ -296,7 +296,7 @@ class Session:
 class MemoryRows:
     """The outbox of a MemoryDatabase, for a relay."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MemorySession) -> None:
         self._session = session
 
     async def forget(self, row_ids: Sequence[int]) -> None:

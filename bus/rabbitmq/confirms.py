@@ -11,7 +11,7 @@ from msgspec import structs
 from bus.port import BusUnavailable, Outgoing
 from bus.rabbitmq import frames
 from bus.rabbitmq.errors import translated
-from bus.topology import Names
+from bus.topology import QueueNames
 
 CONFIRM_TIMEOUT_S = 30.0
 
@@ -19,7 +19,7 @@ CONFIRM_TIMEOUT_S = 30.0
 class PublishChannel:
     """A channel in confirm mode. Nobody else publishes on it, so its delivery tags are counted here."""
 
-    def __init__(self, channel: Channel, names: Names) -> None:
+    def __init__(self, channel: Channel, names: QueueNames) -> None:
         self.channel = channel
         self._names = names
         self._frame_max = channel.connection.connection_tune.frame_max

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 
 from bus.port import DELIVERY_FIELDS
-from bus.topology import Names
+from bus.topology import QueueNames
 
 # Method frames of AMQP 0-9-1 in one go: type 1, channel, size 13, class 60, method, delivery tag, bits, end.
 _FRAME = struct.Struct(">BHIHHQBB")
@@ -123,7 +123,7 @@ class RabbitDelivery:
 
     __slots__ = ("_acks", "_tag", *DELIVERY_FIELDS)
 
-    def __init__(self, message: DeliveredMessage, acks: Acks, names: Names) -> None:
+    def __init__(self, message: DeliveredMessage, acks: Acks, names: QueueNames) -> None:
         properties = message.header.properties
         self._acks = acks
         self._tag = message.delivery_tag or 0

@@ -15,7 +15,7 @@ from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
 from bus.port import BusError, Outgoing, QueueMissing
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
-from bus.topology import Names, QueuePlan
+from bus.topology import QueueNames, QueuePlan
 
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
@@ -28,7 +28,7 @@ HEARTBEAT_S = 10
 class Session:
     """A connection, a channel to publish on and one to declare on; both are replaced when the broker closes them."""
 
-    def __init__(self, connection: aio_pika.abc.AbstractConnection, names: Names) -> None:
+    def __init__(self, connection: aio_pika.abc.AbstractConnection, names: QueueNames) -> None:
         assert connection.transport is not None, "connected"
         self.names = names
         self.lost = asyncio.Event()
@@ -41,7 +41,7 @@ class Session:
         self._publishing = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, url: str, names: Names, connection_name: str) -> Session:
+    async def connect(cls, url: str, names: QueueNames, connection_name: str) -> Session:
         """Connect. Raises BusUnavailable or BusForbidden."""
         target = URL(url).update_query(heartbeat=str(HEARTBEAT_S), name=connection_name)
         pika = aio_pika.Connection(target)

@@ -16,7 +16,7 @@ from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing,
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
-from bus.topology import Names, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 
 log = structlog.get_logger("bus.rabbitmq")
 
@@ -102,7 +102,7 @@ class RabbitTransport:
     def __init__(self, url: str, *, name: str, prefix: str = "", connection_name: str = "") -> None:
         self.name = name
         self._url = url
-        self._names = Names(prefix)
+        self._names = QueueNames(prefix)
         self._connection_name = connection_name or f"berth {name}"
         self._session: Session | None = None
         self._keeper: asyncio.Task[None] | None = None

@@ -46,7 +46,7 @@ class Breaker(Struct, frozen=True, kw_only=True):
         return not self.reset_at
 
 
-class Verdict(Struct, frozen=True):
+class BreakerVerdict(Struct, frozen=True):
     """What one report may do: these findings go on. tripped: the breaker to put on record, if it trips now."""
 
     go: tuple[Finding, ...] = ()
@@ -62,18 +62,18 @@ def judge(
     *,
     limit: int,
     now: float,
-) -> Verdict:
+) -> BreakerVerdict:
     """What of one report's findings may be done. quarantined: machines that were put on record with this report.
 
     All or nothing: up to the limit is what a bad day may bring, more of it at once looks like a wrong database.
     """
     if breaker is not None and breaker.is_open:
-        return Verdict(held=len(findings))
+        return BreakerVerdict(held=len(findings))
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
     new = [finding for finding in findings if finding.key not in passed]
     unknown = [f"{one.uuid}@{one.host_uuid}" for one in quarantined]
     if len(new) + len(unknown) <= limit:
-        return Verdict(go=tuple(findings))
+        return BreakerVerdict(go=tuple(findings))
     lost = sum(isinstance(finding.event, HostMissing) for finding in new)
     machines = sorted({*(finding.key for finding in new), *unknown})[:MAX_NAMED]
     tripped = Breaker(
@@ -84,10 +84,10 @@ def judge(
         over=len(new) - lost,
         machines=tuple(machines),
     )
-    return Verdict(held=len(findings), tripped=tripped)
+    return BreakerVerdict(held=len(findings), tripped=tripped)
 
 
-class Look:
+class ReportLook:
     """What the pages of one look at a service's hosts have brought so far: it is judged as a whole."""
 
     def __init__(self, key: tuple[int, int, int]) -> None:

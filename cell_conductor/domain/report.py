@@ -15,7 +15,7 @@ from .instance import Look, State
 from .proof import DELETE_ASKED, OnRecord, is_over
 
 
-class Recorded(OnRecord, Protocol):
+class RecordedInstance(OnRecord, Protocol):
     """As much of an instance as the comparison reads."""
 
     @property
@@ -31,7 +31,7 @@ class Recorded(OnRecord, Protocol):
         """When its state was entered."""
 
 
-class Kind(StrEnum):
+class UnexplainedKind(StrEnum):
     """What a machine is that no record explains."""
 
     FOREIGN = "foreign"  # it has no mark of this deployment: another's, and never touched
@@ -46,7 +46,7 @@ class Unexplained(Struct, frozen=True):
     uuid: str
     attempt: int
     host_uuid: str
-    kind: Kind
+    kind: UnexplainedKind
     why: str
 
 
@@ -73,7 +73,7 @@ AT_HOME = frozenset({State.ACTIVE, State.DELETING})
 
 def differences(
     report: ComputeHosts,
-    recorded: Iterable[Recorded],
+    recorded: Iterable[RecordedInstance],
     *,
     deployment: str,
     now: float,
@@ -94,9 +94,13 @@ def differences(
             record = by_uuid.get(one.instance_uuid)
             if one.deployment != deployment:
                 if not _is_known_at(record, host_uuid):
-                    unexplained.append(Unexplained(one.instance_uuid, one.attempt, host_uuid, Kind.FOREIGN, NO_MARK))
+                    unexplained.append(
+                        Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.FOREIGN, NO_MARK)
+                    )
             elif not one.leaving and (why := _unexplained(record, one, host_uuid)):
-                unexplained.append(Unexplained(one.instance_uuid, one.attempt, host_uuid, Kind.QUARANTINED, why))
+                unexplained.append(
+                    Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
+                )
             elif record is not None and not one.leaving and not _agrees(record, host_uuid, one, report.service):
                 unwanted = record.state not in DELETE_ASKED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
@@ -115,7 +119,7 @@ def differences(
     return Differences(tuple(events), tuple(harmful), tuple(unexplained))
 
 
-def _is_known_at(record: Recorded | None, host_uuid: str) -> bool:
+def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
     """Whether a machine without our mark is the one on record here: an operator may have taken its mark away.
 
     It is neither lost nor proved ours: it is left as it is, and a destroy of it is refused by its host.
@@ -123,7 +127,7 @@ def _is_known_at(record: Recorded | None, host_uuid: str) -> bool:
     return record is not None and record.state in AT_HOME and record.host_uuid == host_uuid
 
 
-def _unexplained(record: Recorded | None, one: Running, host_uuid: str) -> str:
+def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
     """Why the record does not explain a machine that carries our mark; "": it does."""
     if record is None or record.state is State.ABSENT:
         return NO_RECORD
@@ -132,7 +136,7 @@ def _unexplained(record: Recorded | None, one: Running, host_uuid: str) -> str:
     return ELSEWHERE if one.attempt == record.attempt else NEWER
 
 
-def _agrees(record: Recorded, host_uuid: str, one: Running, service: str) -> bool:
+def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str) -> bool:
     if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
         return False
     if record.state is State.BUILDING:

@@ -8,7 +8,7 @@ from functools import partial
 from uuid import uuid4
 
 from bus.persistence.conflict import Conflict, PreconditionFailed
-from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
@@ -39,7 +39,7 @@ class MemoryInstanceTable(MemoryDatabase):
 class MemoryTransaction:
     """One transaction."""
 
-    def __init__(self, table: MemoryInstanceTable, transaction: Transaction) -> None:
+    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction) -> None:
         self._table = table
         self._transaction = transaction
         self.row: int | None = None
@@ -99,7 +99,7 @@ class MemoryTransaction:
 class MemoryInstanceRows:
     """The rows below an optimistic transaction: one that reads, and one that locks, compares and writes."""
 
-    def __init__(self, table: MemoryInstanceTable, session: Session) -> None:
+    def __init__(self, table: MemoryInstanceTable, session: MemorySession) -> None:
         self._table = table
         self._session = session
 
@@ -140,7 +140,7 @@ def _key(uuid: str) -> tuple[str, str]:
     return "instance", uuid
 
 
-def _keep(table: MemoryInstanceTable, transaction: Transaction, instances: Sequence[Instance]) -> None:
+def _keep(table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, instances: Sequence[Instance]) -> None:
     if instances:
         rows = {instance.uuid: instance for instance in instances}
         transaction.will(lambda: table.instances.update(rows), *map(_key, rows))
@@ -149,7 +149,7 @@ def _keep(table: MemoryInstanceTable, transaction: Transaction, instances: Seque
 class MemoryInstances:
     """One conductor's view of a cell's instances."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MemorySession) -> None:
         assert isinstance(session.database, MemoryInstanceTable)
         self._table = session.database
         self._session = session

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus.persistence.memory_database import Session
+from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
 from .safety import Noted, Place
 
@@ -25,7 +25,7 @@ class Tables(Protocol):
 class MemorySafety:
     """In a cell's tables."""
 
-    def __init__(self, table: Tables, session: Session) -> None:
+    def __init__(self, table: Tables, session: MemorySession) -> None:
         self._table = table
         self._session = session
 
@@ -65,7 +65,7 @@ class MemorySafety:
             decided = {
                 place: replace(noted, verdict=verdict, decided_by=by, decided_at=now)
                 for place, noted in self._table.unexplained.items()
-                if noted.machine.uuid == uuid and noted.machine.kind is Kind.QUARANTINED
+                if noted.machine.uuid == uuid and noted.machine.kind is UnexplainedKind.QUARANTINED
             }
             transaction.will(partial(self._table.unexplained.update, decided))
             return len(decided)

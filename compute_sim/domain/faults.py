@@ -43,7 +43,7 @@ class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     die_after: Annotated[int, Bound(ge=1)] | None = None
 
 
-class Ending(StrEnum):
+class PlannedEnding(StrEnum):
     """How a simulated build ends."""
 
     WORKS = "works"
@@ -55,7 +55,7 @@ class Ending(StrEnum):
 class Fate(Struct, frozen=True):
     """What happens to one attempt."""
 
-    ending: Ending = Ending.WORKS
+    ending: PlannedEnding = PlannedEnding.WORKS
     delay_s: float = 0.0
     leftover: bool = False
     late_s: float = 0.0
@@ -79,23 +79,23 @@ def fate(faults: Faults, seed: int, host: str, instance_uuid: str, attempt: int)
     return Fate(
         ending=ending,
         delay_s=faults.delay_min_s + waits * max(0.0, faults.delay_max_s - faults.delay_min_s),
-        leftover=ending in (Ending.FAILS, Ending.ABORTS) and leaves < faults.leftover_rate,
-        late_s=faults.late_s if ending is Ending.WORKS and lies < faults.late_rate else 0.0,
+        leftover=ending in (PlannedEnding.FAILS, PlannedEnding.ABORTS) and leaves < faults.leftover_rate,
+        late_s=faults.late_s if ending is PlannedEnding.WORKS and lies < faults.late_rate else 0.0,
         copies=2 if doubles < faults.duplicate_rate else 1,
         dies=dies < faults.die_rate,
     )
 
 
-def _ending(faults: Faults, host: str, roll: float) -> Ending:
+def _ending(faults: Faults, host: str, roll: float) -> PlannedEnding:
     """One roll over the endings laid end to end, so that the rates add up and never overlap."""
     if host in faults.fail_hosts:
-        return Ending.FAILS
+        return PlannedEnding.FAILS
     for rate, ending in (
-        (faults.fail_rate, Ending.FAILS),
-        (faults.abort_rate, Ending.ABORTS),
-        (faults.hang_rate, Ending.HANGS),
+        (faults.fail_rate, PlannedEnding.FAILS),
+        (faults.abort_rate, PlannedEnding.ABORTS),
+        (faults.hang_rate, PlannedEnding.HANGS),
     ):
         if roll < rate:
             return ending
         roll -= rate
-    return Ending.WORKS
+    return PlannedEnding.WORKS

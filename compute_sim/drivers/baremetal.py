@@ -93,7 +93,7 @@ class InstanceInfo(Struct, frozen=True):
     berth: Mark | None = None
 
 
-class Node(Struct, frozen=True):
+class IronicNode(Struct, frozen=True):
     """What of an Ironic node is needed here. Anything else in the answer is ignored."""
 
     uuid: str
@@ -127,7 +127,7 @@ class Node(Struct, frozen=True):
 class Page(Struct, frozen=True):
     """One page of nodes."""
 
-    nodes: list[Node] = []
+    nodes: list[IronicNode] = []
 
 
 class BareMetal:
@@ -266,7 +266,7 @@ class BareMetal:
 
     # --- what spawn is careful about
 
-    async def _guarded(self, build: Build) -> Node:
+    async def _guarded(self, build: Build) -> IronicNode:
         """The node, if it can take this build now (I-9); a build that was interrupted finds its own traces."""
         node = await self._expect(build.host_uuid)
         ours = node.instance is not None
@@ -301,9 +301,9 @@ class BareMetal:
 
     # --- Ironic's REST API
 
-    async def _nodes(self) -> builtins.list[Node]:
+    async def _nodes(self) -> builtins.list[IronicNode]:
         """This service's nodes, by uuid."""
-        nodes: builtins.list[Node] = []
+        nodes: builtins.list[IronicNode] = []
         marker: dict[str, str] = {}
         for _ in range(MAX_NODES // PAGE):
             answer = await self._call("GET", "/v1/nodes", params={"fields": FIELDS, "limit": str(PAGE), **marker})
@@ -314,7 +314,7 @@ class BareMetal:
             marker = {"marker": page[-1].uuid}
         return sorted(nodes, key=lambda node: node.uuid)
 
-    def _is_host(self, node: Node) -> bool:
+    def _is_host(self, node: IronicNode) -> bool:
         """Whether this service announces the node. Shares decide about nodes without a mark only."""
         mark = node.mark
         if mark is not None:
@@ -323,11 +323,11 @@ class BareMetal:
             return True
         return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share
 
-    async def _node(self, ident: str) -> Node | None:
+    async def _node(self, ident: str) -> IronicNode | None:
         answer = await self._call("GET", f"/v1/nodes/{ident}")
-        return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, Node)
+        return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, IronicNode)
 
-    async def _expect(self, ident: str) -> Node:
+    async def _expect(self, ident: str) -> IronicNode:
         node = await self._node(ident)
         if node is None:
             raise Reschedule("host.unknown", "Ironic has no such node")
@@ -370,7 +370,7 @@ def _parse(answer: httpx.Response, kind: type[T]) -> T:
         raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error
 
 
-def _is_of(node: Node, build: Build) -> bool:
+def _is_of(node: IronicNode, build: Build) -> bool:
     """Whether the node carries this very build, by its mark."""
     mark = node.mark
     return (
@@ -380,7 +380,7 @@ def _is_of(node: Node, build: Build) -> bool:
     )
 
 
-def _machines(node: Node) -> tuple[Machine, ...]:
+def _machines(node: IronicNode) -> tuple[Machine, ...]:
     """What the node carries; a text that is no uuid is nobody's that a report could name."""
     if node.instance is None or not _is_uuid(node.instance):
         return ()

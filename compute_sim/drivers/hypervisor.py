@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bus.clock import Clock
-from compute_sim.domain.faults import Ending, Faults, fate
+from compute_sim.domain.faults import Faults, PlannedEnding, fate
 from compute_sim.domain.hosts import ATTRIBUTES, tree
 from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, NotOurs, Reschedule, Tree
 from compute_sim.fleet import Fleet, Guest, Host
@@ -58,16 +58,16 @@ class Hypervisors:
         plan = fate(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
         if plan.delay_s:
             await self._clock.sleep(plan.delay_s)
-        if plan.ending is Ending.HANGS:
+        if plan.ending is PlannedEnding.HANGS:
             await asyncio.get_running_loop().create_future()  # until its destruction cancels it
         self._check_free(build)
-        complete = plan.ending is Ending.WORKS
+        complete = plan.ending is PlannedEnding.WORKS
         guest = Guest(build.spec.instance_uuid, build.attempt, build.allocations, complete, build.deployment)
         if guest.complete or plan.leftover:
             self._fleet.put(build.host_uuid, guest)
-        if plan.ending is Ending.FAILS:
+        if plan.ending is PlannedEnding.FAILS:
             raise Reschedule("sim.spawn_failed", "planned: this host cannot build it")
-        if plan.ending is Ending.ABORTS:
+        if plan.ending is PlannedEnding.ABORTS:
             raise BuildAbort("sim.spawn_aborted", "planned: no host can build it")
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.persistence.memory_database import MemoryDatabase, Session, Transaction
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
 from ironic_sync.domain.position import Position
 from ironic_sync.store.port import NotLeader
 
@@ -28,13 +28,13 @@ class MemoryPositionTable(MemoryDatabase):
         self.positions: dict[str, Position] = {}
         self.versions: dict[str, int] = {}
         self.epoch = 0
-        self.holding: Transaction | None = None
+        self.holding: MemoryDatabaseTransaction | None = None
 
 
 class MemoryPositions:
     """Positions of several would-be writers; one session a process, or one object shared in a test."""
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: MemorySession | None = None) -> None:
         self._session = session if session is not None else MemoryPositionTable(SystemClock()).session()
         assert isinstance(self._session.database, MemoryPositionTable)
         self._table = self._session.database
@@ -70,7 +70,7 @@ class MemoryPositions:
 class MemoryTerm:
     """One term of being the only writer."""
 
-    def __init__(self, session: Session, holding: Transaction, epoch: int) -> None:
+    def __init__(self, session: MemorySession, holding: MemoryDatabaseTransaction, epoch: int) -> None:
         assert isinstance(session.database, MemoryPositionTable)
         self._session = session
         self._table = session.database
@@ -111,7 +111,7 @@ class MemoryTerm:
             pass
 
     @asynccontextmanager
-    async def _fenced(self) -> AsyncIterator[Transaction]:
+    async def _fenced(self) -> AsyncIterator[MemoryDatabaseTransaction]:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             if self._table.epoch != self._epoch:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, Holding
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Holding
 
 
 class AnyGeneration(Struct, frozen=True):
@@ -61,14 +61,14 @@ class AllocationLedger:
 
     def __init__(
         self,
-        consumers: Mapping[str, Consumer],
+        consumers: Mapping[str, ConsumerState],
         providers: Mapping[str, ClaimedProvider],
         known_classes: Mapping[str, int],
     ) -> None:
         self._consumers = consumers
         self.providers = providers
         self.known_classes = known_classes
-        self.changed: dict[str, Consumer | None] = {}
+        self.changed: dict[str, ConsumerState | None] = {}
         self.used: dict[str, dict[str, int]] = {}
         self.generations: dict[str, int] = {}
 
@@ -76,7 +76,7 @@ class AllocationLedger:
         """What is to be written."""
         return Decision([], self.changed, self.used, self.generations)
 
-    def consumer(self, uuid: str) -> Consumer | None:
+    def consumer(self, uuid: str) -> ConsumerState | None:
         """The consumer as it is now. One that holds nothing is only a fence against old attempts."""
         return self.changed[uuid] if uuid in self.changed else self._consumers.get(uuid)
 
@@ -104,7 +104,7 @@ class AllocationLedger:
 
 def decide(
     items: Sequence[AllocationWrite],
-    consumers: Mapping[str, Consumer],
+    consumers: Mapping[str, ConsumerState],
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
 ) -> tuple[list[AllocationOutcome], Decision]:
@@ -144,7 +144,7 @@ def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> Alloca
             ledger.changed[write.consumer] = _written(ledger, write)
         elif consumer is not None:
             # A late claim of an attempt that is over must not bring the consumer back.
-            fence = Consumer(
+            fence = ConsumerState(
                 consumer.generation, consumer.attempt, consumer.project_id, consumer.user_id, consumer.consumer_type
             )
             ledger.changed[write.consumer] = fence if consumer.attempt else None
@@ -152,17 +152,17 @@ def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> Alloca
     return None
 
 
-def _holder(ledger: AllocationLedger, uuid: str) -> Consumer | None:
+def _holder(ledger: AllocationLedger, uuid: str) -> ConsumerState | None:
     known = ledger.consumer(uuid)
     return known if known is not None and known.holding else None
 
 
-def _written(ledger: AllocationLedger, write: ConsumerWrite) -> Consumer:
+def _written(ledger: AllocationLedger, write: ConsumerWrite) -> ConsumerState:
     known = ledger.consumer(write.consumer)
     consumer_type = write.consumer_type
     if consumer_type is None:
         consumer_type = known.consumer_type if known is not None and known.holding else ""
-    return Consumer(
+    return ConsumerState(
         generation=1 if known is None else known.generation + 1,
         attempt=0 if known is None else known.attempt,
         project_id=write.project_id,
@@ -172,7 +172,7 @@ def _written(ledger: AllocationLedger, write: ConsumerWrite) -> Consumer:
     )
 
 
-def _check_generation(write: ConsumerWrite, known: Consumer | None) -> AllocationOutcome:
+def _check_generation(write: ConsumerWrite, known: ConsumerState | None) -> AllocationOutcome:
     expects = write.expects
     if isinstance(expects, AnyGeneration):
         return None
@@ -203,7 +203,7 @@ def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> A
 
 
 def _check_room(
-    ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, Consumer | None]
+    ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
 ) -> AllocationOutcome:
     """P-41 and P-42 over the sum of what all the consumers hold before and after."""
     more: dict[tuple[str, str], int] = {}

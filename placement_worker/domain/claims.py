@@ -23,7 +23,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.server_groups import group_key, held_by_class, permitted
-from placement_worker.domain.values import NOTHING, ClaimedProvider, Consumer, GroupKey, Holding, Members
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Swap
 
@@ -65,7 +65,7 @@ class Decision(Struct, frozen=True):
     """
 
     verdicts: list[ClaimVerdict]
-    consumers: dict[str, Consumer | None]
+    consumers: dict[str, ConsumerState | None]
     used: dict[str, dict[str, int]]
     generations: dict[str, int]
     joined: dict[GroupKey, dict[str, str]] = {}
@@ -73,7 +73,7 @@ class Decision(Struct, frozen=True):
 
 def decide(
     items: Sequence[ClaimItem],
-    consumers: Mapping[str, Consumer],
+    consumers: Mapping[str, ConsumerState],
     providers: Mapping[str, ClaimedProvider],
     known_classes: Mapping[str, int],
     foreign: Collection[str] = frozenset(),
@@ -121,7 +121,7 @@ class _Ledger:
 
     def __init__(
         self,
-        consumers: Mapping[str, Consumer],
+        consumers: Mapping[str, ConsumerState],
         providers: Mapping[str, ClaimedProvider],
         known_classes: Mapping[str, int],
         foreign: Collection[str],
@@ -134,11 +134,11 @@ class _Ledger:
         self._consumers = consumers
         self.providers = providers
         self.known_classes = known_classes
-        self.changed_consumers: dict[str, Consumer | None] = {}
+        self.changed_consumers: dict[str, ConsumerState | None] = {}
         self.used: dict[str, dict[str, int]] = {}
         self.generations: dict[str, int] = {}
 
-    def consumer(self, uuid: str) -> Consumer | None:
+    def consumer(self, uuid: str) -> ConsumerState | None:
         if uuid in self.changed_consumers:
             return self.changed_consumers[uuid]
         return self._consumers.get(uuid)
@@ -179,13 +179,13 @@ class _Ledger:
             return touched[name]
         return self.providers[uuid].rooms[name].used
 
-    def write(self, uuid: str, consumer: Consumer | None) -> None:
+    def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         if self.projects:
             self._count(self.consumer(uuid), -1)
             self._count(consumer, 1)
         self.changed_consumers[uuid] = consumer
 
-    def _count(self, consumer: Consumer | None, sign: int) -> None:
+    def _count(self, consumer: ConsumerState | None, sign: int) -> None:
         """What a project of limits holds follows its consumers."""
         if consumer is not None and consumer.project_id in self.projects:
             held = self.projects[consumer.project_id]
@@ -261,7 +261,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     )
 
 
-def _may_claim(known: Consumer | None, claim: Claim) -> bool:
+def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer is still as the asker knew it (P-44, P-1.28)."""
     if known is not None and claim.attempt <= known.attempt:
         return False
@@ -270,7 +270,7 @@ def _may_claim(known: Consumer | None, claim: Claim) -> bool:
     return claim.consumer_generation == known.generation
 
 
-def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> ClaimVerdict:
+def _claimed_before(ledger: _Ledger, claim: Claim, known: ConsumerState) -> ClaimVerdict:
     option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
     return ClaimVerdict(
         outcome=_CLAIMED,
@@ -282,7 +282,7 @@ def _claimed_before(ledger: _Ledger, claim: Claim, known: Consumer) -> ClaimVerd
 
 
 def _take(
-    ledger: _Ledger, claim: Claim, known: Consumer | None, number: int, outcomes: tuple[ClaimOutcome, ...]
+    ledger: _Ledger, claim: Claim, known: ConsumerState | None, number: int, outcomes: tuple[ClaimOutcome, ...]
 ) -> ClaimVerdict:
     wanted = claim.options[number].allocations
     ledger.move(known.holding if known is not None else NOTHING, wanted)
@@ -291,7 +291,7 @@ def _take(
     generation = 1 if known is None else known.generation + 1
     ledger.write(
         claim.consumer,
-        Consumer(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted),
+        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted),
     )
     return ClaimVerdict(
         outcome=_CLAIMED,
@@ -304,7 +304,7 @@ def _take(
 
 
 def _give_back_only(
-    ledger: _Ledger, claim: Claim, known: Consumer, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
+    ledger: _Ledger, claim: Claim, known: ConsumerState, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
 ) -> ClaimVerdict:
     """release_first, and nothing fits: the older attempts are over, this one may still be repeated (C-9)."""
     ledger.move(known.holding, NOTHING)
@@ -314,8 +314,8 @@ def _give_back_only(
     )
 
 
-def _fence(known: Consumer, attempt: int) -> Consumer:
-    return Consumer(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
+def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
+    return ConsumerState(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
 
 
 def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
@@ -360,7 +360,7 @@ def _release(ledger: _Ledger, release: Release) -> ClaimVerdict:
     if known is None or not known.holding:
         if attempt is not None and (known is None or known.attempt < attempt):
             # A claim of this attempt may still be on its way; the fence turns it down when it comes.
-            fence = _fence(known, attempt) if known is not None else Consumer(0, attempt, "", "", "")
+            fence = _fence(known, attempt) if known is not None else ConsumerState(0, attempt, "", "", "")
             ledger.write(release.consumer, fence)
         return ClaimVerdict(outcome="absent")
     if ledger.is_others(known.holding):
@@ -419,20 +419,20 @@ def _fits_swap(ledger: _Ledger, wanted: Holding, before: Holding, after: Holding
     return _CLAIMED
 
 
-def _replace(ledger: _Ledger, entry: ConsumerAllocations, known: Consumer | None) -> None:
+def _replace(ledger: _Ledger, entry: ConsumerAllocations, known: ConsumerState | None) -> None:
     before, wanted = _holding(known), entry.allocations
     ledger.move(before, wanted)
     if wanted:
         generation = 1 if known is None else known.generation + 1
         attempt = 0 if known is None else known.attempt
-        after = Consumer(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
+        after = ConsumerState(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
         ledger.write(entry.consumer, after)
     elif before and known is not None:
         # A late claim of an attempt that is over must not bring the consumer back.
         ledger.write(entry.consumer, _fence(known, known.attempt) if known.attempt else None)
 
 
-def _holding(known: Consumer | None) -> Holding:
+def _holding(known: ConsumerState | None) -> Holding:
     return known.holding if known is not None else NOTHING
 
 

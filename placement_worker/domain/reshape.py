@@ -12,7 +12,7 @@ from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
-from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider, Room, Stock
 
 
 class Reshape(Caused, frozen=True):
@@ -32,7 +32,7 @@ class Reshaped(Struct, frozen=True):
 
 def reshape(
     item: Reshape,
-    consumers: Mapping[str, Consumer],
+    consumers: Mapping[str, ConsumerState],
     providers: Mapping[str, Provider],
     known_classes: Mapping[str, int],
     *,

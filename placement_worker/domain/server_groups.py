@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
-from placement_worker.domain.values import Consumer, GroupKey, Holding, Provider
+from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
 
 # A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
@@ -49,7 +49,9 @@ def held_by_class(holding: Holding) -> dict[str, int]:
     return held
 
 
-def usage_changes(before: Mapping[str, Consumer], after: Mapping[str, Consumer | None]) -> dict[tuple[str, str], int]:
+def usage_changes(
+    before: Mapping[str, ConsumerState], after: Mapping[str, ConsumerState | None]
+) -> dict[tuple[str, str], int]:
     """{(project, class): how much more its consumers hold together}, INSTANCES included, of consumers that changed.
 
     before: all of these that there were. What stays as it was is left out.

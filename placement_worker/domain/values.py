@@ -42,7 +42,7 @@ class ClaimedProvider(Struct, frozen=True):
     root: str
 
 
-class Consumer(Struct, frozen=True):
+class ConsumerState(Struct, frozen=True):
     """Who holds something. With an empty holding it is only a fence: attempts up to this one are over."""
 
     generation: int

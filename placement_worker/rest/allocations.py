@@ -10,8 +10,8 @@ from placement_worker.domain.reshape import Reshape
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, no_provider
 from placement_worker.rest.bodies import at, consumer_write
-from placement_worker.rest.faults import PROVIDER_NOT_FOUND, Fault, refused
-from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
+from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.usages import UNKNOWN
 from placement_worker.store.rest_reads import allocations_of_consumer, allocations_of_provider
@@ -21,7 +21,7 @@ SINCE_CONSUMER_GENERATIONS = 28
 SINCE_CONSUMER_TYPES = 38
 
 
-async def show(api: Api, request: Request) -> Response:
+async def show(api: Api, request: HttpRequest) -> Response:
     """GET of one consumer; nothing held is an empty answer, not an error."""
     consumer = request.parts[1]
     rows = []
@@ -42,7 +42,7 @@ async def show(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, rows[0].updated_at if rows else api.clock.time())
 
 
-async def of_provider(api: Api, request: Request) -> Response:
+async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET of one provider."""
     words = "Resource provider '{uuid}' not found: {0}"
     generation, rows = await api.of_provider(request.parts[1], allocations_of_provider, words=words)
@@ -57,11 +57,11 @@ async def of_provider(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, modified)
 
 
-async def put(api: Api, request: Request) -> Response:
+async def put(api: Api, request: HttpRequest) -> Response:
     """PUT what one consumer is to hold."""
     consumer = request.parts[1]
     if not is_uuid(consumer):
-        raise Fault(400, f"Malformed consumer_uuid: {consumer}")
+        raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
     consumer = canonical(consumer)
     body = at(bodies.PUT_ALLOCATIONS, request.version).parse(request.body)
     write = consumer_write(consumer, body, (api.config.incomplete_project_id, api.config.incomplete_user_id))
@@ -71,7 +71,7 @@ async def put(api: Api, request: Request) -> Response:
     return Response(204)
 
 
-async def post(api: Api, request: Request) -> Response:
+async def post(api: Api, request: HttpRequest) -> Response:
     """POST what several consumers are to hold, all or none."""
     body = at(bodies.POST_ALLOCATIONS, request.version).parse(request.body)
     outcome = await api.write_allocations(Replace(_writes(api, body)))
@@ -80,25 +80,25 @@ async def post(api: Api, request: Request) -> Response:
     return Response(204)
 
 
-async def delete(api: Api, request: Request) -> Response:
+async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE whatever one consumer holds."""
     consumer = request.parts[1]
     if not is_canonical(consumer):
-        raise Fault(404, f"No allocations for consumer '{consumer}'")
+        raise HttpFault(404, f"No allocations for consumer '{consumer}'")
     outcome = await api.write_allocations(Remove(consumer))
     if outcome is not None:
         raise refused(outcome)
     return Response(204)
 
 
-async def reshape(api: Api, request: Request) -> Response:
+async def reshape(api: Api, request: HttpRequest) -> Response:
     """POST /reshaper: inventories and the allocations that follow them, all or none."""
     body = at(bodies.RESHAPE, request.version).parse(request.body)
     inventories = {}
     for uuid, asked in body.inventories.items():
         if not is_canonical(uuid):
             words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
-            raise Fault(400, words, PROVIDER_NOT_FOUND)
+            raise HttpFault(400, words, PROVIDER_NOT_FOUND)
         stocks = {name: inventory.stock() for name, inventory in asked.inventories.items()}
         inventories[uuid] = (asked.resource_provider_generation, stocks)
     outcome = await api.reshape(Reshape(inventories, _writes(api, dict(body.allocations))))
@@ -116,15 +116,15 @@ def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
     writes = {}
     for consumer, asked in body.items():
         if not is_uuid(consumer):
-            raise Fault(400, f"Malformed consumer_uuid: {consumer}")
+            raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
         uuid = canonical(consumer)
         if uuid in writes:
-            raise Fault(400, f"Consumer {uuid} is named twice")
+            raise HttpFault(400, f"Consumer {uuid} is named twice")
         writes[uuid] = consumer_write(uuid, asked, nobody)
     return tuple(writes.values())
 
 
-def _refused(refusal: WriteRefusal, unknown: str) -> Fault:
+def _refused(refusal: WriteRefusal, unknown: str) -> HttpFault:
     """unknown: the words for a class that does not exist."""
     if refusal.why is Why.NO_SUCH:
         return refused(refusal, words=unknown)

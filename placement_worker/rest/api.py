@@ -20,7 +20,7 @@ from placement_worker.domain.values import Provider
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.aside import Aside
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.faults import Fault, refused
+from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
 from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest import RestStore
@@ -104,7 +104,7 @@ class Api:
             yield connection
 
     async def provider(self, uuid: str) -> ProviderRow:
-        """A provider. Raises Fault 404."""
+        """A provider. Raises HttpFault 404."""
         if is_canonical(uuid):
             async with self.read() as connection:
                 rows = await providers(connection, Listing(uuid=uuid))
@@ -115,22 +115,22 @@ class Api:
     async def of_provider(
         self, uuid: str, read: Callable[[asyncpg.Connection, str], Awaitable[T | None]], *, words: str = "{0}"
     ) -> T:
-        """What is read of a provider. Raises Fault 404, in words of its own where the real Placement has such."""
+        """What is read of a provider. Raises HttpFault 404, in words of its own where the real Placement has such."""
         if is_canonical(uuid):
             async with self.read() as connection:
                 found = await read(connection, uuid)
             if found is not None:
                 return found
-        raise Fault(404, words.format(no_provider(uuid).words, uuid=uuid))
+        raise HttpFault(404, words.format(no_provider(uuid).words, uuid=uuid))
 
 
-def no_provider(uuid: str) -> Fault:
+def no_provider(uuid: str) -> HttpFault:
     """Nobody has this uuid."""
-    return Fault(404, f"No resource provider with uuid {uuid} found")
+    return HttpFault(404, f"No resource provider with uuid {uuid} found")
 
 
 def written(outcome: Provider | WriteRefusal) -> Provider:
-    """The provider that was written. Raises the Fault of a refusal in its usual words."""
+    """The provider that was written. Raises the HttpFault of a refusal in its usual words."""
     if isinstance(outcome, WriteRefusal):
         raise refused(outcome)
     return outcome

@@ -16,8 +16,8 @@ from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
 from placement_worker.rest.cors import Cors
-from placement_worker.rest.faults import STATUS, About, Fault, best, render
-from placement_worker.rest.http import JSON, Request, Response
+from placement_worker.rest.faults import STATUS, About, HttpFault, best, render
+from placement_worker.rest.http import JSON, HttpRequest, Response
 from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import USAGES, Policy
@@ -69,7 +69,7 @@ class Application:
             response = await self._answer(exchange, headers, receive)
         except Gone:
             return
-        except Fault as fault:
+        except HttpFault as fault:
             response = exchange.error(fault)
         except BrokenInvariant as error:
             self._broken(error)
@@ -84,39 +84,39 @@ class Application:
     async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:
         request = exchange.request
         if not self.opened:
-            raise Fault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
+            raise HttpFault(503, "The book is not open yet.", **{"retry-after": RETRY_AFTER_S})
         if request.parts:
             caller = await self._auth.identify(headers)
             if caller is None:
-                raise Fault(401)
+                raise HttpFault(401)
             request.caller = caller
         request.version = version_of(headers.get(HEADER, b"").decode("latin-1"))
         exchange.version_known = True
         length = _length(headers)
         if length and not request.content_type:
-            raise Fault(400, "content-type header required when content-length > 0")
+            raise HttpFault(400, "content-type header required when content-length > 0")
         route = self._router.find(request.method, request.parts, request.version)
         exchange.route = route.path
         _check_types(route, request)
         self._check_policy(route, request)
         if len(request.query_string) > self._api.config.max_query_bytes:
-            raise Fault(400, f"Invalid query string parameters: more than {self._api.config.max_query_bytes} bytes")
+            raise HttpFault(400, f"Invalid query string parameters: more than {self._api.config.max_query_bytes} bytes")
         request.body = await self._body(receive, length)
         return await route.handler(self._api, request)
 
-    def _check_policy(self, route: Route, request: Request) -> None:
+    def _check_policy(self, route: Route, request: HttpRequest) -> None:
         if route.rule is None:
             return
         caller = request.caller
         project = request.query.get("project_id") if route.rule == USAGES else caller.project_id
         if not self._policy.allows(route.rule, caller, project):
-            raise Fault(403, f"Policy does not allow {route.rule} to be performed.")
+            raise HttpFault(403, f"Policy does not allow {route.rule} to be performed.")
 
     async def _body(self, receive: Receive, length: int) -> bytes:
         """The whole body, within its bounds of bytes and of time."""
         limit = self._api.config.max_body_bytes
         if length > limit:
-            raise Fault(413, f"At most {limit} bytes")
+            raise HttpFault(413, f"At most {limit} bytes")
         if not length:
             return b""
         message = await self._next(receive, self._api.config.body_timeout_s)
@@ -137,9 +137,9 @@ class Application:
                 size += len(part)
                 self._gather(len(part))
                 if size > config.max_body_bytes:
-                    raise Fault(413, f"At most {config.max_body_bytes} bytes")
+                    raise HttpFault(413, f"At most {config.max_body_bytes} bytes")
                 if self._gathering > config.max_bodies_bytes:
-                    raise Fault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
+                    raise HttpFault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
                 parts.append(part)
                 more = message.get("more_body", False)
         finally:
@@ -155,7 +155,7 @@ class Application:
             async with asyncio.timeout(patience_s):
                 message = await receive()
         except TimeoutError:
-            raise Fault(408) from None
+            raise HttpFault(408) from None
         if message["type"] == "http.disconnect":
             raise Gone
         return message
@@ -176,7 +176,7 @@ class _Exchange:
     def __init__(self, scope: Scope, headers: Mapping[bytes, bytes], request_id: str) -> None:
         accept = headers.get(b"accept", b"").decode("latin-1")
         content_type = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip()
-        self.request = Request(
+        self.request = HttpRequest(
             scope["method"],
             parts_of(scope["path"]),
             scope["query_string"],
@@ -203,7 +203,7 @@ class _Exchange:
         else:
             structlog.contextvars.unbind_contextvars("global_request_id")
 
-    def error(self, fault: Fault) -> Response:
+    def error(self, fault: HttpFault) -> Response:
         """The answer that a fault is."""
         request = self.request
         version = request.version if self.version_known else None
@@ -220,31 +220,31 @@ def _length(headers: Mapping[bytes, bytes]) -> int:
     if said is None:
         return -1 if b"transfer-encoding" in headers else 0
     if not said.strip().isdigit():
-        raise Fault(400, "content-length header must be an integer")
+        raise HttpFault(400, "content-length header must be an integer")
     return int(said)
 
 
-def _check_types(route: Route, request: Request) -> None:
+def _check_types(route: Route, request: HttpRequest) -> None:
     if route.gives and request.accept != JSON and best(request.accept, (JSON,)) is None:
-        raise Fault(406, f"Only {JSON} is provided")
+        raise HttpFault(406, f"Only {JSON} is provided")
     if route.takes and request.content_type != JSON:
         kind = request.content_type or "None"
-        raise Fault(415, f"The media type {kind} is not supported, use {JSON}")
+        raise HttpFault(415, f"The media type {kind} is not supported, use {JSON}")
 
 
-def _unexpected(error: Exception) -> Fault:
+def _unexpected(error: Exception) -> HttpFault:
     """What the client is told of something that is not its fault, or that no check of ours foresaw."""
     if isinstance(error, Transient):
         log.warning("rest.unavailable", code=error.code, reason=str(error))
-        return Fault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
+        return HttpFault(503, "The book is out of reach for the moment.", **{"retry-after": RETRY_AFTER_S})
     if isinstance(error, KeystoneForbidden):
         log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
-        return Fault(503, "Who is calling cannot be found out.")
+        return HttpFault(503, "Who is calling cannot be found out.")
     if isinstance(error, asyncpg.DataError):
         log.info("rest.bad_data", reason=str(error))
-        return Fault(400, "A value cannot be stored.")
+        return HttpFault(400, "A value cannot be stored.")
     log.error("rest.failed", error=type(error).__name__, reason=str(error), exc_info=error)
-    return Fault(500)
+    return HttpFault(500)
 
 
 async def _send(send: Send, exchange: _Exchange, response: Response) -> None:

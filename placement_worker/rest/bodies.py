@@ -18,7 +18,7 @@ from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import Stock, capacity
 from placement_worker.rest import schemas
-from placement_worker.rest.faults import Fault
+from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.schemas import Schema
 
@@ -262,7 +262,7 @@ class Body(Generic[T]):
         self._validator = _Validator(schema, format_checker=_LENIENT)
 
     def parse(self, body: bytes) -> T:
-        """Raises Fault 400, worded as python-jsonschema words it."""
+        """Raises HttpFault 400, worded as python-jsonschema words it."""
         try:
             parsed: T = self._decode(body)
         except (msgspec.DecodeError, RecursionError):
@@ -275,14 +275,14 @@ class Body(Generic[T]):
             data = json.loads(body, parse_constant=_no_constant)
             _check_depth(data)
         except (ValueError, RecursionError) as error:
-            raise Fault(400, f"Malformed JSON: {error}") from error
+            raise HttpFault(400, f"Malformed JSON: {error}") from error
         wrong = best_match(islice(self._validator.iter_errors(data), MAX_ERRORS))
         if wrong is not None:
-            raise Fault(400, f"JSON does not validate: {wrong}")
+            raise HttpFault(400, f"JSON does not validate: {wrong}")
         try:
             parsed: T = msgspec.convert(_canonical(data), self._kind, strict=False)
         except msgspec.ValidationError as error:
-            raise Fault(400, f"JSON does not validate: {error}") from error
+            raise HttpFault(400, f"JSON does not validate: {error}") from error
         return parsed
 
 
@@ -310,13 +310,13 @@ def _canonical(data: Any, key: str = "") -> Any:
 
 
 def text_of(value: str) -> str:
-    """A name fit for the database. Raises Fault 400."""
+    """A name fit for the database. Raises HttpFault 400."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise Fault(400, f"JSON does not validate: {error}") from error
+        raise HttpFault(400, f"JSON does not validate: {error}") from error
     if "\x00" in value:
-        raise Fault(400, "JSON does not validate: NUL characters are not allowed")
+        raise HttpFault(400, "JSON does not validate: NUL characters are not allowed")
     return value
 
 
@@ -374,7 +374,7 @@ def consumer_write(consumer: str, body: AllocationBody, nobody: tuple[str, str])
         holding = {provider: item.resources for provider, item in body.allocations.items()}
         for provider in holding:
             if not is_canonical(provider):
-                raise Fault(400, f"Allocation for resource provider '{provider}' that does not exist.")
+                raise HttpFault(400, f"Allocation for resource provider '{provider}' that does not exist.")
     expects: Expected = ANY
     if isinstance(body, Allocations28 | Allocations38):
         expects = body.consumer_generation

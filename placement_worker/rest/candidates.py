@@ -12,9 +12,9 @@ from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.time_budget import TimeBudget, TooLong
 from placement_worker.rest.api import Api
-from placement_worker.rest.candidates_query import Asked, asked_of
-from placement_worker.rest.faults import Fault
-from placement_worker.rest.http import Request, Response
+from placement_worker.rest.candidates_query import ParsedQuery, asked_of
+from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.summaries import summaries
 
 # How long a search may hold the event loop before it is begun anew aside.
@@ -27,7 +27,7 @@ SINCE_DICTS = 12
 SINCE_MAPPINGS = 34
 
 
-async def search(api: Api, request: Request) -> Response:
+async def search(api: Api, request: HttpRequest) -> Response:
     """GET."""
     asked = asked_of(request.query, request.version)
     await _check_names(api, asked, await api.replica.fresh())
@@ -46,7 +46,7 @@ async def search(api: Api, request: Request) -> Response:
         # No await in it: the book stays as it is. By this thread's own time: a busy machine is no reason to begin anew.
         body = answer(book, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
-        raise Fault(400, f"Invalid query string parameters: {error}") from None
+        raise HttpFault(400, f"Invalid query string parameters: {error}") from None
     except TooLong:
         body = await api.aside.read(
             book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_s, keeps_partial=True))
@@ -54,10 +54,10 @@ async def search(api: Api, request: Request) -> Response:
     return Response(200, body).modified(request, api.clock.time())
 
 
-def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, time_budget: TimeBudget) -> bytes:
-    """The whole body. Raises Fault 400 when "none" would be said without knowing; TooLong."""
+def _rendered(book: Book, found: CandidateSet, asked: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
+    """The whole body. Raises HttpFault 400 when "none" would be said without knowing; TooLong."""
     if not len(found) and not found.exhausted:
-        raise Fault(
+        raise HttpFault(
             400,
             "Invalid query string parameters: this many groups, or this many providers that could satisfy them, cannot "
             "be searched through within the bounds of time and steps, and no candidate was found so far. Ask for less, "
@@ -69,17 +69,17 @@ def _rendered(book: Book, found: CandidateSet, asked: Asked, version: int, time_
     return b"".join((*parts, summaries(book, found, asked.classes(), version), b"}}"))
 
 
-async def _check_names(api: Api, asked: Asked, book: Book) -> None:
+async def _check_names(api: Api, asked: ParsedQuery, book: Book) -> None:
     if len(book.resource_classes()) != api.classes_seen:  # one that this process has not heard of may be a renamed one
         api.classes_seen = len(book.resource_classes())
         await api.store.names_moved()
     _, unknown = await api.store.class_ids(asked.classes())
     if unknown:
         words = f"No such resource class {sorted(unknown)[0]}."
-        raise Fault(400, f"Invalid resource class in resources parameter: {words}")
+        raise HttpFault(400, f"Invalid resource class in resources parameter: {words}")
     _, unknown = await api.store.trait_ids(asked.traits())
     if unknown:
-        raise Fault(400, f"No such trait(s): {', '.join(sorted(unknown))}.")
+        raise HttpFault(400, f"No such trait(s): {', '.join(sorted(unknown))}.")
 
 
 # --- allocation requests

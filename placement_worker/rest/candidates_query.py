@@ -9,7 +9,7 @@ from msgspec import Struct
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
 from placement_worker.rest import schemas
 from placement_worker.rest.bodies import at
-from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, Fault
+from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, HttpFault
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import (
     MAX_AMOUNT_DIGITS,
@@ -38,7 +38,7 @@ _KEYS = tuple(
 )
 
 
-class Asked(Struct, frozen=True):
+class ParsedQuery(Struct, frozen=True):
     """What a query asks. limit None: as many as there are."""
 
     request: CandidatesRequest
@@ -57,8 +57,8 @@ class Asked(Struct, frozen=True):
         return named
 
 
-def asked_of(query: QueryString, version: int) -> Asked:
-    """Raises Fault 400."""
+def asked_of(query: QueryString, version: int) -> ParsedQuery:
+    """Raises HttpFault 400."""
     at(_SCHEMAS, version).check(query)
     limit = _limit(query.all("limit"))
     policy = query.all("group_policy")
@@ -72,7 +72,7 @@ def asked_of(query: QueryString, version: int) -> Asked:
     if version >= SINCE_FORBIDDEN:
         _check_conflicts(groups)
     if not policy and sum(group.suffix != UNNUMBERED for group in groups) > 1:
-        raise Fault(
+        raise HttpFault(
             400, 'The "group_policy" parameter is required when specifying more than one "resources{N}" parameter.'
         )
     request = CandidatesRequest(
@@ -83,7 +83,7 @@ def asked_of(query: QueryString, version: int) -> Asked:
         same_subtree=subtrees,
         one_per_tree=version < SINCE_NESTED,
     )
-    return Asked(request, limit)
+    return ParsedQuery(request, limit)
 
 
 def _limit(values: list[str]) -> int | None:
@@ -91,7 +91,7 @@ def _limit(values: list[str]) -> int | None:
     if not values:
         return None
     if _LIMIT.fullmatch(values[0]) is None:
-        raise Fault(400, f"Invalid query string parameters: '{values[0]}' is no limit")
+        raise HttpFault(400, f"Invalid query string parameters: '{values[0]}' is no limit")
     # More than there can ever be is simply all of them.
     return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
 
@@ -105,7 +105,7 @@ def _groups(query: QueryString, version: int) -> list[Group]:
         if match is not None:
             found.setdefault(match[2] or UNNUMBERED, set()).add(match[1])
     if len(found) > MAX_GROUPS:
-        raise Fault(400, f"Invalid query string parameters: more than {MAX_GROUPS} request groups")
+        raise HttpFault(400, f"Invalid query string parameters: more than {MAX_GROUPS} request groups")
     return [_group(query, version, suffix, kinds) for suffix, kinds in found.items()]
 
 
@@ -129,13 +129,13 @@ def _root_required(values: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]
     if not values:
         return (), ()
     if len(values) > 1:
-        raise Fault(400, "Query parameter 'root_required' may be specified only once.", DUPLICATE_KEY)
+        raise HttpFault(400, "Query parameter 'root_required' may be specified only once.", DUPLICATE_KEY)
     traits = traits_of(values, SINCE_SUBTREES)
     required = tuple(name for group in traits.required for name in group)
     both = [name for name in traits.forbidden if name in required]
     if both:
         words = f"Conflicting required and forbidden traits found in root_required: {', '.join(both)}"
-        raise Fault(400, words, BAD_VALUE)
+        raise HttpFault(400, words, BAD_VALUE)
     return required, traits.forbidden
 
 
@@ -145,7 +145,7 @@ def _same_subtree(values: list[str]) -> tuple[tuple[str, ...], ...]:
         suffixes = tuple(dict.fromkeys(suffix.strip() for suffix in value.split(",")))
         if UNNUMBERED in suffixes:
             words = "Empty string (unsuffixed group) can not be specified in `same_subtree` "
-            raise Fault(400, words, BAD_VALUE)
+            raise HttpFault(400, words, BAD_VALUE)
         subtrees.append(suffixes)
     return tuple(subtrees)
 
@@ -154,26 +154,26 @@ def _check_subtrees(groups: list[Group], subtrees: tuple[tuple[str, ...], ...]) 
     named = dict.fromkeys(suffix for subtree in subtrees for suffix in subtree)
     without = [group.suffix for group in groups if not group.resources]
     if len(without) == len(groups):
-        raise Fault(400, "There must be at least one resources or resources[$S] parameter.", MISSING_VALUE)
+        raise HttpFault(400, "There must be at least one resources or resources[$S] parameter.", MISSING_VALUE)
     bad = [suffix for suffix in without if suffix not in named]
     if bad:
         words = (
             "Resourceless suffixed group request should be specified in `same_subtree` query param: "
             f"bad group(s) - {bad}."
         )
-        raise Fault(400, words, BAD_VALUE)
+        raise HttpFault(400, words, BAD_VALUE)
     known = [group.suffix for group in groups]
     bad = [suffix for suffix in named if suffix not in known]
     if bad:
         words = f"Real suffixes should be specified in `same_subtree`: {bad} not found in {known}."
-        raise Fault(400, words, BAD_VALUE)
+        raise HttpFault(400, words, BAD_VALUE)
 
 
 def _check_orphans(groups: list[Group]) -> None:
     """Below 1.36 every group has resources."""
     orphans = [f"required{group.suffix}" for group in groups if group.required and not group.resources]
     if orphans:
-        raise Fault(
+        raise HttpFault(
             400,
             "All traits parameters must be associated with resources.  "
             f"Found the following orphaned traits keys: {', '.join(orphans)}",
@@ -184,15 +184,15 @@ def _check_orphans(groups: list[Group]) -> None:
         if (group.member_of or group.forbidden_aggregates) and not group.resources
     ]
     if orphans:
-        raise Fault(
+        raise HttpFault(
             400,
             "All member_of parameters must be associated with resources. "
             f"Found the following orphaned member_of keys: {', '.join(orphans)}",
         )
     if not all(group.resources for group in groups):
-        raise Fault(400, "All request groups must specify resources.")
+        raise HttpFault(400, "All request groups must specify resources.")
     if not groups:
-        raise Fault(400, "At least one request group (`resources` or `resources{$S}`) is required.")
+        raise HttpFault(400, "At least one request group (`resources` or `resources{$S}`) is required.")
 
 
 def _check_conflicts(groups: list[Group]) -> None:
@@ -203,7 +203,7 @@ def _check_conflicts(groups: list[Group]) -> None:
         if all(name in group.forbidden for name in names)
     ]
     if conflicts:
-        raise Fault(
+        raise HttpFault(
             400,
             "Conflicting required and forbidden traits found in the following traits keys: "
             f"{', '.join(sorted(conflicts))}",

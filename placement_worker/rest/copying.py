@@ -16,7 +16,7 @@ import msgspec
 
 from bus.clock import Clock, SystemClock
 from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import Consumer, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, Stock
 from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
 from placement_worker.rest.versions import NEWEST, SERVICE
@@ -31,7 +31,7 @@ PAUSE_S = 0.2  # doubled before each further try
 Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
 
-class Source:
+class CopySource:
     """A live Placement, of any release that speaks 1.28 (Rocky) or newer."""
 
     def __init__(self, url: str, token: str, *, clock: Clock | None = None) -> None:
@@ -44,7 +44,7 @@ class Source:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._version = 0
         self._providers: dict[str, Provider] = {}
-        self._consumers: dict[str, Consumer] = {}
+        self._consumers: dict[str, ConsumerState] = {}
 
     async def close(self) -> None:
         """Close the connections."""
@@ -124,7 +124,7 @@ class Source:
         held: dict[str, Any] = found["allocations"] if found is not None else {}
         return held
 
-    async def _consumer(self, uuid: str, generation: int, held: Holdings) -> tuple[str, Consumer] | None:
+    async def _consumer(self, uuid: str, generation: int, held: Holdings) -> tuple[str, ConsumerState] | None:
         known = self._consumers.get(uuid)
         if known is not None and (known.generation, known.holding) == (generation, held):
             return uuid, known
@@ -133,7 +133,7 @@ class Source:
             return None
         kind = found.get("consumer_type", UNKNOWN)  # from before 1.38 there is none
         holding = {provider: fields["resources"] for provider, fields in found["allocations"].items()}
-        return uuid, Consumer(
+        return uuid, ConsumerState(
             found["consumer_generation"],
             0,
             found["project_id"],

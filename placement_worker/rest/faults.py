@@ -73,7 +73,7 @@ REFUSED: Mapping[Why, tuple[int, str]] = {
 }
 
 
-class Fault(Exception):
+class HttpFault(Exception):
     """An answer that is an error."""
 
     def __init__(self, status: int, words: str = "", code: str = UNDEFINED, **headers: str) -> None:
@@ -84,10 +84,10 @@ class Fault(Exception):
         self.headers = headers
 
 
-def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> Fault:
+def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> HttpFault:
     """The answer to a refused write. words: where the refusal's own are put."""
     usual_status, usual_code = REFUSED[refusal.why]
-    return Fault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
+    return HttpFault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
 
 
 class About(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class About(msgspec.Struct, frozen=True):
     version: int | None
 
 
-def render(fault: Fault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
+def render(fault: HttpFault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
     """(content type, body) of an error."""
     title, explanation = STATUS[fault.status]
     explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
@@ -118,7 +118,7 @@ def render(fault: Fault, about: About, versions: tuple[str, str]) -> tuple[str, 
 
 
 def _json(
-    fault: Fault, about: About, title: str, explanation: str, versions: tuple[str, str]
+    fault: HttpFault, about: About, title: str, explanation: str, versions: tuple[str, str]
 ) -> dict[str, list[dict[str, object]]]:
     words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
     error: dict[str, object] = {

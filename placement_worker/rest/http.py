@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from placement_worker.rest.auth import Caller
-from placement_worker.rest.faults import Fault
+from placement_worker.rest.faults import HttpFault
 
 JSON = "application/json"
 SINCE_CACHE_HEADERS = 15
@@ -18,7 +18,7 @@ SINCE_CACHE_HEADERS = 15
 MAX_PARAMETERS = 1000
 
 
-class Request:
+class HttpRequest:
     """One request, its version negotiated and its caller known."""
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Request:
 
     @property
     def query(self) -> QueryString:
-        """The query string, parsed once. Raises Fault 400."""
+        """The query string, parsed once. Raises HttpFault 400."""
         if self._query is None:
             self._query = QueryString(self.query_string)
         return self._query
@@ -73,9 +73,9 @@ class QueryString:
             for name, value in self.pairs:  # a byte that was not ASCII
                 (name + value).encode()
         except (UnicodeError, ValueError) as error:
-            raise Fault(400, f"Invalid query string parameters: {error}") from error
+            raise HttpFault(400, f"Invalid query string parameters: {error}") from error
         if any("\x00" in name or "\x00" in value for name, value in self.pairs):
-            raise Fault(400, "Invalid query string parameters: NUL characters are not allowed")
+            raise HttpFault(400, "Invalid query string parameters: NUL characters are not allowed")
 
     def last(self) -> dict[str, str]:
         """Each parameter's last value."""
@@ -108,7 +108,7 @@ class Response:
         self.path = path
         return self
 
-    def modified(self, request: Request, at: float | None) -> Response:
+    def modified(self, request: HttpRequest, at: float | None) -> Response:
         """Say when it last changed (None: nothing is there that could), from 1.15 on; nothing is to be cached."""
         if request.version >= SINCE_CACHE_HEADERS:
             if at is not None:

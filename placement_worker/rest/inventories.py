@@ -10,14 +10,14 @@ from placement_worker.domain.values import Stock
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import Body, InventoryBody, T
-from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, Fault, refused
-from placement_worker.rest.http import Request, Response, json_response
-from placement_worker.store.rest_reads import InventoryRow, inventories
+from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, HttpFault, refused
+from placement_worker.rest.http import HttpRequest, Response, json_response
+from placement_worker.store.rest_reads import InventoryRecord, inventories
 
 SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 
-def shown(stock: Stock | InventoryRow) -> dict[str, Any]:
+def shown(stock: Stock | InventoryRecord) -> dict[str, Any]:
     """An inventory as the API shows it."""
     return {
         "total": stock.total,
@@ -44,16 +44,16 @@ async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
     """The body; a provider that is not there is said before a body that is wrong."""
     try:
         return kind.parse(body)
-    except Fault:
+    except HttpFault:
         await api.provider(uuid)
         raise
 
 
-async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRow]]:
+async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRecord]]:
     return await api.of_provider(uuid, inventories, words="{0} : {0}")
 
 
-async def show_all(api: Api, request: Request) -> Response:
+async def show_all(api: Api, request: HttpRequest) -> Response:
     """GET all."""
     generation, rows = await _read(api, request.parts[1])
     data = {
@@ -63,7 +63,7 @@ async def show_all(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, max((row.updated_at for row in rows), default=None))
 
 
-async def show(api: Api, request: Request) -> Response:
+async def show(api: Api, request: HttpRequest) -> Response:
     """GET one."""
     uuid, name = request.parts[1], request.parts[3]
     generation, rows = await _read(api, uuid)
@@ -71,10 +71,10 @@ async def show(api: Api, request: Request) -> Response:
         if row.resource_class == name:
             data = {**shown(row), "resource_provider_generation": generation}
             return json_response(data).modified(request, row.updated_at)
-    raise Fault(404, f"No inventory of class {name} for {uuid}")
+    raise HttpFault(404, f"No inventory of class {name} for {uuid}")
 
 
-async def set_all(api: Api, request: Request) -> Response:
+async def set_all(api: Api, request: HttpRequest) -> Response:
     """PUT all."""
     uuid = request.parts[1]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
@@ -97,7 +97,7 @@ async def set_all(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, api.clock.time() if stocks else None)
 
 
-async def create(api: Api, request: Request) -> Response:
+async def create(api: Api, request: HttpRequest) -> Response:
     """POST one that is not there yet."""
     uuid = request.parts[1]
     body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
@@ -115,7 +115,7 @@ async def create(api: Api, request: Request) -> Response:
     return json_response(data, 201).location(path).modified(request, api.clock.time())
 
 
-async def update(api: Api, request: Request) -> Response:
+async def update(api: Api, request: HttpRequest) -> Response:
     """PUT one that is there."""
     uuid, name = request.parts[1], request.parts[3]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
@@ -134,7 +134,7 @@ async def update(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, api.clock.time())
 
 
-async def delete(api: Api, request: Request) -> Response:
+async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE one."""
     uuid, name = request.parts[1], request.parts[3]
     outcome = await api.write_tree(DropStock(uuid, name))
@@ -148,7 +148,7 @@ async def delete(api: Api, request: Request) -> Response:
     return Response(204)
 
 
-async def delete_all(api: Api, request: Request) -> Response:
+async def delete_all(api: Api, request: HttpRequest) -> Response:
     """DELETE all."""
     outcome = await api.write_tree(SetStocks(request.parts[1], {}))
     if isinstance(outcome, WriteRefusal) and outcome.why is Why.IN_USE:

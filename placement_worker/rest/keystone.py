@@ -59,7 +59,7 @@ class _Answer(Struct, frozen=True):
     token: _Token
 
 
-class Known(Struct, frozen=True):
+class CachedToken(Struct, frozen=True):
     """Whose a token is, None = nobody's, and until when (wall time) that may be believed."""
 
     caller: Caller | None
@@ -76,8 +76,8 @@ class Keystone:
         self._url = config.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._own = ""
         self._signing_in = asyncio.Lock()
-        self._known: OrderedDict[bytes, Known] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Task[Known]] = {}
+        self._known: OrderedDict[bytes, CachedToken] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Task[CachedToken]] = {}
 
     async def identify(self, headers: Headers) -> Caller | None:
         """The token's owner. Raises KeystoneUnavailable, KeystoneForbidden."""
@@ -94,14 +94,14 @@ class Keystone:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _ask_once(self, digest: bytes, token: bytes) -> Known:
+    async def _ask_once(self, digest: bytes, token: bytes) -> CachedToken:
         task = self._asking.get(digest)
         if task is None:
             task = self._asking[digest] = asyncio.create_task(self._ask(digest, token), name="keystone")
             task.add_done_callback(lambda _: self._asking.pop(digest, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, digest: bytes, token: bytes) -> Known:
+    async def _ask(self, digest: bytes, token: bytes) -> CachedToken:
         own = self._own or await self._sign_in("")
         answer = await self._validate(own, token)
         if answer.status_code == 401:  # ours has expired, or was revoked
@@ -113,10 +113,10 @@ class Keystone:
             self._known.popitem(last=False)
         return known
 
-    def _understood(self, answer: httpx.Response) -> Known:
+    def _understood(self, answer: httpx.Response) -> CachedToken:
         now = self._clock.time()
         if answer.status_code == 404:
-            return Known(None, now + BAD_FOR_S)
+            return CachedToken(None, now + BAD_FOR_S)
         if answer.status_code != 200:
             raise KeystoneUnavailable(f"Keystone answered {answer.status_code}")
         try:
@@ -125,7 +125,7 @@ class Keystone:
         except (msgspec.DecodeError, ValueError) as error:
             raise KeystoneUnavailable(f"Keystone's answer cannot be read: {error}") from error
         if expires <= now:
-            return Known(None, now + BAD_FOR_S)
+            return CachedToken(None, now + BAD_FOR_S)
         caller = Caller(
             user_id=token.user.id,
             project_id=token.project.id if token.project is not None else None,
@@ -133,7 +133,7 @@ class Keystone:
             system_scope="all" if token.system is not None and token.system.get("all") else None,
             roles=tuple(role.name for role in token.roles),
         )
-        return Known(caller, min(expires, now + self._config.cache_s))
+        return CachedToken(caller, min(expires, now + self._config.cache_s))
 
     async def _validate(self, own: str, token: bytes) -> httpx.Response:
         headers = {"X-Auth-Token": own, SUBJECT: token.decode("latin-1")}

@@ -8,20 +8,20 @@ from placement_worker.domain.trees import SetAggregates, SetTraits
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import text_of
-from placement_worker.rest.faults import Fault
-from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.store.rest_reads import aggregates, traits
 
 SINCE_AGGREGATE_GENERATION = 19
 
 
-async def show_aggregates(api: Api, request: Request) -> Response:
+async def show_aggregates(api: Api, request: HttpRequest) -> Response:
     """GET aggregates."""
     generation, listed = await api.of_provider(request.parts[1], aggregates)
     return _aggregates(api, request, listed, generation)
 
 
-async def set_aggregates(api: Api, request: Request) -> Response:
+async def set_aggregates(api: Api, request: HttpRequest) -> Response:
     """PUT aggregates; from 1.19 guarded by the provider's generation, which then moves."""
     uuid = request.parts[1]
     generation: int | None = None
@@ -31,28 +31,28 @@ async def set_aggregates(api: Api, request: Request) -> Response:
             listed, generation = body.aggregates, body.resource_provider_generation
         else:
             listed = bodies.AGGREGATES.parse(request.body)
-    except Fault:
+    except HttpFault:
         await api.provider(uuid)
         raise
     provider = written(await api.write_tree(SetAggregates(uuid, listed, generation)))
     return _aggregates(api, request, listed, provider.generation)
 
 
-def _aggregates(api: Api, request: Request, listed: list[str], generation: int) -> Response:
+def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: int) -> Response:
     data: dict[str, Any] = {"aggregates": listed}
     if request.version >= SINCE_AGGREGATE_GENERATION:
         data["resource_provider_generation"] = generation
     return json_response(data).modified(request, api.clock.time())
 
 
-async def show_traits(api: Api, request: Request) -> Response:
+async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET traits."""
     generation, named = await api.of_provider(request.parts[1], traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
     return json_response(data).modified(request, max(named.values(), default=api.clock.time()))
 
 
-async def set_traits(api: Api, request: Request) -> Response:
+async def set_traits(api: Api, request: HttpRequest) -> Response:
     """PUT traits."""
     body = bodies.PROVIDER_TRAITS.parse(request.body)
     named = [text_of(name) for name in body.traits]
@@ -61,7 +61,7 @@ async def set_traits(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, api.clock.time())
 
 
-async def delete_traits(api: Api, request: Request) -> Response:
+async def delete_traits(api: Api, request: HttpRequest) -> Response:
     """DELETE all traits."""
     written(await api.write_tree(SetTraits(request.parts[1], ())))
     return Response(204)

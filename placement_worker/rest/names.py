@@ -10,8 +10,8 @@ import msgspec
 from placement_worker.domain.names import MAX_NAME, STANDARD_CLASSES, is_custom
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
-from placement_worker.rest.faults import Fault
-from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
 from placement_worker.store import rest_names
 from placement_worker.store.rest import CLASSES, TRAITS, InUse
@@ -29,11 +29,11 @@ def _may_exist(name: str) -> bool:
 # --- traits
 
 
-async def put_trait(api: Api, request: Request) -> Response:
+async def put_trait(api: Api, request: HttpRequest) -> Response:
     """PUT: 201 when it is new, 204 when it was there."""
     name = request.parts[1]
     if not _CUSTOM.fullmatch(name) or len(name) > MAX_NAME:
-        raise Fault(
+        raise HttpFault(
             400,
             "The trait is invalid. A valid trait must be no longer than 255 characters, start with the prefix "
             '"CUSTOM_" and use following characters: "A"-"Z", "0"-"9" and "_"',
@@ -44,7 +44,7 @@ async def put_trait(api: Api, request: Request) -> Response:
     return Response(201 if created else 204).location(f"/traits/{name}").modified(request, at)
 
 
-async def show_trait(api: Api, request: Request) -> Response:
+async def show_trait(api: Api, request: HttpRequest) -> Response:
     """GET: 204 when it is there."""
     name = request.parts[1]
     row = await api.store.name(TRAITS, name) if _may_exist(name) else None
@@ -53,21 +53,21 @@ async def show_trait(api: Api, request: Request) -> Response:
     return Response(204).modified(request, row.updated_at)
 
 
-async def delete_trait(api: Api, request: Request) -> Response:
+async def delete_trait(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom one that nobody has."""
     name = request.parts[1]
     if not _may_exist(name) or await api.store.name(TRAITS, name) is None:
         raise _no_trait(name)
     if not is_custom(name):
-        raise Fault(400, f"Cannot delete standard trait {name}.")
+        raise HttpFault(400, f"Cannot delete standard trait {name}.")
     try:
         await api.store.delete_name(TRAITS, name)
     except InUse:
-        raise Fault(409, f"The trait {name} is in use by a resource provider.") from None
+        raise HttpFault(409, f"The trait {name} is in use by a resource provider.") from None
     return Response(204)
 
 
-async def list_traits(api: Api, request: Request) -> Response:
+async def list_traits(api: Api, request: HttpRequest) -> Response:
     """GET many, by `name=in:A,B` or `name=startswith:C`, and by whether some provider has them."""
     query = request.query
     _LIST_TRAITS.check(query)
@@ -76,7 +76,7 @@ async def list_traits(api: Api, request: Request) -> Response:
     if (asked := query.get("name")) is not None:
         op, colon, value = asked.partition(":")
         if not colon:
-            raise Fault(
+            raise HttpFault(
                 400,
                 "Badly formatted name parameter. Expected name query string parameter in form: "
                 f'?name=[in|startswith]:[name1,name2|prefix]. Got: "{asked}"',
@@ -86,15 +86,15 @@ async def list_traits(api: Api, request: Request) -> Response:
     associated: bool | None = None
     if (said := query.get("associated")) is not None:
         if said.lower() not in {"true", "false"}:
-            raise Fault(400, 'The query parameter "associated" only accepts "true" or "false"')
+            raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
         associated = said.lower() == "true"
     async with api.read() as connection:
         rows = await rest_names.traits(connection, names, prefix, associated)
     return json_response({"traits": [row.name for row in rows]}).modified(request, _newest(api, rows))
 
 
-def _no_trait(name: str) -> Fault:
-    return Fault(404, f"No such trait(s): {name}.")
+def _no_trait(name: str) -> HttpFault:
+    return HttpFault(404, f"No such trait(s): {name}.")
 
 
 def _newest(api: Api, rows: list[NameRow]) -> float:
@@ -108,11 +108,11 @@ def _shown(name: str) -> dict[str, Any]:
     return {"name": name, "links": [{"rel": "self", "href": f"/resource_classes/{name}"}]}
 
 
-def _no_class(name: str) -> Fault:
-    return Fault(404, f"No such resource class {name}.")
+def _no_class(name: str) -> HttpFault:
+    return HttpFault(404, f"No such resource class {name}.")
 
 
-async def list_classes(api: Api, request: Request) -> Response:
+async def list_classes(api: Api, request: HttpRequest) -> Response:
     """GET all."""
     async with api.read() as connection:
         rows = await rest_names.classes(connection)
@@ -120,37 +120,37 @@ async def list_classes(api: Api, request: Request) -> Response:
     return json_response(data).modified(request, _newest(api, rows))
 
 
-async def create_class(api: Api, request: Request) -> Response:
+async def create_class(api: Api, request: HttpRequest) -> Response:
     """POST a custom one."""
     name = bodies.RESOURCE_CLASS.parse(request.body).name
     if not await api.store.create_name(CLASSES, name):
-        raise Fault(409, f"Conflicting resource class already exists: {name}")
+        raise HttpFault(409, f"Conflicting resource class already exists: {name}")
     return Response(201).location(f"/resource_classes/{name}")
 
 
-async def show_class(api: Api, request: Request) -> Response:
+async def show_class(api: Api, request: HttpRequest) -> Response:
     """GET one."""
     row = await _class(api, request.parts[1])
     return json_response(_shown(row.name)).modified(request, row.updated_at)
 
 
-async def rename_class(api: Api, request: Request) -> Response:
+async def rename_class(api: Api, request: HttpRequest) -> Response:
     """PUT below 1.7: a custom class gets another name."""
     old = request.parts[1]
     new = bodies.RESOURCE_CLASS.parse(request.body).name
     await _class(api, old)
     if old in STANDARD_CLASSES:
-        raise Fault(400, f"Cannot update standard resource class {old}")
+        raise HttpFault(400, f"Cannot update standard resource class {old}")
     renamed = await api.store.rename_class(old, new)
     if renamed is None:
-        raise Fault(409, f"Resource class already exists: {new}")
+        raise HttpFault(409, f"Resource class already exists: {new}")
     if not renamed:
         raise _no_class(old)
     api.committed()
     return json_response(_shown(new))
 
 
-async def ensure_class(api: Api, request: Request) -> Response:
+async def ensure_class(api: Api, request: HttpRequest) -> Response:
     """PUT from 1.7: 201 when it is new, 204 when it was there."""
     name = request.parts[1]
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
@@ -159,17 +159,17 @@ async def ensure_class(api: Api, request: Request) -> Response:
     return Response(201 if created else 204).location(f"/resource_classes/{name}")
 
 
-async def delete_class(api: Api, request: Request) -> Response:
+async def delete_class(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom one that no inventory is of."""
     name = request.parts[1]
     await _class(api, name)
     if name in STANDARD_CLASSES:
-        raise Fault(400, f"Error in delete resource class: Cannot delete standard resource class {name}.")
+        raise HttpFault(400, f"Error in delete resource class: Cannot delete standard resource class {name}.")
     try:
         await api.store.delete_name(CLASSES, name)
     except InUse:
         words = f"Cannot delete resource class {name}. Class is in use in inventory."
-        raise Fault(409, f"Error in delete resource class: {words}") from None
+        raise HttpFault(409, f"Error in delete resource class: {words}") from None
     return Response(204)
 
 

@@ -12,7 +12,7 @@ import msgspec
 from placement_worker.rest import schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
-from placement_worker.rest.http import Request, Response
+from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.routes import ROUTES, Route
 from placement_worker.rest.schemas import Schema
 from placement_worker.rest.versions import NEWEST, RANGE, SERVICE
@@ -73,7 +73,7 @@ _ERROR: Schema = {
 }
 
 
-async def show(api: Api, request: Request) -> Response:
+async def show(api: Api, request: HttpRequest) -> Response:
     """GET: this document."""
     del api, request
     return Response(200, _written())

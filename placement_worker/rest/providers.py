@@ -13,8 +13,8 @@ from placement_worker.domain.values import Provider
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import at, text_of
-from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, Fault, refused
-from placement_worker.rest.http import QueryString, Request, Response, json_response
+from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, HttpFault, refused
+from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
 from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
 from placement_worker.store.rest_reads import Listing, ProviderRow, providers
 
@@ -43,7 +43,7 @@ def shown(provider: Provider | ProviderRow, version: int) -> dict[str, Any]:
     return data
 
 
-async def create(api: Api, request: Request) -> Response:
+async def create(api: Api, request: HttpRequest) -> Response:
     """POST: 201 without a body, from 1.20 200 with it."""
     kind = bodies.POST_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.POST_PROVIDER
     body = kind.parse(request.body)
@@ -52,12 +52,14 @@ async def create(api: Api, request: Request) -> Response:
     if isinstance(body, bodies.PostProvider14) and isinstance(body.parent_provider_uuid, str):
         parent = body.parent_provider_uuid
     if not body.name:
-        raise Fault(400, _cannot("create", body.name, uuid, "Object action create failed because: name is required"))
+        raise HttpFault(
+            400, _cannot("create", body.name, uuid, "Object action create failed because: name is required")
+        )
     outcome = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent))
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.DUPLICATE:
             raise refused(outcome, words="Conflicting resource provider {} already exists.")
-        raise Fault(400, _cannot("create", body.name, uuid, outcome.words))
+        raise HttpFault(400, _cannot("create", body.name, uuid, outcome.words))
     path = f"/resource_providers/{uuid}"
     if request.version < SINCE_BODY:
         return Response(201).location(path)
@@ -68,19 +70,19 @@ def _cannot(action: str, name: str, uuid: str, why: str) -> str:
     return f'Unable to {action} resource provider "{name}", {uuid}: {why}'
 
 
-async def show(api: Api, request: Request) -> Response:
+async def show(api: Api, request: HttpRequest) -> Response:
     """GET one."""
     row = await api.provider(request.parts[1])
     return json_response(shown(row, request.version)).modified(request, row.updated_at)
 
 
-async def update(api: Api, request: Request) -> Response:
+async def update(api: Api, request: HttpRequest) -> Response:
     """PUT: another name, another parent."""
     uuid = request.parts[1]
     kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
     try:
         body = kind.parse(request.body)
-    except Fault:
+    except HttpFault:
         await api.provider(uuid)  # one that is not there is said first
         raise
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
@@ -95,28 +97,28 @@ async def update(api: Api, request: Request) -> Response:
     return json_response(shown(outcome, request.version)).modified(request, api.clock.time())
 
 
-async def delete(api: Api, request: Request) -> Response:
+async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE."""
     uuid = request.parts[1]
     try:
         outcome = await api.write_tree(DeleteProvider(uuid))
-    except Fault:
+    except HttpFault:
         raise _not_there(uuid) from None
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_PROVIDER:
             raise _not_there(uuid)
         if outcome.why is Why.IS_PARENT:
             words = f"Unable to delete parent resource provider {uuid}: It has child resource providers."
-            raise Fault(409, words, CANNOT_DELETE_PARENT)
+            raise HttpFault(409, words, CANNOT_DELETE_PARENT)
         raise refused(outcome, words=f"Unable to delete resource provider {uuid}: {{}}", code=PROVIDER_IN_USE)
     return Response(204)
 
 
-def _not_there(uuid: str) -> Fault:
-    return Fault(404, f"No resource provider with uuid {uuid} found for delete")
+def _not_there(uuid: str) -> HttpFault:
+    return HttpFault(404, f"No resource provider with uuid {uuid} found for delete")
 
 
-async def list_all(api: Api, request: Request) -> Response:
+async def list_all(api: Api, request: HttpRequest) -> Response:
     """GET many, narrowed by the query."""
     query = request.query
     at(_LIST, request.version).check(query)
@@ -140,10 +142,10 @@ async def _listing(api: Api, query: QueryString, version: int) -> Listing | None
     trait_ids, unknown = await api.store.trait_ids(named)
     if unknown:
         words = f"No such trait(s): {', '.join(sorted(unknown))}."
-        raise Fault(400, f'Invalid trait(s) in "required" parameter: {words}')
+        raise HttpFault(400, f'Invalid trait(s) in "required" parameter: {words}')
     class_ids, unknown = await api.store.class_ids(asked)
     if unknown:
-        raise Fault(400, f"Invalid resource class in resources parameter: No such resource class {unknown[0]}.")
+        raise HttpFault(400, f"Invalid resource class in resources parameter: No such resource class {unknown[0]}.")
     uuid, in_tree = query.get("uuid"), query.get("in_tree")
     if any(value is not None and value != value.lower() for value in (uuid, in_tree)):
         return None

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.exceptions import best_match
 from msgspec import Struct
 
-from placement_worker.rest.faults import Fault
+from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.schemas import Schema
 
@@ -48,10 +48,10 @@ class Checked:
         self._validator = Draft202012Validator(schema, format_checker=_STRICT)
 
     def check(self, query: QueryString) -> None:
-        """Raises Fault 400, worded as python-jsonschema words it."""
+        """Raises HttpFault 400, worded as python-jsonschema words it."""
         wrong = best_match(self._validator.iter_errors(query.last()))
         if wrong is not None:
-            raise Fault(400, f"Invalid query string parameters: {wrong}")
+            raise HttpFault(400, f"Invalid query string parameters: {wrong}")
 
 
 class Traits(Struct, frozen=True):
@@ -75,18 +75,20 @@ def resources_of(text: str) -> dict[str, int]:
         "?resources=VCPU:2,MEMORY_MB:1024. Got: "
     )
     if not text.strip():
-        raise Fault(400, form + "empty string.")
+        raise HttpFault(400, form + "empty string.")
     asked: dict[str, int] = {}
     for part in text.split(","):
         name, colon, amount = part.partition(":")
         if not colon or ":" in amount:
-            raise Fault(400, f"{form}{part}.")
+            raise HttpFault(400, f"{form}{part}.")
         try:
             number = int(amount)
         except ValueError:
-            raise Fault(400, f"Requested resource {name} expected positive integer amount. Got: {amount}.") from None
+            raise HttpFault(
+                400, f"Requested resource {name} expected positive integer amount. Got: {amount}."
+            ) from None
         if number < 1:
-            raise Fault(400, f"Requested resource {name} requires amount >= 1. Got: {number}.")
+            raise HttpFault(400, f"Requested resource {name} requires amount >= 1. Got: {number}.")
         # More than any inventory can hold is simply more than fits.
         asked[name] = min(number, 10**MAX_AMOUNT_DIGITS)
     return asked
@@ -107,40 +109,44 @@ def _one_required(value: str, *, allow_forbidden: bool, allow_any: bool) -> Trai
     start = "Invalid query string parameters: "
     if value.startswith("in:"):
         if not allow_any:
-            raise Fault(400, f"{start}The format '{_ANY_FORM}' only supported since microversion 1.39. Got: {value}")
+            raise HttpFault(
+                400, f"{start}The format '{_ANY_FORM}' only supported since microversion 1.39. Got: {value}"
+            )
         names = [name.strip() for name in value[3:].split(",")]
         if not all(names):
-            raise Fault(
+            raise HttpFault(
                 400,
                 f"{start}Expected 'required' parameter value of the form: {_ANY_FORM}. Got an empty trait in: {value}",
             )
         if any(name.startswith("!") for name in names):
-            raise Fault(400, f"{start}The format '{_ANY_FORM}' does not support forbidden traits. Got: {value}")
+            raise HttpFault(400, f"{start}The format '{_ANY_FORM}' does not support forbidden traits. Got: {value}")
         return Traits((tuple(sorted(set(names))),))
     names = [name.strip() for name in value.split(",")]
     required = [name for name in names if not name.startswith("!")]
     forbidden = [name.lstrip("!") for name in names if name.startswith("!")]
     form = "HW_CPU_X86_VMX,!CUSTOM_MAGIC" if allow_forbidden else "HW_CPU_X86_VMX,CUSTOM_MAGIC"
     if not all(required + forbidden):
-        raise Fault(
+        raise HttpFault(
             400,
             f"{start}Expected 'required' parameter value of the form: {form}. Got an empty trait in: {value}",
         )
     if forbidden and not allow_forbidden:
-        raise Fault(400, f"{start}Expected 'required' parameter value of the form: {form}. Got: {value}")
+        raise HttpFault(400, f"{start}Expected 'required' parameter value of the form: {form}. Got: {value}")
     return Traits(tuple((name,) for name in dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
 
 
 def members_of(values: list[str], version: int, suffix: str = "") -> Members:
     """All values of one `member_of` parameter."""
     if version < 24 and len(values) > 1:
-        raise Fault(400, f"Multiple member_of{suffix} parameters are not supported")
+        raise HttpFault(400, f"Multiple member_of{suffix} parameters are not supported")
     required: list[tuple[str, ...]] = []
     forbidden: dict[str, None] = {}
     for value in values:
         unwanted, names = _one_member_of(value)
         if unwanted and version < 32:
-            raise Fault(400, f"Forbidden member_of{suffix} parameters are not supported in the specified microversion")
+            raise HttpFault(
+                400, f"Forbidden member_of{suffix} parameters are not supported in the specified microversion"
+            )
         if unwanted:
             forbidden.update(dict.fromkeys(names))
         else:
@@ -153,7 +159,7 @@ def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
     unwanted = value.startswith("!")
     listed = value.removeprefix("!")
     if "," in value and not listed.startswith("in:"):
-        raise Fault(
+        raise HttpFault(
             400,
             "Multiple values for 'member_of' must be prefixed with the 'in:' or '!in:' keyword using the valid "
             f"microversion. Got: {value}",
@@ -161,7 +167,7 @@ def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
     names = listed[3:].split(",") if listed.startswith("in:") else [listed]
     for name in names:
         if not is_uuid(name):
-            raise Fault(
+            raise HttpFault(
                 400,
                 "Invalid query string parameters: Expected 'member_of' parameter to contain valid UUID(s). "
                 f"Got: {name}",
@@ -173,7 +179,7 @@ def in_tree_of(value: str) -> str:
     """A provider whose tree is meant."""
     text = value.strip()
     if not is_uuid(text):
-        raise Fault(
+        raise HttpFault(
             400,
             f"Invalid query string parameters: Expected 'in_tree' parameter to be a format of uuid. Got: {value}",
         )

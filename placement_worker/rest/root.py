@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from placement_worker.rest.api import Api
-from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.versions import RANGE
 
 
-async def home(api: Api, request: Request) -> Response:
+async def home(api: Api, request: HttpRequest) -> Response:
     """GET: the version document, open to everybody."""
     version = {
         "id": f"v{RANGE[0]}",

@@ -8,12 +8,12 @@ from msgspec import Struct
 
 from placement_worker.rest import allocations, candidates, inventories, members, names, providers, root, usages
 from placement_worker.rest.api import Api
-from placement_worker.rest.faults import Fault
-from placement_worker.rest.http import Request, Response
+from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.policy import RESHAPE, USAGES
 from placement_worker.rest.versions import NEWEST
 
-Handler = Callable[[Api, Request], Awaitable[Response]]
+Handler = Callable[[Api, HttpRequest], Awaitable[Response]]
 
 
 class Route(Struct, frozen=True):
@@ -94,17 +94,17 @@ class Router:
             self._by_shape.setdefault(shape, {}).setdefault(route.method, []).append(route)
 
     def find(self, method: str, parts: tuple[str, ...], version: int) -> Route:
-        """The route. Raises Fault 404 for a path or version, 405 for a method that is not served."""
+        """The route. Raises HttpFault 404 for a path or version, 405 for a method that is not served."""
         by_method = self._by_shape.get(_shape(parts))
         if by_method is None or not all(parts):
-            raise Fault(404)
+            raise HttpFault(404)
         routes = by_method.get(method)
         if routes is None:
-            raise Fault(405, allow=", ".join(by_method))
+            raise HttpFault(405, allow=", ".join(by_method))
         for route in routes:
             if route.since <= version <= route.until:
                 return route
-        raise Fault(routes[0].too_new)
+        raise HttpFault(routes[0].too_new)
 
 
 def parts_of(path: str) -> tuple[str, ...]:

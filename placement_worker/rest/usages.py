@@ -6,7 +6,7 @@ from typing import Any
 
 from placement_worker.rest import schemas
 from placement_worker.rest.api import Api
-from placement_worker.rest.http import Request, Response, json_response
+from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
 from placement_worker.store.rest_reads import UsageRow, totals, usages
 
@@ -16,14 +16,14 @@ ALL, UNKNOWN = "all", "unknown"
 _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 
-async def of_provider(api: Api, request: Request) -> Response:
+async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET of one provider."""
     generation, used = await api.of_provider(request.parts[1], usages, words="{0}: {0}")
     data = {"resource_provider_generation": generation, "usages": used}
     return json_response(data).modified(request, api.clock.time())
 
 
-async def of_project(api: Api, request: Request) -> Response:
+async def of_project(api: Api, request: HttpRequest) -> Response:
     """GET of a project, perhaps of one user, perhaps of one type of consumers."""
     query = request.query
     typed = request.version >= SINCE_CONSUMER_TYPES

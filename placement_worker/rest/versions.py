@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placement_worker.rest.faults import Fault
+from placement_worker.rest.faults import HttpFault
 
 OLDEST, NEWEST = 0, 39
 SERVICE = "placement"
@@ -13,7 +13,7 @@ RANGE = (f"1.{OLDEST}", f"1.{NEWEST}")
 def version_of(header: str) -> int:
     """The minor version that an `openstack-api-version` header asks placement for; without one the oldest.
 
-    Raises Fault 406 for a version that is not served, 400 for one that is none.
+    Raises HttpFault 406 for a version that is not served, 400 for one that is none.
     """
     for value in reversed(header.split(",")):
         service, _, version = value.strip().partition(" ")
@@ -31,7 +31,7 @@ def _minor(text: str) -> int:
         if not dot:
             raise ValueError("a minor version is missing")
     except ValueError as error:
-        raise Fault(400, f"Invalid microversion: invalid version string: {text}; {error}") from error
+        raise HttpFault(400, f"Invalid microversion: invalid version string: {text}; {error}") from error
     if asked[0] != 1 or not OLDEST <= asked[1] <= NEWEST:
-        raise Fault(406, f"Invalid microversion: Unacceptable version header: {text}")
+        raise HttpFault(406, f"Invalid microversion: Unacceptable version header: {text}")
     return asked[1]

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from bus.faults import Transient
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.reports import ReportPlan
-from placement_worker.domain.values import Consumer, Provider
+from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.store import claims
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 
 HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
@@ -29,7 +29,7 @@ READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
 Leaving = tuple[str, str]  # (provider, class)
 
-_NOBODY = Consumer(0, 0, "", "", "")
+_NOBODY = ConsumerState(0, 0, "", "", "")
 
 
 class HoldersBusy(Transient):
@@ -38,14 +38,16 @@ class HoldersBusy(Transient):
     code = "inventory.holders_busy"
 
 
-async def lock_holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], names: Names) -> dict[str, Consumer]:
+async def lock_holders(
+    connection: asyncpg.Connection, leaving: Sequence[Leaving], names: NameTable
+) -> dict[str, ConsumerState]:
     """Everybody who holds something of these classes of these providers, locked."""
     return await _lock(connection, await _holders(connection, leaving, names), names)
 
 
 async def lock_late_holders(
-    connection: asyncpg.Connection, leaving: Sequence[Leaving], known: Collection[str], names: Names
-) -> dict[str, Consumer]:
+    connection: asyncpg.Connection, leaving: Sequence[Leaving], known: Collection[str], names: NameTable
+) -> dict[str, ConsumerState]:
     """Those who came between `lock_holders` and the locks of the providers. Raises HoldersBusy."""
     late = [uuid for uuid in await _holders(connection, leaving, names) if uuid not in known]
     if late and len(await connection.fetch(LOCK_WITHOUT_WAITING, late)) < len(late):
@@ -63,13 +65,13 @@ async def write(
     connection: asyncpg.Connection,
     plan: ReportPlan,
     before: Mapping[str, Provider],
-    consumers: Mapping[str, Consumer],
+    consumers: Mapping[str, ConsumerState],
     *,
     ids: Mapping[str, int],
-    names: Names,
+    names: NameTable,
 ) -> None:
     """What the consumers hold now, and what is used of the providers. Consumers keep their generation."""
-    moved: dict[str, Consumer | None] = {
+    moved: dict[str, ConsumerState | None] = {
         uuid: replace(consumers[uuid], holding=holding) for uuid, holding in plan.moved.items()
     }
     used, generations = _usage(before, plan.after)
@@ -95,14 +97,14 @@ def _usage(
     return used, generations
 
 
-async def _holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], names: Names) -> list[str]:
+async def _holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], names: NameTable) -> list[str]:
     pairs = [(uuid, names.class_ids[name]) for uuid, name in leaving if name in names.class_ids]
     if not pairs:
         return []
     return [row[0] for row in await connection.fetch(HOLDERS, *map(list, zip(*pairs, strict=True)))]
 
 
-async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: Names) -> dict[str, Consumer]:
+async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: NameTable) -> dict[str, ConsumerState]:
     if not uuids:
         return {}
     inserted, found = await claims.lock_consumers(connection, dict.fromkeys(uuids, _NOBODY), names)

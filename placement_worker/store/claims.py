@@ -16,9 +16,9 @@ from msgspec import Struct
 from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import ClaimVerdict, Decision, changes_of, decide
-from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, Consumer, Room, is_closed
+from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, ConsumerState, Room, is_closed
 from placement_worker.store import feed, limits, members
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem, ClaimReply
 
 # Functions of the schema (migrations p0005, p0012), a round trip each.
@@ -50,14 +50,16 @@ class Locked(Struct, frozen=True):
     of the providers that exist. cells: those of their roots, where there is one.
     """
 
-    inserted: dict[str, Consumer]
-    found: dict[str, Consumer]
+    inserted: dict[str, ConsumerState]
+    found: dict[str, ConsumerState]
     ids: dict[str, int]
     providers: dict[str, ClaimedProvider]
     cells: dict[str, str]
 
 
-async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names, bus: str) -> list[ClaimReply]:
+async def apply(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str
+) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
     groups = await members.lock(connection, items)
     projects = await limits.lock(connection, items, names)
@@ -72,7 +74,10 @@ async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], name
 
 
 async def lock(
-    connection: asyncpg.Connection, expected: Mapping[str, Consumer], wanted: Collection[str] | None, names: Names
+    connection: asyncpg.Connection,
+    expected: Mapping[str, ConsumerState],
+    wanted: Collection[str] | None,
+    names: NameTable,
 ) -> Locked:
     """Lock and read consumers, by uuid, then providers, by id: those wanted and those that the consumers hold.
 
@@ -87,7 +92,7 @@ async def lock(
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
         holdings.setdefault(consumer, {}).setdefault(provider, {})[class_names[class_id]] = amount
-    found = {row[0]: Consumer(*row[1:], holdings.get(row[0], NOTHING)) for row in consumers}
+    found = {row[0]: ConsumerState(*row[1:], holdings.get(row[0], NOTHING)) for row in consumers}
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},
         found=found,
@@ -103,8 +108,8 @@ async def lock(
 
 
 async def lock_consumers(
-    connection: asyncpg.Connection, expected: Mapping[str, Consumer], names: Names
-) -> tuple[dict[str, Consumer], dict[str, Consumer]]:
+    connection: asyncpg.Connection, expected: Mapping[str, ConsumerState], names: NameTable
+) -> tuple[dict[str, ConsumerState], dict[str, ConsumerState]]:
     """(rows this transaction inserted ahead, consumers that were there before): as `lock`, without providers."""
     locked = await lock(connection, expected, None, names)
     return locked.inserted, locked.found
@@ -113,11 +118,11 @@ async def lock_consumers(
 async def write(
     connection: asyncpg.Connection,
     decision: Decision,
-    found: Mapping[str, Consumer],
-    inserted: Mapping[str, Consumer],
+    found: Mapping[str, ConsumerState],
+    inserted: Mapping[str, ConsumerState],
     *,
     ids: Mapping[str, int],
-    names: Names,
+    names: NameTable,
     changes: Sequence[Change] = (),
 ) -> int:
     """Write a decision about what is locked, and say the changes. Returns the last one's number, 0 for none."""
@@ -149,23 +154,25 @@ def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[obje
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
 
 
-def expected(items: Sequence[ClaimItem]) -> dict[str, Consumer]:
+def expected(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
     """Each named consumer as its row will be if it is new and the first word about it succeeds."""
-    expected: dict[str, Consumer] = {}
+    expected: dict[str, ConsumerState] = {}
     for item in items:
         if isinstance(item, Claim):
             if item.consumer not in expected:
-                expected[item.consumer] = Consumer(1, item.attempt, item.project_id, item.user_id, item.consumer_type)
+                expected[item.consumer] = ConsumerState(
+                    1, item.attempt, item.project_id, item.user_id, item.consumer_type
+                )
         elif isinstance(item, Release):
-            expected.setdefault(item.consumer, Consumer(0, item.attempt or 0, "", "", ""))
+            expected.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
         else:
             for entry in item.consumers:
-                new = Consumer(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
+                new = ConsumerState(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
                 expected.setdefault(entry.consumer, new)
     return expected
 
 
-def columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
+def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:
     """Consumers as the statements that write them take them."""
     return (
         [uuid for uuid, _ in rows],
@@ -177,7 +184,7 @@ def columns(rows: Sequence[tuple[str, Consumer]]) -> tuple[list[object], ...]:
     )
 
 
-def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, Consumer]) -> set[str]:
+def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
     """Every provider that the items name or these consumers hold."""
     wanted: set[str] = set()
     for item in items:
@@ -193,7 +200,7 @@ def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, Consumer]) 
 
 
 def _consumer_columns(
-    decision: Decision, found: Mapping[str, Consumer], inserted: Mapping[str, Consumer]
+    decision: Decision, found: Mapping[str, ConsumerState], inserted: Mapping[str, ConsumerState]
 ) -> tuple[list[object], ...]:
     """Those that go, and what differs from the rows as they are now: as found, or as inserted ahead."""
     changed = decision.consumers
@@ -207,7 +214,7 @@ def _consumer_columns(
     return (gone, *columns(rows), [not after.holding for _, after in rows])
 
 
-def _same(a: Consumer, b: Consumer) -> bool:
+def _same(a: ConsumerState, b: ConsumerState) -> bool:
     return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type) == (
         b.generation,
         b.attempt,
@@ -218,7 +225,7 @@ def _same(a: Consumer, b: Consumer) -> bool:
 
 
 def _holding_columns(
-    decision: Decision, found: Mapping[str, Consumer], ids: Mapping[str, int], names: Names
+    decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], names: NameTable
 ) -> tuple[list[object], ...]:
     """Those whose holdings go, and what is held instead."""
     stale: list[object] = [uuid for uuid in decision.consumers if uuid in found and found[uuid].holding]

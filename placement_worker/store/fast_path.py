@@ -17,7 +17,7 @@ from placement_worker.domain.claims import ClaimVerdict, may_be_new
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
 from placement_worker.store import claims, limits
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem, ClaimReply
 
 # More share the way with locks, which is as quick for them; and the function writes its changes as one row of the feed.
@@ -78,7 +78,9 @@ def is_small(items: Sequence[ClaimItem]) -> bool:
     return len(items) <= MAX_ITEMS and len(wanted) == len(items)
 
 
-async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names) -> list[ClaimReply] | None:
+async def apply(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable
+) -> list[ClaimReply] | None:
     """Claim for new consumers, each its first option, outside of a transaction. None: it is not as simple as that."""
     wanted = _Wanted()
     for claim in items:
@@ -93,7 +95,7 @@ async def apply(connection: asyncpg.Connection, items: Sequence[ClaimItem], name
     return _replies(items, wanted, said[0], said[1:])
 
 
-def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: Names) -> list[object]:
+def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) -> list[object]:
     places = {provider: place for place, provider in enumerate(wanted.times, 1)}
     ids = names.class_ids
     uuids, projects, users, types, _, attempts = claims.columns(sorted(claims.expected(items).items()))

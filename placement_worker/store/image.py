@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
-from placement_worker.domain.values import Consumer, Provider, Stock, capacity
+from placement_worker.domain.values import ConsumerState, Provider, Stock, capacity
 from placement_worker.store import feed, image_members, limits
 from placement_worker.store.image_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
 from placement_worker.store.image_members import HOLD_CLAIMS, Member
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 # v2 says who is in which server group. Of v1 they are not known, and stay as they are where it is imported.
@@ -74,7 +74,7 @@ class Image(Struct, frozen=True):
     classes: frozenset[str]
     traits: frozenset[str]
     providers: dict[str, Provider]
-    consumers: dict[str, Consumer]
+    consumers: dict[str, ConsumerState]
     members: frozenset[Member] | None = None
 
 
@@ -87,7 +87,7 @@ class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     resource_class: str | None = None
     trait: str | None = None
     provider: Provider | None = None
-    consumer: tuple[str, Consumer] | None = None
+    consumer: tuple[str, ConsumerState] | None = None
     member: Member | None = None
     end: int | None = None  # the last line: how many came before it, so that half a file is not taken for a book
 
@@ -96,13 +96,13 @@ _head = msgspec.json.Decoder(_Head)
 _line = msgspec.json.Decoder(_Line)
 
 
-async def read(connection: asyncpg.Connection, names: Names) -> Image:
+async def read(connection: asyncpg.Connection, names: NameTable) -> Image:
     """The book at one moment. The caller's transaction has done nothing yet."""
     await connection.execute(REPEATABLE)
     return await _read(connection, names, ALL_IDS_READ)
 
 
-async def _read(connection: asyncpg.Connection, names: Names, ids: str) -> Image:
+async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> Image:
     numbers = [row[0] for row in await connection.fetch(ids)]
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
@@ -111,7 +111,7 @@ async def _read(connection: asyncpg.Connection, names: Names, ids: str) -> Image
     for consumer, provider, name, amount in await connection.fetch(READ_ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
     consumers = {
-        row[0]: Consumer(row[1], row[2], row[3], row[4], row[5], held[row[0]])
+        row[0]: ConsumerState(row[1], row[2], row[3], row[4], row[5], held[row[0]])
         for row in await connection.fetch(READ_CONSUMERS)
         if row[0] in held
     }
@@ -120,7 +120,7 @@ async def _read(connection: asyncpg.Connection, names: Names, ids: str) -> Image
     return Image(classes, traits, providers, consumers, await image_members.read(connection))
 
 
-async def assign(connection: asyncpg.Connection, image: Image, names: Names) -> int:
+async def assign(connection: asyncpg.Connection, image: Image, names: NameTable) -> int:
     """Make the book be this, inside the caller's transaction; returns how many providers and consumers changed.
 
     `names` knows every class and trait in it. Shapes only rise, whatever the image says of them. Raises ImageError.
@@ -231,7 +231,7 @@ async def _write_providers(
     ids: dict[str, int],
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
-    names: Names,
+    names: NameTable,
 ) -> None:
     """New providers first, each after its parent and root: one that moves may move below one of them."""
     new = [provider for uuid, provider in after.items() if uuid not in before]
@@ -243,7 +243,7 @@ async def _write_providers(
 
 
 async def _write_consumers(
-    connection: asyncpg.Connection, image: Image, changed: list[str], ids: Mapping[str, int], names: Names
+    connection: asyncpg.Connection, image: Image, changed: list[str], ids: Mapping[str, int], names: NameTable
 ) -> None:
     await connection.execute(DELETE_ALLOCATIONS, changed)
     await connection.execute(DELETE_CONSUMERS, changed)
@@ -297,7 +297,7 @@ def parse(rows: Iterable[bytes]) -> Image:
     classes: set[str] = set()
     traits: set[str] = set()
     providers: dict[str, Provider] = {}
-    consumers: dict[str, Consumer] = {}
+    consumers: dict[str, ConsumerState] = {}
     members: set[Member] | None = None
     ended = False
     for number, row in enumerate(rows):

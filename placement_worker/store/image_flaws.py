@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 
 from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.names import MAX_NAME
-from placement_worker.domain.values import Consumer, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, Stock
 from placement_worker.store.image_members import Member
 
 MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
@@ -37,7 +37,7 @@ def flaw_of_provider(provider: Provider) -> str | None:
     return flaw_of_names((*provider.stocks, *provider.traits, *provider.lasting))
 
 
-def flaw_of_consumer(uuid: str, consumer: Consumer) -> str | None:
+def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
     """Why this cannot be a consumer that holds something, or None."""
     if _UUID.fullmatch(uuid) is None:
         return f"{uuid!r} is no uuid"

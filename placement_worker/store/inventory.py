@@ -20,7 +20,7 @@ from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import ABOVE_CELLS, Provider
 from placement_worker.store import allocation_migration, feed
 from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
@@ -124,7 +124,7 @@ ORDER BY s.root, s.source LIMIT $2
 """
 
 
-async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
+async def know_names(updates: Sequence[InventoryUpdate], names: NameTable) -> None:
     """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
     classes: set[str] = set()
     traits: set[str] = set()
@@ -137,7 +137,7 @@ async def know_names(updates: Sequence[InventoryUpdate], names: Names) -> None:
 
 
 async def report(
-    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: Names, bus: str
+    connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: NameTable, bus: str
 ) -> list[InventoryResult | Refused]:
     """Decide and write a group of updates that came on one bus, inside the caller's transaction."""
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
@@ -150,7 +150,7 @@ async def report(
     return group.answers(sequence)
 
 
-async def remove_shells(connection: asyncpg.Connection, names: Names, limit: int) -> list[str]:
+async def remove_shells(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
     """Take trees out anew whose source did so while they were in use, as if it had said so again; their roots.
 
     The source may be gone for good: nobody else would. Inside the caller's transaction.
@@ -179,7 +179,7 @@ async def _read_sources(
     return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
 
 
-async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: Names, shape: int) -> int:
+async def _apply(connection: asyncpg.Connection, group: ReportGroup, names: NameTable, shape: int) -> int:
     """ReportPlan what is new and write what it comes to; `shape` is that of every provider that changes."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
@@ -223,7 +223,7 @@ async def write_providers(
     ids: dict[str, int],
     before: Mapping[str, Provider],
     after: Mapping[str, Provider],
-    names: Names,
+    names: NameTable,
 ) -> None:
     """Make the rows of `before` into those of `after`; a provider that is the same object in both is left alone.
 
@@ -268,7 +268,7 @@ async def _write_stocks(
     connection: asyncpg.Connection,
     ids: Mapping[str, int],
     changed: Sequence[tuple[Provider | None, Provider]],
-    names: Names,
+    names: NameTable,
 ) -> None:
     dropped: list[tuple[object, ...]] = []
     stored: list[tuple[object, ...]] = []

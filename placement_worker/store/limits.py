@@ -13,8 +13,8 @@ import asyncpg
 
 from bus.contracts.placement import INSTANCES, Claim
 from placement_worker.domain.server_groups import usage_changes
-from placement_worker.domain.values import Consumer
-from placement_worker.store.names import Names
+from placement_worker.domain.values import ConsumerState
+from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem
 
 INSTANCES_ID = -1  # instead of a class's number: how many consumers hold something
@@ -53,7 +53,9 @@ def projects_of(items: Sequence[ClaimItem]) -> list[str]:
     return sorted({item.project_id for item in items if isinstance(item, Claim) and item.limits})
 
 
-async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem], names: Names) -> dict[str, dict[str, int]]:
+async def lock(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable
+) -> dict[str, dict[str, int]]:
     """{project: {class: amount}} of those with limits, and how many consumers, as the locks' last holders left it."""
     projects = projects_of(items)
     if not projects:
@@ -67,7 +69,7 @@ async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem], names
 
 
 def rows_of(
-    before: Mapping[str, Consumer], after: Mapping[str, Consumer | None], names: Names
+    before: Mapping[str, ConsumerState], after: Mapping[str, ConsumerState | None], names: NameTable
 ) -> list[tuple[str, int, int]]:
     """(project, class's number, how much more) of consumers that change, as the function of the schema takes them."""
     return [
@@ -75,6 +77,6 @@ def rows_of(
     ]
 
 
-def class_number(name: str, names: Names) -> int:
+def class_number(name: str, names: NameTable) -> int:
     """The number under which a project's amount of a class is kept."""
     return INSTANCES_ID if name == INSTANCES else names.class_ids[name]

@@ -28,7 +28,7 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from bus.faults import BrokenInvariant
-from bus.persistence.memory_database import Session, Transaction
+from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.names import is_class, is_custom
@@ -61,7 +61,7 @@ TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
 class MemoryBook:
     """`PlacementStore` over a MemoryBookTable: one process's view of it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MemorySession) -> None:
         assert isinstance(session.database, MemoryBookTable)
         self._table = session.database
         self._session = session
@@ -103,13 +103,15 @@ class MemoryBook:
             sequence = await self._append(transaction, changes_of(decision))
         return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
-    async def _lock_providers(self, transaction: Transaction, wanted: Sequence[str]) -> dict[str, ClaimedProvider]:
+    async def _lock_providers(
+        self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
+    ) -> dict[str, ClaimedProvider]:
         await transaction.statement()
         await transaction.lock([("provider", uuid) for uuid in self._table.by_number(wanted)])
         await transaction.statement()
         return {uuid: _claimed(self._table.providers[uuid]) for uuid in self._table.by_number(wanted)}
 
-    def _write(self, transaction: Transaction, decision: Decision) -> None:
+    def _write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
         table = self._table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
@@ -154,7 +156,7 @@ class MemoryBook:
             sequence = await self._apply_reports(transaction, group)
         return group.answers(sequence)
 
-    async def _apply_reports(self, transaction: Transaction, group: ReportGroup) -> int:
+    async def _apply_reports(self, transaction: MemoryDatabaseTransaction, group: ReportGroup) -> int:
         """ReportPlan what is new and write what it comes to."""
         table = self._table
         fresh = group.fresh()
@@ -188,7 +190,7 @@ class MemoryBook:
             await self._apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
         return list(dict.fromkeys(update.root_uuid for update in empty))
 
-    async def _lock_holders(self, transaction: Transaction, leaving: Sequence[Leaving]) -> list[str]:
+    async def _lock_holders(self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving]) -> list[str]:
         """Everybody who holds something of these classes of these providers."""
         if not leaving:
             return []
@@ -198,7 +200,7 @@ class MemoryBook:
         return holders
 
     async def _lock_late_holders(
-        self, transaction: Transaction, leaving: Sequence[Leaving], locked: Sequence[str]
+        self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving], locked: Sequence[str]
     ) -> None:
         """Those who came before the providers were locked: without waiting, or the group is tried again."""
         late = [("consumer", uuid) for uuid in self._table.holders(leaving) if uuid not in locked]
@@ -221,7 +223,9 @@ class MemoryBook:
         async with self._session.transaction() as transaction:
             transaction.will(partial(table.know, classes, traits))
 
-    async def _lock_trees(self, transaction: Transaction, updates: Sequence[InventoryUpdate]) -> dict[str, Provider]:
+    async def _lock_trees(
+        self, transaction: MemoryDatabaseTransaction, updates: Sequence[InventoryUpdate]
+    ) -> dict[str, Provider]:
         """Lock every tree that an update touches by root, provider or name, then read it as it is now."""
         if not updates:
             return {}
@@ -237,7 +241,7 @@ class MemoryBook:
 
     # --- the feed
 
-    async def _append(self, transaction: Transaction, changes: Sequence[Change]) -> int:
+    async def _append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
         """Number the changes, as the last act of a transaction."""
         if not changes:
             return 0

@@ -14,7 +14,7 @@ from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.server_groups import hosts_of, usage_changes
-from placement_worker.domain.values import Consumer, GroupKey, Provider
+from placement_worker.domain.values import ConsumerState, GroupKey, Provider
 from placement_worker.store.allocation_migration import Leaving
 from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
 
@@ -22,7 +22,7 @@ from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSour
 class Kept(Struct):
     """A consumer's row; `released_at` when it is only a fence."""
 
-    consumer: Consumer
+    consumer: ConsumerState
     released_at: float | None
 
     def is_over(self, before: float) -> bool:
@@ -87,7 +87,7 @@ class MemoryBookTable(MemoryDatabase):
         """What a project's consumers hold together, and how many they are."""
         return dict(self.project_usage.get(project, {}))
 
-    def keep(self, consumers: Mapping[str, Consumer | None]) -> None:
+    def keep(self, consumers: Mapping[str, ConsumerState | None]) -> None:
         """Write consumers, and what their projects hold with them. None: the row goes."""
         before = {uuid: self.consumers[uuid].consumer for uuid in consumers if uuid in self.consumers}
         for (project, name), more in usage_changes(before, consumers).items():

@@ -1,7 +1,7 @@
 """Names and numbers of resource classes and traits: a process's cache of two small tables.
 
 A number means one name for ever, so what was true of a number stays true; but another process may add names, and take
-them away. Whoever writes with a name that has gone hears of it by a foreign key; see `Names.write`.
+them away. Whoever writes with a name that has gone hears of it by a foreign key; see `NameTable.write`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Numbers(dict[str, int]):
         raise StaleNames(name)
 
 
-class Names:
+class NameTable:
     """The numbers of class and trait names. A name that is missing is looked up again before it is called unknown."""
 
     def __init__(self, database: Database) -> None:

@@ -19,7 +19,7 @@ from bus.contracts.placement import (
 from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, fast_path, feed, inventory, limits, members, snapshot
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
 from placement_worker.store.publishing import Publishing
 
@@ -46,7 +46,7 @@ class PostgresStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._names = Names(database)
+        self._names = NameTable(database)
         self._publishing = Publishing(database)
         self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
 
@@ -56,7 +56,7 @@ class PostgresStore:
         return self._database
 
     @property
-    def names(self) -> Names:
+    def names(self) -> NameTable:
         """What this process knows of class and trait names."""
         return self._names
 

@@ -13,7 +13,7 @@ from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import AddStock, PutStock, SetStocks, SetTraits, TreeOutcome, TreeWrite
 from placement_worker.store import rest_allocations, rest_names, rest_trees
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.rest_names import NameRow
 
 CLASSES, TRAITS = "resource_classes", "traits"
@@ -26,7 +26,7 @@ class InUse(Exception):
 class RestStore:
     """Shares its pool and its names with the store that serves the bus."""
 
-    def __init__(self, database: Database, names: Names) -> None:
+    def __init__(self, database: Database, names: NameTable) -> None:
         self._database = database
         self._names = names
 

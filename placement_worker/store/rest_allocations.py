@@ -17,24 +17,24 @@ from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.reshape import Reshape, Reshaped, reshape
-from placement_worker.domain.values import Consumer
+from placement_worker.domain.values import ConsumerState
 from placement_worker.store import feed
 from placement_worker.store.claims import lock, lock_consumers, write
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 from placement_worker.store.rest_trees import complete_ids, unsettle
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 LOCK_BY_UUID = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
 
-_NOBODY = partial(Consumer, 0, 0, "", "", "")
+_NOBODY = partial(ConsumerState, 0, 0, "", "", "")
 
 
 async def apply(
-    connection: asyncpg.Connection, items: Sequence[AllocationWrite], names: Names
+    connection: asyncpg.Connection, items: Sequence[AllocationWrite], names: NameTable
 ) -> list[AllocationOutcome]:
     """Decide and write one group inside the caller's transaction."""
-    expected: dict[str, Consumer] = {}
+    expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set()
     for item in items:
         if isinstance(item, Replace):
@@ -48,10 +48,10 @@ async def apply(
     return outcomes
 
 
-async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Names) -> WriteRefusal | None:
+async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: NameTable) -> WriteRefusal | None:
     """Decide and write one reshape inside the caller's transaction; alone, because it is rare and large."""
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
-    expected: dict[str, Consumer] = {}
+    expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
     _expect(item.writes, expected, wanted)
     inserted, consumers = await lock_consumers(connection, expected, names)
@@ -69,9 +69,9 @@ async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Na
 async def _write_reshaped(
     connection: asyncpg.Connection,
     outcome: Reshaped,
-    consumers: tuple[Mapping[str, Consumer], Mapping[str, Consumer]],
+    consumers: tuple[Mapping[str, ConsumerState], Mapping[str, ConsumerState]],
     ids: dict[str, int],
-    names: Names,
+    names: NameTable,
 ) -> list[Change]:
     old = {row.uuid: row for row in outcome.interim.values()}
     _, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [ids[uuid] for uuid in old])
@@ -86,7 +86,7 @@ async def _write_reshaped(
 
 
 def _touched(
-    items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, Consumer]
+    items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, ConsumerState]
 ) -> Iterator[tuple[str, set[str]]]:
     """Of each write that was done: its cause, and the providers that it could move."""
     for item, outcome in zip(items, outcomes, strict=True):
@@ -99,12 +99,12 @@ def _touched(
         yield item.cause, providers
 
 
-def _expect(writes: Iterable[ConsumerWrite], expected: dict[str, Consumer], wanted: set[str]) -> None:
+def _expect(writes: Iterable[ConsumerWrite], expected: dict[str, ConsumerState], wanted: set[str]) -> None:
     for each in writes:
         wanted.update(each.holding)
         if each.consumer not in expected:
-            expected[each.consumer] = Consumer(1, 0, each.project_id, each.user_id, each.consumer_type or "")
+            expected[each.consumer] = ConsumerState(1, 0, each.project_id, each.user_id, each.consumer_type or "")
 
 
-def _held(consumers: Mapping[str, Consumer]) -> set[str]:
+def _held(consumers: Mapping[str, ConsumerState]) -> set[str]:
     return {provider for consumer in consumers.values() for provider in consumer.holding}

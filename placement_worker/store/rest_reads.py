@@ -19,7 +19,7 @@ class ProviderRow(Struct, frozen=True):
     updated_at: float
 
 
-class InventoryRow(Struct, frozen=True):
+class InventoryRecord(Struct, frozen=True):
     """One inventory as the API shows it."""
 
     resource_class: str
@@ -169,10 +169,10 @@ async def providers(connection: asyncpg.Connection, listing: Listing) -> list[Pr
     return [ProviderRow(*row) for row in rows]
 
 
-async def inventories(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[InventoryRow]] | None:
+async def inventories(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
     """(generation, inventories) of a provider, None when there is none."""
     rows = await connection.fetch(_INVENTORIES, uuid)
-    return (rows[0][0], [InventoryRow(*row[1:]) for row in rows if row[1] is not None]) if rows else None
+    return (rows[0][0], [InventoryRecord(*row[1:]) for row in rows if row[1] is not None]) if rows else None
 
 
 async def usages(connection: asyncpg.Connection, uuid: str) -> tuple[int, dict[str, int]] | None:

@@ -23,7 +23,7 @@ from placement_worker.domain.trees import (
 )
 from placement_worker.domain.values import Provider, Stock
 from placement_worker.store import feed
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 
 # Both are functions of the schema (migrations p0004, p0007, p0011): a round trip each. Providers named by uuid or by
 # name alone; of those that move or go, the whole tree.
@@ -54,7 +54,7 @@ _ProviderRow = tuple[
 _loaded = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
 
 
-async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: Names) -> list[TreeOutcome]:
+async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: NameTable) -> list[TreeOutcome]:
     """Decide and write a group inside the caller's transaction."""
     shape, fresh_ids, ids, before = await _load(connection, writes)
     grove = Grove(before, names.class_ids, names.trait_ids, shape=shape)
@@ -70,7 +70,7 @@ async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], nam
 
 
 def rows_of(
-    ids: Mapping[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider], names: Names
+    ids: Mapping[str, int], before: Mapping[str, Provider], after: Mapping[str, Provider], names: NameTable
 ) -> dict[str, object]:
     """What `write_trees` is to write: rows by kind, a kind only where there are any."""
     changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
@@ -117,7 +117,7 @@ def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
 
 
 def _stocks(
-    rows: Iterable[tuple[int, Mapping[str, Stock], Mapping[str, Stock]]], names: Names
+    rows: Iterable[tuple[int, Mapping[str, Stock], Mapping[str, Stock]]], names: NameTable
 ) -> tuple[list[object], list[object]]:
     """(inventories that go, those that are new or others than before)."""
     class_ids = names.class_ids

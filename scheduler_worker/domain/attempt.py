@@ -11,7 +11,7 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.faults import Fault, Transient
-from scheduler_worker.domain.ranking import Candidate, Choice
+from scheduler_worker.domain.ranking import Choice, RankedHost
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
 
@@ -106,7 +106,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     max_alternates: int
     choice: Choice | None = None
     chosen_ahead: bool = False
-    same_host: Candidate | None = None
+    same_host: RankedHost | None = None
     raced: int = 0
     claims: int = 0
     decided_at: float = 0.0

@@ -43,7 +43,7 @@ class RandomSource(Protocol):
         """An integer in [0, stop), uniformly."""
 
 
-class Candidate(Struct, frozen=True):
+class RankedHost(Struct, frozen=True):
     """One host that fits, and what would be claimed there, best first.
 
     uuid: identifies the host for good. row: of the replica, valid at this moment only: after a host has left, its row
@@ -60,8 +60,8 @@ class Candidate(Struct, frozen=True):
 class Choice(Struct, frozen=True):
     """The host to claim, and those to try in its cell when the build fails there. `passed`: hosts to choose from."""
 
-    selected: Candidate
-    alternates: tuple[Candidate, ...]
+    selected: RankedHost
+    alternates: tuple[RankedHost, ...]
     passed: int
 
 
@@ -97,7 +97,7 @@ class Ranking:
         `subset`: the choice is drawn at random from so many of the best (N-5).
         """
         drawn: list[Entry] = []
-        viable: list[Candidate] = []
+        viable: list[RankedHost] = []
         while len(viable) < subset and (found := self._next(excluded, drawn, self._max_options)):
             viable.append(found)
         if not viable:
@@ -108,7 +108,7 @@ class Ranking:
         self._put_back(drawn)
         return Choice(selected, same_cell, len(self.view))
 
-    def consumed(self, candidate: Candidate) -> None:
+    def consumed(self, candidate: RankedHost) -> None:
         """Weigh this host again: a claim on it was assumed in the replica."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
         new = float(score_again(one, self.spec, self._scales)[0])
@@ -121,12 +121,12 @@ class Ranking:
 
     def _alternates(
         self,
-        selected: Candidate,
-        others: list[Candidate],
+        selected: RankedHost,
+        others: list[RankedHost],
         excluded: Container[int],
         drawn: list[Entry],
         count: int,
-    ) -> tuple[Candidate, ...]:
+    ) -> tuple[RankedHost, ...]:
         """Hosts of the same cell, best first (C-7); not claimed, and other requests may name them too (C-8)."""
         cell = self._cells[selected.position]
         mine = [other for other in others if self._cells[other.position] == cell][:count]
@@ -141,7 +141,7 @@ class Ranking:
 
     def _next(
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
-    ) -> Candidate | None:
+    ) -> RankedHost | None:
         """Draw hosts (of one cell) until one fits; each drawn host is kept in `drawn`, to be put back."""
         for _ in range(ALTERNATE_WALK if cell is not None else len(self.view) + 1):
             heap = self._best_heap() if cell is None else self._heaps[cell]
@@ -155,7 +155,7 @@ class Ranking:
                 continue
             found = options(self.view.book, self.spec.query, row, limit=limit)
             if found:
-                return Candidate(self.view.book.uuid_of(row), row, position, -entry[0], found)
+                return RankedHost(self.view.book.uuid_of(row), row, position, -entry[0], found)
             drawn.pop()  # full by now, and in this round it can only get fuller
         return None
 

@@ -17,7 +17,7 @@ from scheduler_worker.domain.explain import step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
-from scheduler_worker.domain.ranking import Candidate, RandomSource, Ranking
+from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
 
@@ -104,7 +104,7 @@ class Selector:
         unannounced = sum(count for s in funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
         return NoValidHost(funnel, unannounced)
 
-    def selection(self, candidate: Candidate, option: int = 0) -> Selection:
+    def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
         """One candidate as it is sent to the cell's conductor (C-6)."""
         chosen = candidate.options[option]
         return self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)

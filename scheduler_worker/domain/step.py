@@ -33,7 +33,7 @@ from scheduler_worker.domain.attempt import (
     Settle,
     unavailable_after,
 )
-from scheduler_worker.domain.ranking import Candidate, Choice
+from scheduler_worker.domain.ranking import Choice, RankedHost
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector, recovered_allocations
 
@@ -139,7 +139,7 @@ def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
     return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
 
 
-def _takes_from_children(claimed: Candidate) -> bool:
+def _takes_from_children(claimed: RankedHost) -> bool:
     """Whether a provider other than the host's root was to give something."""
     return any(uuid != claimed.uuid for option in claimed.options for uuid in option.allocations)
 
@@ -167,7 +167,7 @@ def _claimed(
 
 
 def _recover(
-    attempt: Attempt, candidates: Sequence[Candidate], answer: ClaimResult, selector: Selector, *, now: float
+    attempt: Attempt, candidates: Sequence[RankedHost], answer: ClaimResult, selector: Selector, *, now: float
 ) -> AttemptStep:
     """Build where an earlier run claimed; it crashed before it wrote its decision, and the claim is what counts."""
     drop = (Settle(None),)
@@ -186,7 +186,7 @@ def _recover(
 def _host_claimed(
     attempt: Attempt,
     main: Selection,
-    alternates: Sequence[Candidate],
+    alternates: Sequence[RankedHost],
     answer: ClaimResult,
     selector: Selector,
     *,
@@ -210,7 +210,7 @@ def _host_claimed(
     )
 
 
-def _is_still_in(cell: str, alternate: Candidate, selector: Selector) -> bool:
+def _is_still_in(cell: str, alternate: RankedHost, selector: Selector) -> bool:
     """Whether an alternate may be named: while the claim was in flight its host may have left, or changed its cell."""
     return selector.book.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
 

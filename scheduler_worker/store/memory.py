@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, StoryLine
 from bus.persistence.conflict import PreconditionFailed
-from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Session, Transaction
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage, Relay
 from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
@@ -45,7 +45,7 @@ class MemoryBuildTable(MemoryDatabase):
 class MemoryBuildUnit:
     """One transaction, which locks what it reads."""
 
-    def __init__(self, table: MemoryBuildTable, transaction: Transaction) -> None:
+    def __init__(self, table: MemoryBuildTable, transaction: MemoryDatabaseTransaction) -> None:
         self._table = table
         self._transaction = transaction
         self.outbox: list[OutboxMessage] = []
@@ -124,7 +124,7 @@ class MemoryBuildUnit:
 class MemoryBuildRows:
     """The rows below an optimistic unit: a transaction that reads, and one that locks, compares and writes."""
 
-    def __init__(self, table: MemoryBuildTable, session: Session) -> None:
+    def __init__(self, table: MemoryBuildTable, session: MemorySession) -> None:
         self._table = table
         self._session = session
 
@@ -160,7 +160,7 @@ class MemoryBuildRows:
 class MemoryBuilds:
     """One scheduler's view of the requests."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MemorySession) -> None:
         assert isinstance(session.database, MemoryBuildTable)
         self._table = session.database
         self._session = session

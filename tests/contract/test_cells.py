@@ -26,7 +26,7 @@ from bus.contracts.placement import (
 )
 from bus.persistence.database import Database
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.handlers import Handlers
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.cells import move_host
 from placement_worker.store.port import ClaimItem, PlacementStore, Refused
 from placement_worker.store.postgres import PostgresStore
@@ -149,7 +149,7 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
 
 
 async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
-    handlers = Handlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await say(store, "c1", host(MINE, 1))
     (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
     assert isinstance(refused, Refuse)

@@ -22,7 +22,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
-from placement_worker.handlers import Handlers
+from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, VMS, roomy_host
@@ -52,7 +52,7 @@ class BusRig(Rig):
             Bus(API, MemoryTransport(broker, process), process=process, clock=clock, rng=random.Random(process))
             for process in ("scheduler", "placement")
         ]
-        handlers = Handlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)
+        handlers = PlacementHandlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)
         self.consumers = [
             self.buses[1].consumer("placement.requests", handlers.requests),
             self.buses[1].consumer("placement.reads", handlers.reads),

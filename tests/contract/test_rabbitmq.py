@@ -28,7 +28,7 @@ from bus.contracts.catalogue import COMMANDS, EVENTS
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueMissing
 from bus.rabbitmq import RabbitTransport
 from bus.rabbitmq.session import Session
-from bus.topology import Names
+from bus.topology import QueueNames
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -247,7 +247,7 @@ def test_an_attempt_to_connect_that_failed_leaves_nothing_to_be_closed_later(
 
     try:
         try:
-            loop.run_until_complete(Session.connect("amqp://127.0.0.1:1/", Names("n"), "nobody"))
+            loop.run_until_complete(Session.connect("amqp://127.0.0.1:1/", QueueNames("n"), "nobody"))
         except BusUnavailable as error:
             kept.append(error)
         assert kept

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.safety import DESTROY, KEEP, Safety
 
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
-OURS = Unexplained(A, 3, HOST, Kind.QUARANTINED, "no record")
-FOREIGN = Unexplained(B, 0, HOST, Kind.FOREIGN, "no mark of this deployment")
+OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
+FOREIGN = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
 
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])

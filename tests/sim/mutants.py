@@ -15,7 +15,7 @@ import placement_worker.store.memory as book_store
 from bus.consuming.consumer import Consumer
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, Release
-from bus.persistence.memory_database import MemoryDatabase, MemoryRows, Transaction
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
 from bus.persistence.outbox import Relay
 from cell_conductor.domain import rules, table
 from cell_conductor.domain.instance import State
@@ -51,10 +51,10 @@ def ack_before_commit() -> AbstractContextManager[Any]:
 def outbox_skipped() -> AbstractContextManager[Any]:
     """Messages leave without having been committed: the row is never written."""
 
-    async def send_later(self: Transaction, outgoing: Sequence[Any]) -> int | None:
+    async def send_later(self: MemoryDatabaseTransaction, outgoing: Sequence[Any]) -> int | None:
         return self._database.next_row() if outgoing else None
 
-    return patch.object(Transaction, "send_later", send_later)
+    return patch.object(MemoryDatabaseTransaction, "send_later", send_later)
 
 
 def outbox_never_swept() -> AbstractContextManager[Any]:
@@ -174,10 +174,10 @@ def capacity_off_by_one() -> AbstractContextManager[Any]:
 
 def group_locks_in_any_order() -> AbstractContextManager[Any]:
     """A group of claims locks its consumers in the order in which they came."""
-    locked = Transaction.lock
+    locked = MemoryDatabaseTransaction.lock
     turn = itertools.count()  # of two at once, one goes the other way
 
-    async def lock(self: Transaction, keys: Any) -> None:
+    async def lock(self: MemoryDatabaseTransaction, keys: Any) -> None:
         listed = list(keys)
         if len(listed) > 1 and listed[0][0] in ("consumer", "provider") and next(turn) % 2:
             listed.reverse()
@@ -185,7 +185,7 @@ def group_locks_in_any_order() -> AbstractContextManager[Any]:
             await locked(self, [key])
             await asyncio.sleep(0.001)
 
-    return patch.object(Transaction, "lock", lock)
+    return patch.object(MemoryDatabaseTransaction, "lock", lock)
 
 
 def assumption_never_dropped() -> AbstractContextManager[Any]:
@@ -256,7 +256,7 @@ def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
 def feed_published_out_of_order() -> AbstractContextManager[Any]:
     """A change's number is drawn before its transaction is the last to lock the counter."""
 
-    async def append(self: Any, transaction: Transaction, changes: Sequence[Any]) -> int:
+    async def append(self: Any, transaction: MemoryDatabaseTransaction, changes: Sequence[Any]) -> int:
         if not changes:
             return 0
         table_ = self._table

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
 from bus.contracts.placement import Claim, ClaimOutcome, WherePage
-from bus.persistence.memory_database import Transaction
+from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
 from placement_worker.store.memory import MemoryBookTable
@@ -124,12 +124,12 @@ def quota_told_as_no_host() -> AbstractContextManager[Any]:
 
 
 def _without_locks(kind: str) -> AbstractContextManager[Any]:
-    locked = Transaction.lock
+    locked = MemoryDatabaseTransaction.lock
 
-    async def lock(self: Transaction, keys: Any) -> None:
+    async def lock(self: MemoryDatabaseTransaction, keys: Any) -> None:
         await locked(self, [key for key in keys if key[0] != kind])
 
-    return patch.object(Transaction, "lock", lock)
+    return patch.object(MemoryDatabaseTransaction, "lock", lock)
 
 
 MUTANTS_OF_COMPANY = (

@@ -14,7 +14,7 @@ import cell_conductor.app
 import placement_worker.store.memory as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
-from bus.persistence.memory_database import Transaction
+from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import rules
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
@@ -130,7 +130,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
         }
         return replace(found, rooms=rooms)
 
-    def unguarded(self: Any, transaction: Transaction, decision: Any, now: float) -> None:
+    def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any, now: float) -> None:
         providers = self._table.providers
         roomy = {
             uuid: replace(one, stocks={name: replace(stock, capacity=10**9) for name, stock in one.stocks.items()})
@@ -157,7 +157,7 @@ def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
     write = book_store.MemoryBook._write
 
-    def forgetful(self: Any, transaction: Transaction, decision: Any, now: float) -> None:
+    def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any, now: float) -> None:
         providers = self._table.providers
         used = {
             uuid: {name: max(amount, providers[uuid].used.get(name, 0)) for name, amount in amounts.items()}

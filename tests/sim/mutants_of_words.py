@@ -99,7 +99,7 @@ def release_leaves_no_fence() -> AbstractContextManager[Any]:
     def release(ledger: Any, message: Any) -> Any:
         known = ledger.consumer(message.consumer)
         if known is None or not known.holding:
-            return claims.Verdict(outcome="absent")
+            return claims.ClaimVerdict(outcome="absent")
         return released(ledger, message)
 
     return patch.object(claims, "_release", release)

@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.servers import API_VHOST, Plan, RealServers, real_servers, start_all, variables
+from berth.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
 from berth.settings import Settings
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 
-PLAN = Plan(
+PLAN = SystemPlan(
     cells=("cell1",), schedulers=1, placements=1, compute=ComputeConfig(hosts=4, heartbeat_s=0.5), durable=False
 )
 

@@ -28,7 +28,7 @@ from berth.load.record import STAGES, decode
 from berth.worker_processes import WorkerProcesses
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.safety import PostgresSafety
 
 # Nobody has built this one. Fixed: every process of a test run must collect the same tests.
@@ -303,7 +303,7 @@ def test_invariants_hold_after_the_loads(berth: Berth) -> None:
 
 
 def test_check_tells_of_an_open_breaker_and_of_machines_in_quarantine(berth: Berth) -> None:
-    machine = Unexplained(UNKNOWN, 3, UNKNOWN, Kind.QUARANTINED, "no record")
+    machine = Unexplained(UNKNOWN, 3, UNKNOWN, UnexplainedKind.QUARANTINED, "no record")
     (runtime,) = berth.directory.rglob("runtime.json")
     database = Database(json.loads(runtime.read_bytes())["database_url"], "cell_cell1")
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from berth.servers import API_VHOST, Plan
+from berth.servers import API_VHOST, SystemPlan
 from bus.consuming import dead_letters
 from bus.contracts.catalogue import COMMANDS
 from compute_sim.config import ComputeConfig
@@ -22,7 +22,7 @@ FOREIGN = ({"message_id": b"\xff" * 200}, {"type": b"\xff" * 255}, {"correlation
 
 async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good_requests_end_once() -> None:
     """It ended every scheduler that took it: 21 deaths, and half of the good requests were given up unheard."""
-    plan = Plan(cells=("cell1",), placements=1, compute=ComputeConfig(hosts=50), durable=False)
+    plan = SystemPlan(cells=("cell1",), placements=1, compute=ComputeConfig(hosts=50), durable=False)
     async with rig(plan) as whole:
         pids = {name: worker.process.pid for name, worker in whole.crew.workers.items()}
         async with raw_publisher(whole.servers.urls[API_VHOST]) as raw:

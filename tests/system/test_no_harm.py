@@ -35,7 +35,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.report import Kind
+from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import ComputeConfig, IronicConfig
@@ -335,7 +335,7 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
     assert (cell.state(kept), cell.state(deleted)) == (State.ACTIVE, State.FAILED)
     assert newer not in cell.table.instances and also_newer not in cell.table.instances
     quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unexplained.values()}
-    assert quarantined == {newer: Kind.QUARANTINED, also_newer: Kind.QUARANTINED}
+    assert quarantined == {newer: UnexplainedKind.QUARANTINED, also_newer: UnexplainedKind.QUARANTINED}
     safety = MemoryInstances(cell.table.session()).safety
     assert await safety.decide(newer, DESTROY, "an operator", cell.clock.time()) == 1
     assert await safety.decide(also_newer, KEEP, "an operator", cell.clock.time()) == 1

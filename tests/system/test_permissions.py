@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
 
-from berth.permissions import Grant, Role, of_project, of_role
+from berth.permissions import Grant, PermissionRole, of_project, of_role
 from berth.servers import API_VHOST, RealServers, real_servers, variables
 from berth.settings import BusSettings, CellSettings, Settings
 from berth.worker_processes import WorkerProcesses
@@ -46,7 +46,7 @@ class Guarded:
         self.settings = servers.settings(PLAN)
         compute = msgspec.structs.replace(self.settings.compute, state_dir=str(directory / "machines"))
         self.settings = msgspec.structs.replace(self.settings, compute=compute)
-        grants = [grant for role in Role for grant in of_role(role, self.settings)]
+        grants = [grant for role in PermissionRole for grant in of_role(role, self.settings)]
         grants += [of_project(project, self.settings) for project in (MINE, THEIRS)]
         define(servers, grants)
         self.processes = WorkerProcesses(directory, {})

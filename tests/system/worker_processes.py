@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import Verdict, judge
+from berth.invariants import InvariantVerdict, judge
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import Plan, RealServers, real_servers, running_crew
+from berth.servers import RealServers, SystemPlan, real_servers, running_crew
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
 
@@ -34,7 +34,7 @@ class Rig(Struct):
         plan = LoadPlan(boots=boots, mix=mix or {"m1.tiny": 1.0, "m1.small": 1.0}, timeout_s=timeout_s)
         return await run_load(self.client, plan, clock=self.site.clock, rng=self.rng)
 
-    async def verdicts(self) -> Sequence[Verdict]:
+    async def verdicts(self) -> Sequence[InvariantVerdict]:
         """Wait for rest and judge the invariants from the outside."""
         assert await rest(self.site, timeout_s=REST_TIMEOUT_S), "the system does not come to rest"
         facts = await gather(self.site, accepted=list(self.client.tracks), events=self.client.events)
@@ -47,7 +47,7 @@ class Rig(Struct):
 
 
 @asynccontextmanager
-async def rig(plan: Plan, *, seed: int = 1) -> AsyncIterator[Rig]:
+async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
     """Private servers, every worker of the plan as a process, a client that listens."""
     servers_context = real_servers(plan.cells, durable=plan.durable)
     servers = await asyncio.to_thread(servers_context.__enter__)

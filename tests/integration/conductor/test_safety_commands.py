@@ -12,7 +12,7 @@ import pytest
 
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.postgres import PostgresInstances
 
 pytestmark = pytest.mark.postgres
@@ -40,8 +40,8 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     for store in stores:
         await store.open()
     safety = stores[0].safety
-    ours = Unexplained(A, 3, HOST, Kind.QUARANTINED, "no record")
-    await safety.note("s", [ours, Unexplained(B, 0, HOST, Kind.FOREIGN, "no mark of this deployment")], 1.0)
+    ours = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
+    await safety.note("s", [ours, Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
     status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL, "--json")

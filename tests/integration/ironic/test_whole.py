@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.ironic_stand_in import AmqpAnnouncer, Announcer, Behaviour, IronicStandIn, MemoryAnnouncer
+from berth.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryUpdate
@@ -34,7 +34,7 @@ class Site:
     """Where things are: how to connect, and how Ironic speaks."""
 
     transports: Callable[[str], Transport]
-    announcer: Announcer
+    announcer: NotificationAnnouncer
     exchange: str
     database_url: str
 

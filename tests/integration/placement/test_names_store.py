@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import asyncpg
 import pytest
 
-from placement_worker.store.names import Names
+from placement_worker.store.names import NameTable
 
 from .conftest import Book
 
@@ -33,14 +33,14 @@ class Slow:
 
 
 @pytest.fixture
-async def names(book: Book) -> Names:
-    made = Names(book.database)
+async def names(book: Book) -> NameTable:
+    made = NameTable(book.database)
     await made.open()
     return made
 
 
 async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_forget_it(
-    book: Book, names: Names
+    book: Book, names: NameTable
 ) -> None:
     """Four cells' first reports make names at once; whose had gone again when it was written ended as dead letters."""
     arrive = asyncio.Event()
@@ -54,7 +54,7 @@ async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_
     assert names.class_ids["CUSTOM_GOLD"] and names.trait_ids["CUSTOM_BLUE"]
 
 
-async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Book, names: Names) -> None:
+async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Book, names: NameTable) -> None:
     """A scheduler reads the book in one transaction while hosts report classes that nobody had before."""
     async with book.database.raw() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -66,8 +66,8 @@ async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Boo
     assert (names.class_ids["CUSTOM_GOLD"], names.class_names[number]) == (number, "CUSTOM_GOLD")
 
 
-async def test_what_another_process_made_is_learnt_by_its_number(book: Book, names: Names) -> None:
-    other = Names(book.database)
+async def test_what_another_process_made_is_learnt_by_its_number(book: Book, names: NameTable) -> None:
+    other = NameTable(book.database)
     await other.open()
     await other.ensure(["CUSTOM_GOLD"], [])
     number = other.class_ids["CUSTOM_GOLD"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from bus.clock import new_uuid
-from placement_worker.rest.copying import Source
+from placement_worker.rest.copying import CopySource
 from placement_worker.store.image import ImageError
 from tests.integration.placement_rest.conftest import Placement
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.postgres
 
 
 @pytest.fixture
-async def source(placement: Placement) -> AsyncIterator[Source]:
-    made = Source(placement.base_url, "admin")
+async def source(placement: Placement) -> AsyncIterator[CopySource]:
+    made = CopySource(placement.base_url, "admin")
     yield made
     await made.close()
 
 
-async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Placement, source: Source) -> None:
+async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Placement, source: CopySource) -> None:
     host = await placement.host(VCPU=8)
     consumer = new_uuid(placement.rng)
     assert (await placement.claim(consumer, host, VCPU=1)).status_code == 204
@@ -34,7 +34,7 @@ async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Pla
     assert after.holding == {host: {"VCPU": 3}}
 
 
-async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Placement, source: Source) -> None:
+async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Placement, source: CopySource) -> None:
     host, aggregate = await placement.host(VCPU=8), new_uuid(placement.rng)
     await source.read()
     path = f"/resource_providers/{host}/aggregates"
@@ -47,13 +47,13 @@ async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Pl
 
 async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("placement_worker.rest.copying.PAUSE_S", 0.001)
-    nobody = Source("http://127.0.0.1:9", "admin")
+    nobody = CopySource("http://127.0.0.1:9", "admin")
     with pytest.raises(ImageError, match="ConnectError"):
         await nobody.read()
     await nobody.close()
-    stranger = Source(f"{placement.base_url}/resource_providers", "")
+    stranger = CopySource(f"{placement.base_url}/resource_providers", "")
     with pytest.raises(ImageError):
         await stranger.read()
     await stranger.close()
     with pytest.raises((ImageError, httpx.HTTPError)):
-        await Source("gopher://x", "").read()
+        await CopySource("gopher://x", "").read()

@@ -9,7 +9,7 @@ import pytest
 from bus.clock import new_uuid
 from bus.persistence.database import Database
 from placement_worker.replica.local import LocalReplica
-from placement_worker.rest.copying import Source
+from placement_worker.rest.copying import CopySource
 from placement_worker.store import audit, image
 from placement_worker.store.image import Image, ImageError
 from placement_worker.store.postgres import PostgresStore
@@ -98,7 +98,7 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
     with fresh_database(postgres_server) as url:
         copy = PostgresStore(Database(url, "placement"))
         await copy.open()
-        source = Source(placement.base_url, "admin")
+        source = CopySource(placement.base_url, "admin")
         assert await assign(copy, await source.read()) == 7
         await placement.call("DELETE", f"/allocations/{consumers[0]}", status=204)
         moved = new_uuid(placement.rng)

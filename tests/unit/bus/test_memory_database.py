@@ -9,11 +9,11 @@ import pytest
 from bus.clock import SystemClock
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, Transient
-from bus.persistence.memory_database import UNFLUSHED_S, MemoryDatabase, Session
+from bus.persistence.memory_database import UNFLUSHED_S, MemoryDatabase, MemorySession
 from bus.persistence.outbox import OutboxMessage
 
 
-async def change(session: Session, rows: list[str], *keys: str) -> None:
+async def change(session: MemorySession, rows: list[str], *keys: str) -> None:
     async with session.transaction() as transaction:
         for key in keys:
             await transaction.lock([key])
@@ -82,7 +82,7 @@ class Hands:
         self.now += seconds
 
 
-async def handle(session: Session, message: str, *, durable: bool) -> int:
+async def handle(session: MemorySession, message: str, *, durable: bool) -> int:
     async with session.transaction() as transaction:
         transaction.durable = durable
         assert await transaction.first_time("h", [message]) == {message}

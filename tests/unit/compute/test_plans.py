@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 
 from compute_sim.config import ComputeConfig, Device, HostSize
-from compute_sim.domain.faults import KIND, Ending, Faults, fate
+from compute_sim.domain.faults import KIND, Faults, PlannedEnding, fate
 from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, plan_hosts, tree
 
 INSTANCES = [f"00000000-0000-4000-8000-{n:012d}" for n in range(4000)]
 
 
-def share(faults: Faults, ending: Ending) -> float:
+def share(faults: Faults, ending: PlannedEnding) -> float:
     return sum(fate(faults, 1, "h", i, 1).ending is ending for i in INSTANCES) / len(INSTANCES)
 
 
@@ -28,7 +28,12 @@ def test_the_same_attempt_has_the_same_fate_and_others_have_others() -> None:
 
 def test_rates_are_kept_side_by_side() -> None:
     faults = Faults(fail_rate=0.2, abort_rate=0.1, hang_rate=0.3)
-    for ending, rate in ((Ending.FAILS, 0.2), (Ending.ABORTS, 0.1), (Ending.HANGS, 0.3), (Ending.WORKS, 0.4)):
+    for ending, rate in (
+        (PlannedEnding.FAILS, 0.2),
+        (PlannedEnding.ABORTS, 0.1),
+        (PlannedEnding.HANGS, 0.3),
+        (PlannedEnding.WORKS, 0.4),
+    ):
         assert abs(share(faults, ending) - rate) < 0.04
 
 
@@ -38,8 +43,8 @@ def test_delays_stay_in_their_range_and_spread_over_it() -> None:
 
 
 def test_a_host_that_always_fails_does_and_nothing_planned_is_nothing_done() -> None:
-    assert share(Faults(fail_hosts=("h",)), Ending.FAILS) == 1.0
-    assert fate(Faults(fail_hosts=("h",)), 1, "other", INSTANCES[0], 1).ending is Ending.WORKS
+    assert share(Faults(fail_hosts=("h",)), PlannedEnding.FAILS) == 1.0
+    assert fate(Faults(fail_hosts=("h",)), 1, "other", INSTANCES[0], 1).ending is PlannedEnding.WORKS
     assert fate(Faults(), 1, "h", INSTANCES[0], 1) is KIND
 
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from cell_conductor.domain.breaker import Breaker, Finding, judge
 from cell_conductor.domain.events import HostMissing, HostRuns
-from cell_conductor.domain.report import Kind, Unexplained
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
 HOST = "10000000-0000-4000-8000-000000000001"
 
@@ -20,7 +20,7 @@ def over(*numbers: int) -> list[Finding]:
 
 
 def unknown(*numbers: int) -> list[Unexplained]:
-    return [Unexplained(f"i{n}", 1, HOST, Kind.QUARANTINED, "no record") for n in numbers]
+    return [Unexplained(f"i{n}", 1, HOST, UnexplainedKind.QUARANTINED, "no record") for n in numbers]
 
 
 def test_a_few_go_on() -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import Look, State
-from cell_conductor.domain.report import Differences, Kind, Newest, Unexplained, differences
+from cell_conductor.domain.report import Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
 
 HOST = "10000000-0000-4000-8000-000000000001"
@@ -63,7 +63,7 @@ def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None
             differs = compared(report((A, UNKNOWN_ATTEMPT), deployment=deployment), *record)
             assert [event for _, event in (*differs.events, *differs.harmful) if isinstance(event, HostRuns)] == []
             (one,) = differs.unexplained
-            assert (one.kind, one.uuid, one.host_uuid) == (Kind.FOREIGN, A, HOST)
+            assert (one.kind, one.uuid, one.host_uuid) == (UnexplainedKind.FOREIGN, A, HOST)
 
 
 def test_a_machine_whose_mark_was_taken_away_is_neither_lost_nor_destroyed() -> None:
@@ -80,7 +80,7 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
         ([brief(State.ACTIVE, OTHER, attempt=3)], "its record has this attempt on another host"),
     ):
         assert compared(report((A, 3)), *record) == Differences(
-            (), (), (Unexplained(A, 3, HOST, Kind.QUARANTINED, why),)
+            (), (), (Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, why),)
         )
 
 

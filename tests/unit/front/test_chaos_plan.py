@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from berth.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, Card, ChaosPlan, Deck, Fault, Kind
+from berth.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, Card, ChaosPlan, Deck, FaultKind, PlannedFault
 from berth.chaos.run import chosen
 
 NAMES = {
@@ -17,7 +17,7 @@ NAMES = {
 }
 
 
-def dealt(seed: int, count: int) -> list[Fault]:
+def dealt(seed: int, count: int) -> list[PlannedFault]:
     deck = Deck(DECK, random.Random(seed))
     faults = [deck.deal(NAMES) for _ in range(count)]
     assert all(faults)
@@ -33,7 +33,7 @@ def test_one_round_of_the_deck_holds_every_sort_as_often_as_it_says() -> None:
     size = sum(card.copies for card in DECK)
     labels = [fault.label for fault in dealt(3, size)]
     for role in NAMES:
-        copies = sum(card.copies for card in DECK if card.role == role and card.kind is Kind.KILL)
+        copies = sum(card.copies for card in DECK if card.role == role and card.kind is FaultKind.KILL)
         assert labels.count(f"kill_{role}") == copies > 0
 
 
@@ -49,11 +49,11 @@ def test_enough_is_enough() -> None:
     deck = Deck(DECK, random.Random(1))
     assert deck.deal(NAMES, broken=MAX_BROKEN) is None
     paused = [deck.deal(NAMES, paused=MAX_PAUSED) for _ in range(100)]
-    assert all(fault is not None and fault.kind is not Kind.PAUSE for fault in paused)
+    assert all(fault is not None and fault.kind is not FaultKind.PAUSE for fault in paused)
 
 
 def test_a_deck_of_pauses_alone_has_nothing_more_when_enough_stand_still() -> None:
-    deck = Deck([Card(Kind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
+    deck = Deck([Card(FaultKind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
     assert deck.deal(NAMES, paused=MAX_PAUSED) is None
     assert deck.deal(NAMES) is not None
 
@@ -62,6 +62,6 @@ def test_faults_are_chosen_by_kind_by_role_or_by_both() -> None:
     cards = ChaosPlan().deck
     kept = [card for card in cards if chosen(card.kind, card.role, ["kill_broker", "stall"])]
     assert {(card.kind, card.role) for card in kept} == {
-        (Kind.KILL, "broker"), (Kind.STALL, "broker"), (Kind.STALL, "database")
+        (FaultKind.KILL, "broker"), (FaultKind.STALL, "broker"), (FaultKind.STALL, "database")
     }  # fmt: skip
     assert all(chosen(card.kind, card.role, []) for card in cards)

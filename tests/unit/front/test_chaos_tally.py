@@ -6,7 +6,7 @@ import msgspec
 
 from berth.chaos.churn import Ended
 from berth.chaos.faults import Injected
-from berth.chaos.plan import Fault, Kind
+from berth.chaos.plan import FaultKind, PlannedFault
 from berth.chaos.tally import Tally, counts, longest_stall, rates, recoveries, tally
 from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact
 from bus.contracts.build import BuildEvent, BuildState
@@ -69,14 +69,14 @@ def test_overcommitted() -> None:
     assert but(inventories=[InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4, 5)]).overcommitted == 1
 
 
-def fault(began_at: float, over_at: float | None, kind: Kind = Kind.KILL) -> Injected:
-    what = Fault(kind=kind, role="broker", target="broker", lasts_s=0.0)
+def fault(began_at: float, over_at: float | None, kind: FaultKind = FaultKind.KILL) -> Injected:
+    what = PlannedFault(kind=kind, role="broker", target="broker", lasts_s=0.0)
     return Injected(fault=what, began_at=began_at, over_at=over_at)
 
 
 def test_the_longest_stall_names_the_faults_of_its_time() -> None:
     ended = [Ended(0.0, at) for at in (1.0, 2.0, 9.0, 9.5)]
-    faults = [fault(0.1, 0.2, Kind.CUT), fault(2.5, 6.0), fault(9.2, None, Kind.STALL)]
+    faults = [fault(0.1, 0.2, FaultKind.CUT), fault(2.5, 6.0), fault(9.2, None, FaultKind.STALL)]
     stall = longest_stall(ended, faults)
     assert (stall.seconds, stall.faults) == (7.0, ("kill_broker",))
     assert longest_stall([], faults).seconds == 0.0
@@ -88,6 +88,6 @@ def test_recovered_means_that_something_asked_for_afterwards_has_ended() -> None
 
 
 def test_faults_are_counted_by_sort_and_ends_by_stretch() -> None:
-    assert counts([fault(0, 1), fault(2, 3), fault(4, 5, Kind.CUT)]) == {"cut_broker": 1, "kill_broker": 2}
+    assert counts([fault(0, 1), fault(2, 3), fault(4, 5, FaultKind.CUT)]) == {"cut_broker": 1, "kill_broker": 2}
     assert rates([Ended(0.0, at) for at in (0.0, 1.0, 10.5, 25.0)], 10.0) == [2, 1, 1]
     assert rates([], 10.0) == []

@@ -12,7 +12,7 @@ from berth.commands.as_toml import as_toml
 from berth.commands.trace import differing
 from berth.load import PlanError
 from berth.load.fleet import GPU_CLASS, HostKind, demand, flavor_of, mean_in, read_hosts, settings_like
-from berth.load.trace import Asked, Shape, read_requests, read_trace
+from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
 from berth.settings import read_settings
 from compute_sim.domain.hosts import plan_hosts, tree
 from scheduler_worker.domain.flavor_parser import parse
@@ -113,7 +113,11 @@ def test_what_is_asked_for_rises_and_falls_with_arrivals_and_deletions(tmp_path:
 
 
 def test_what_no_request_can_use_is_fragmented() -> None:
-    half, whole, pair = Asked(1000, 10, 1, 500), Asked(1000, 10, 1, 1000), Asked(1000, 10, 2, 1000, ("G2",))
+    half, whole, pair = (
+        TraceRequest(1000, 10, 1, 500),
+        TraceRequest(1000, 10, 1, 1000),
+        TraceRequest(1000, 10, 2, 1000, ("G2",)),
+    )
     host = FreeHost(cpu_milli=4000, memory_mib=100, gpus=[(1000, "G2"), (400, "G2")])
     assert fragmented([host], Counter({half: 1})) == 400, "of the second GPU only"
     assert fragmented([host], Counter({pair: 1})) == 1400, "one GPU is not two"
@@ -121,14 +125,14 @@ def test_what_no_request_can_use_is_fragmented() -> None:
     other = FreeHost(cpu_milli=4000, memory_mib=100, gpus=[(1000, "T4"), (1000, "T4")])
     assert fragmented([other], Counter({pair: 1})) == 2000, "a model it may not have"
     assert fragmented([FreeHost(cpu_milli=500, memory_mib=100, gpus=[(1000, "G2")])], Counter({whole: 1})) == 1000
-    assert fragmented([host], Counter({Asked(1, 1): 9, whole: 1})) == 400, "requests without GPUs do not count"
+    assert fragmented([host], Counter({TraceRequest(1, 1): 9, whole: 1})) == 400, "requests without GPUs do not count"
 
 
 def test_one_gpu_model_is_required_and_several_are_any_of_them() -> None:
-    assert flavor_of(Asked(1, 1, 1, 300, ("G2",))).extra_specs == {
+    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2",))).extra_specs == {
         "resources1:CUSTOM_GPU_MILLI": "300", "trait1:CUSTOM_GPU_MODEL_G2": "required",
     }  # fmt: skip
-    assert flavor_of(Asked(1, 1, 1, 300, ("G2", "T4"))).extra_specs == {
+    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2", "T4"))).extra_specs == {
         "resources1:CUSTOM_GPU_MILLI": "300", "trait1:in:CUSTOM_GPU_MODEL_G2,CUSTOM_GPU_MODEL_T4": "required",
     }  # fmt: skip
-    assert flavor_of(Asked(7, 9)).extra_specs == {}
+    assert flavor_of(TraceRequest(7, 9)).extra_specs == {}

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.permissions import Grant, Role, commands, of_project, of_role
+from berth.permissions import Grant, PermissionRole, commands, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings
 from bus.contracts.catalogue import MESSAGES, QUEUES
 
@@ -27,7 +27,7 @@ RUNNER = CliRunner()
 
 
 def all_of(settings: Settings) -> list[Grant]:
-    return [grant for role in Role for grant in of_role(role, settings)] + [of_project("p-0", settings)]
+    return [grant for role in PermissionRole for grant in of_role(role, settings)] + [of_project("p-0", settings)]
 
 
 def allows(pattern: str, name: str) -> bool:
@@ -71,7 +71,7 @@ def test_every_pattern_is_anchored_and_every_topic_exchange_has_some(settings: S
 
 
 def test_virtual_hosts_and_prefixes_are_the_settings() -> None:
-    scheduler = {(grant.broker, grant.vhost): grant for grant in of_role(Role.SCHEDULER, REAL)}
+    scheduler = {(grant.broker, grant.vhost): grant for grant in of_role(PermissionRole.SCHEDULER, REAL)}
     assert list(scheduler) == [("mq.example:5673", "be/rth"), ("mq.example:5673", "own"), ("far.example", "/")]
     shared = scheduler["mq.example:5673", "be/rth"]  # the API bus, and the cell without a URL of its own
     assert allows(shared.read, "s1.scheduler.requests") and allows(shared.read, "s1.near.scheduler.builds")
@@ -81,15 +81,21 @@ def test_virtual_hosts_and_prefixes_are_the_settings() -> None:
 
 
 def test_a_cells_worker_is_only_in_its_cell() -> None:
-    for role in (Role.CONDUCTOR, Role.COMPUTE):
+    for role in (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE):
         assert {(g.user, g.vhost) for g in of_role(role, REAL, cell="own")} == {(f"berth-{role}-own", "own")}
         (near,) = of_role(role, REAL, cell="near")
         assert not any(allows(near.write, name) or allows(near.read, name) for name in ("s1.berth", "s1.berth.events"))
 
 
 def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
-    role_of = {"placement_worker": Role.PLACEMENT, "scheduler_worker": Role.SCHEDULER, "cell_conductor": Role.CONDUCTOR,
-               "compute_sim": Role.COMPUTE, "ironic_sync": Role.IRONIC_SYNC, "operator": Role.OPERATOR}  # fmt: skip
+    role_of = {
+        "placement_worker": PermissionRole.PLACEMENT,
+        "scheduler_worker": PermissionRole.SCHEDULER,
+        "cell_conductor": PermissionRole.CONDUCTOR,
+        "compute_sim": PermissionRole.COMPUTE,
+        "ironic_sync": PermissionRole.IRONIC_SYNC,
+        "operator": PermissionRole.OPERATOR,
+    }
     settings = Settings()
     for queue in QUEUES:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)

@@ -11,7 +11,7 @@ from berth.commands.up_messages import as_processes, block, one_process
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
-from berth.up_processes import Numbers, Running
+from berth.up_processes import ProcessCounts, RunningProcesses
 from berth.worker_processes import WorkerProcesses
 from placement_worker.rest.config import RestConfig
 
@@ -74,10 +74,10 @@ def test_servers_are_said_without_their_passwords(tmp_path: Path) -> None:
     settings = Settings(state_dir=str(tmp_path))
     settings = replace(settings, bus=replace(settings.bus, url="amqp://berth:hunter2@127.0.0.1:5672/berth"))
     here = Site(settings, database_url=URL)
-    running = Running(
+    running = RunningProcesses(
         processes=WorkerProcesses(tmp_path, {}), site=here, logs=tmp_path / "logs", ironic_url="http://127.0.0.1:6385"
     )
-    count = Numbers(schedulers=1, placements=1, conductors=1, computes=1)
+    count = ProcessCounts(schedulers=1, placements=1, conductors=1, computes=1)
     told = as_processes(running, count, 2, AtUp(settings=settings))
     assert (told["bus"], told["database"]) == (
         "amqp://berth:***@127.0.0.1:5672/berth",

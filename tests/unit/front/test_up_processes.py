@@ -15,7 +15,7 @@ from berth.embedded.process import Account, GuardedProcess, ServerFailed
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import HOSTS_WAIT_S, Numbers, _hosts_known, numbers
+from berth.up_processes import HOSTS_WAIT_S, ProcessCounts, _hosts_known, numbers
 from berth.worker_processes import Worker, WorkerProcesses
 from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
@@ -27,20 +27,20 @@ NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "condu
 @pytest.mark.parametrize(
     ("cpus", "cells", "expected"),
     [
-        (1, 2, Numbers(schedulers=1, placements=1, conductors=1, computes=1)),
-        (2, 4, Numbers(schedulers=1, placements=1, conductors=1, computes=1)),
-        (16, 2, Numbers(schedulers=4, placements=4, conductors=2, computes=2)),
-        (128, 1, Numbers(schedulers=16, placements=16, conductors=8, computes=8)),
+        (1, 2, ProcessCounts(schedulers=1, placements=1, conductors=1, computes=1)),
+        (2, 4, ProcessCounts(schedulers=1, placements=1, conductors=1, computes=1)),
+        (16, 2, ProcessCounts(schedulers=4, placements=4, conductors=2, computes=2)),
+        (128, 1, ProcessCounts(schedulers=16, placements=16, conductors=8, computes=8)),
     ],
 )
-def test_numbers_suit_the_machine(cpus: int, cells: int, expected: Numbers) -> None:
+def test_numbers_suit_the_machine(cpus: int, cells: int, expected: ProcessCounts) -> None:
     assert numbers(cpus, cells, UpSettings(), NOTHING) == expected
 
 
 def test_settings_come_before_what_suits_and_options_before_both() -> None:
     up = UpSettings(schedulers=3, placements=5)
     found = numbers(2, 2, up, {**NOTHING, "placements": 7})
-    assert found == Numbers(schedulers=3, placements=7, conductors=1, computes=1)
+    assert found == ProcessCounts(schedulers=3, placements=7, conductors=1, computes=1)
     assert found.total(2) == 14
 
 

@@ -16,7 +16,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
-from placement_worker.domain.values import ClaimedProvider, Consumer, Room
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, Room
 
 A, B, NOWHERE = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abf")
 VM, OTHER, MIGRATION = (f"0000000{n}-0000-4000-8000-000000000000" for n in (1, 2, 3))
@@ -32,8 +32,8 @@ def room(capacity: int, used: int = 0, *, low: int = 1, high: int = 1000, step: 
     return Room(capacity, low, high, step, used)
 
 
-def holder(hold: Hold, *, generation: int = 1, attempt: int = 1) -> Consumer:
-    return Consumer(generation, attempt, "p", "u", "INSTANCE", hold)
+def holder(hold: Hold, *, generation: int = 1, attempt: int = 1) -> ConsumerState:
+    return ConsumerState(generation, attempt, "p", "u", "INSTANCE", hold)
 
 
 def claim(hold: Hold, *more: Hold, consumer: str = VM, shapes: Mapping[str, int] | None = None, **fields: Any) -> Claim:
@@ -44,12 +44,12 @@ def claim(hold: Hold, *more: Hold, consumer: str = VM, shapes: Mapping[str, int]
 
 
 def run(
-    *items: ClaimItem, providers: Mapping[str, ClaimedProvider], consumers: Mapping[str, Consumer] | None = None
+    *items: ClaimItem, providers: Mapping[str, ClaimedProvider], consumers: Mapping[str, ConsumerState] | None = None
 ) -> Decision:
     return decide(items, consumers or {}, providers, CLASSES)
 
 
-def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, Consumer] | None = None) -> str:
+def outcome(item: ClaimItem, host: ClaimedProvider, consumers: Mapping[str, ConsumerState] | None = None) -> str:
     return run(item, providers={A: host}, consumers=consumers).verdicts[0].outcome
 
 
@@ -127,7 +127,7 @@ FENCE: Hold = {}
         (holder(FENCE, attempt=1), {"attempt": 2, "consumer_generation": 1}, "consumer_changed"),
     ],
 )
-def test_who_may_claim(known: Consumer | None, fields: dict[str, Any], expected: str) -> None:
+def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expected: str) -> None:
     host = provider(VCPU=room(8, 2 if known is not None and known.holding else 0))
     assert outcome(claim({A: {"VCPU": 1}}, **fields), host, {VM: known} if known else {}) == expected
 
@@ -155,7 +155,7 @@ def test_an_earlier_claim_of_something_else_says_what_it_holds() -> None:
 
 
 def test_the_same_attempt_of_another_project_is_another_consumer() -> None:
-    foreign = Consumer(1, 1, "another", "u", "INSTANCE", HELD)
+    foreign = ConsumerState(1, 1, "another", "u", "INSTANCE", HELD)
     assert outcome(claim(HELD), provider(VCPU=room(9, 2)), {VM: foreign}) == "consumer_changed"
 
 
@@ -193,7 +193,7 @@ def test_release_first_replaces_and_counts_what_is_given_back() -> None:
         (holder(FENCE, attempt=2), 1, "absent", 2),
     ],
 )
-def test_release(known: Consumer | None, attempt: int | None, expected: str, fenced: int | None) -> None:
+def test_release(known: ConsumerState | None, attempt: int | None, expected: str, fenced: int | None) -> None:
     consumers = {VM: known} if known else {}
     decision = run(Release(consumer=VM, attempt=attempt), providers={A: provider(VCPU=room(4, 2))}, consumers=consumers)
     assert decision.verdicts[0].outcome == expected

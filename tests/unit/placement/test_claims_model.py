@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claims import ClaimItem, decide
-from placement_worker.domain.values import ClaimedProvider, Consumer, Room
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, Room
 
 PROVIDERS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(4)]
@@ -46,7 +46,7 @@ class Model:
     def __init__(self) -> None:
         rooms = {name: Room(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}
         self.providers = {uuid: ClaimedProvider(0, 0, dict(rooms), root=uuid) for uuid in PROVIDERS}
-        self.consumers: dict[str, Consumer] = {}
+        self.consumers: dict[str, ConsumerState] = {}
 
     def write(self, items: Sequence[ClaimItem]) -> list[str]:
         decision = decide(items, self.consumers, self.providers, CLASSES)

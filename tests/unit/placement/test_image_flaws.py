@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from placement_worker.domain.values import Consumer, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, Stock
 from placement_worker.store.image import Image, ImageError, checked
 from placement_worker.store.image_members import Member
 
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 STOCK = Stock(8, 0, 1, 8, 1, 2.0, 16)
 HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": STOCK}, {}, ("HW_CPU_X86_VMX",), (C,))
-HOLDER = Consumer(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
+HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 
 MEMBER = Member("p", C, B)
 

@@ -13,7 +13,7 @@ from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.rest import bodies
 from placement_worker.rest.bodies import InventoryBody, at, consumer_write
 from placement_worker.rest.candidates_query import asked_of
-from placement_worker.rest.faults import Fault, best
+from placement_worker.rest.faults import HttpFault, best
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import is_uuid, resources_of
 from placement_worker.rest.versions import version_of
@@ -71,7 +71,7 @@ def test_a_bad_body_is_described_in_python_jsonschemas_words(more: dict[str, Any
     if words is None:
         parse(allocations(**more))
         return
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(HttpFault) as caught:
         parse(allocations(**more))
     assert caught.value.status == 400
     assert caught.value.words.startswith("JSON does not validate: ")
@@ -85,7 +85,7 @@ def test_a_bad_body_is_described_in_python_jsonschemas_words(more: dict[str, Any
 )
 def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
     for parse in (bodies.POST_PROVIDER.parse, bodies.PUT_INVENTORIES.parse, at(bodies.POST_ALLOCATIONS, 39).parse):
-        with pytest.raises(Fault) as caught:
+        with pytest.raises(HttpFault) as caught:
             parse(body)
         assert caught.value.status == 400
 
@@ -96,13 +96,13 @@ def test_no_query_is_more_than_a_bad_request(text: str) -> None:
     for version in (10, 24, 25, 33, 36, 39):
         try:
             asked_of(QueryString(text.encode()), version)
-        except Fault as fault:
+        except HttpFault as fault:
             assert fault.status == 400
 
 
 @pytest.mark.parametrize("query", ["limit=x&limit=1", "limit=0&limit=1", "limit=-1&limit=1", "limit=&limit=1"])
 def test_a_limit_that_is_none_is_a_bad_request_though_a_later_one_is_good(query: str) -> None:
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(HttpFault) as caught:
         asked_of(QueryString(f"resources=VCPU:1&{query}".encode()), 39)
     assert caught.value.status == 400
 
@@ -117,7 +117,7 @@ def test_an_inventory_among_others_has_a_generation_that_is_a_number_or_none_at_
     for generation in ("", ', "resource_provider_generation": 7'):
         text = f'{{"resource_provider_generation": 1, "inventories": {{"VCPU": {{"total": 1{generation}}}}}}}'
         assert bodies.PUT_INVENTORIES.parse(text.encode()).inventories["VCPU"].total == 1
-    with pytest.raises(Fault, match="None is not of type 'integer'"):
+    with pytest.raises(HttpFault, match="None is not of type 'integer'"):
         bodies.PUT_INVENTORIES.parse(
             b'{"resource_provider_generation": 1,'
             b' "inventories": {"VCPU": {"total": 1, "resource_provider_generation": null}}}'
@@ -143,7 +143,7 @@ def test_an_inventory_among_others_has_a_generation_that_is_a_number_or_none_at_
     ],
 )
 def test_a_name_ends_where_it_ends(body: bodies.Body[Any], value: dict[str, Any]) -> None:
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(HttpFault) as caught:
         body.parse(json.dumps(value).encode())
     assert caught.value.status == 400
 
@@ -170,7 +170,7 @@ def test_a_version_is_read_from_its_service(header: str, version: int) -> None:
 
 @pytest.mark.parametrize(("header", "status"), [("placement 1.40", 406), ("placement 2.0", 406), ("placement x", 400)])
 def test_a_version_that_is_not_served_is_said(header: str, status: int) -> None:
-    with pytest.raises(Fault) as caught:
+    with pytest.raises(HttpFault) as caught:
         version_of(header)
     assert caught.value.status == status
 
@@ -204,11 +204,11 @@ def test_a_list_of_objects_is_not_compared_pair_by_pair(
     monkeypatch.setattr("jsonschema._keywords.uniq", compared)
     listed = [{"a": 0 if again else number} for number in range(5_000)]
     said = listed if body is bodies.AGGREGATES else {"aggregates": listed, "resource_provider_generation": 0}
-    with pytest.raises(Fault) as fault:
+    with pytest.raises(HttpFault) as fault:
         body.parse(json.dumps(said).encode())
     assert fault.value.status == 400
 
 
 def test_an_aggregate_named_twice_is_told_as_before() -> None:
-    with pytest.raises(Fault, match="has non-unique elements"):
+    with pytest.raises(HttpFault, match="has non-unique elements"):
         bodies.AGGREGATES.parse(json.dumps([HOST, HOST]).encode())

@@ -20,7 +20,7 @@ from placement_worker.domain.trees import (
     SetTraits,
     UpdateProvider,
 )
-from placement_worker.domain.values import ClaimedProvider, Consumer, Provider, Room, Stock
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider, Room, Stock
 
 CLASSES = {"VCPU": 1, "DISK_GB": 2}
 TRAITS = {"CUSTOM_T": 1}
@@ -120,7 +120,7 @@ def test_what_is_held_stays() -> None:
 def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
     a = provider("a", stocks={"VCPU": stock(4)}, used={"VCPU": 2})
     b = provider("b")
-    held = Consumer(1, 0, "p", "u", "X", {"a": {"VCPU": 2}})
+    held = ConsumerState(1, 0, "p", "u", "X", {"a": {"VCPU": 2}})
     inventories = {"a": (5, {}), "b": (5, {"VCPU": stock(4)})}
     book = {"a": a, "b": b}
     left = reshape(Reshape(inventories, ()), {"c": held}, book, CLASSES, shape=6)
@@ -167,8 +167,8 @@ def write(consumer: str, amount: int, host: str = "a", name: str = "VCPU", **fie
 )
 def test_an_allocation_write_ends_as_placements_would(item: Replace | Remove, expected: Why | None) -> None:
     consumers = {
-        "held": Consumer(3, 0, "p", "u", "X", {"a": {"VCPU": 2}}),
-        "fenced": Consumer(4, 2, "p", "u", "X"),
+        "held": ConsumerState(3, 0, "p", "u", "X", {"a": {"VCPU": 2}}),
+        "fenced": ConsumerState(4, 2, "p", "u", "X"),
     }
     [outcome], decision = decide([item], consumers, claimed(a=2), {**CLASSES})
     assert why(outcome) is expected
@@ -176,7 +176,7 @@ def test_an_allocation_write_ends_as_placements_would(item: Replace | Remove, ex
 
 
 def test_only_what_is_asked_for_or_emptied_moves_a_generation() -> None:
-    held = Consumer(3, 0, "p", "u", "X", {"a": {"VCPU": 2}})
+    held = ConsumerState(3, 0, "p", "u", "X", {"a": {"VCPU": 2}})
     for item, generations in (
         (write("c", 2, host="b"), {"a": 5, "b": 6}),
         (write("c", 0), {"a": 6}),
@@ -188,7 +188,7 @@ def test_only_what_is_asked_for_or_emptied_moves_a_generation() -> None:
 
 
 def test_what_does_not_worsen_an_overage_is_allowed() -> None:
-    held = Consumer(1, 0, "p", "u", "X", {"a": {"VCPU": 6}})
+    held = ConsumerState(1, 0, "p", "u", "X", {"a": {"VCPU": 6}})
     for amount, fits in ((6, True), (5, True), (7, False)):
         [outcome], _ = decide([write("c", amount)], {"c": held}, claimed(a=20), CLASSES)
         assert (outcome is None) is fits
@@ -199,7 +199,7 @@ def test_what_does_not_worsen_an_overage_is_allowed() -> None:
 def test_a_group_is_what_its_members_are_one_after_the_other(asked: list[tuple[str, int, str]]) -> None:
     items = [write(consumer, amount, host) for consumer, amount, host in asked]
     together, decision = decide(items, {}, claimed(a=0, b=0), CLASSES)
-    consumers: dict[str, Consumer] = {}
+    consumers: dict[str, ConsumerState] = {}
     providers = claimed(a=0, b=0)
     apart = []
     for item in items:
