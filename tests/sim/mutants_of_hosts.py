@@ -130,7 +130,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
         }
         return replace(found, rooms=rooms)
 
-    def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any, now: float) -> None:
+    def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
         providers = self._table.providers
         roomy = {
             uuid: replace(one, stocks={name: replace(stock, capacity=10**9) for name, stock in one.stocks.items()})
@@ -138,7 +138,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
         }
         self._table.providers = roomy
         try:
-            write(self, transaction, decision, now)
+            write(self, transaction, decision)
         finally:
             self._table.providers = providers
 
@@ -157,13 +157,13 @@ def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
     write = book_store.MemoryBook._write
 
-    def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any, now: float) -> None:
+    def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
         providers = self._table.providers
         used = {
             uuid: {name: max(amount, providers[uuid].used.get(name, 0)) for name, amount in amounts.items()}
             for uuid, amounts in decision.used.items()
         }
-        write(self, transaction, replace(decision, used=used), now)
+        write(self, transaction, replace(decision, used=used))
 
     return patch.object(book_store.MemoryBook, "_write", forgetful)
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from bus.consuming import consumer as consuming
-from bus.consuming.consumer import Consumer
+from bus.consuming.in_flight import InFlightDelivery
+from bus.consuming.outcome_handling import OutcomeHandler
 from bus.faults import Transient
 from bus.persistence import outbox
 from bus.port import BusError
@@ -29,24 +29,26 @@ from scheduler_worker.engine import ScheduledBuild, SchedulingEngine
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:
     """A message that is to be tried again is acknowledged before the broker has its copy."""
-    sent = Consumer._sent
+    sent = OutcomeHandler._sent
 
-    async def unsure(self: Consumer, moves: Waiter, replies: Waiter, buried: Sequence[Any]) -> None:
-        await sent(self, Waiter(), replies, buried)
+    async def unsure(self: OutcomeHandler, moves: Waiter, replies: Waiter, parked: Sequence[Any]) -> None:
+        await sent(self, Waiter(), replies, parked)
 
-    return patch.object(Consumer, "_sent", unsure)
+    return patch.object(OutcomeHandler, "_sent", unsure)
 
 
 def parcel_acked_at_its_first() -> AbstractContextManager[Any]:
     """A broker message that holds many is acknowledged when the first of them is done."""
 
-    def settle(self: Any) -> None:
-        if self.delivery is not None:
+    acknowledged: set[int] = set()
+
+    def settle(self: InFlightDelivery) -> None:
+        if id(self) not in acknowledged:
+            acknowledged.add(id(self))
             self.delivery.ack()
-            self.delivery = None
         self.open -= 1
 
-    return patch.object(consuming._Parcel, "settle", settle)
+    return patch.object(InFlightDelivery, "settle", settle)
 
 
 def full_queue_forgets() -> AbstractContextManager[Any]:

@@ -24,10 +24,10 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
     """It ended every scheduler that took it: 21 deaths, and half of the good requests were given up unheard."""
     plan = SystemPlan(cells=("cell1",), placements=1, compute=ComputeConfig(hosts=50), durable=False)
     async with rig(plan) as whole:
-        pids = {name: worker.process.pid for name, worker in whole.crew.workers.items()}
+        pids = {name: worker.process.pid for name, worker in whole.processes.workers.items()}
         async with raw_publisher(whole.servers.urls[API_VHOST]) as raw:
             for name in ("scheduler1", "scheduler2"):
-                whole.crew.pause(name)  # so that good and bad wait side by side, and are prefetched together
+                whole.processes.pause(name)  # so that good and bad wait side by side, and are prefetched together
             load = asyncio.create_task(whole.load(BOOTS))
             await until(lambda: len(whole.client.tracks) >= BOOTS // 2)
             for properties in (
@@ -37,7 +37,7 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
             ):
                 await raw.publish(COMMANDS, "build.request.p", b"{not json", **properties)
             for name in ("scheduler1", "scheduler2"):
-                whole.crew.resume(name)
+                whole.processes.resume(name)
             report = await load
         assert (report.active + report.failed, report.unfinished, report.refused) == (BOOTS, 0, 0)
         ends = [event.instance_uuid for event in whole.client.events if event.terminal]
@@ -47,6 +47,6 @@ async def test_two_schedulers_survive_a_message_whose_id_is_no_text_and_all_good
         letters = await dead_letters.list_dead(bus.transport, "scheduler.requests")
         await bus.close()
         assert {letter.code for letter in letters} == {"message.malformed", "message.unknown_type"}
-        assert {name: worker.process.pid for name, worker in whole.crew.workers.items()} == pids
-        assert all(worker.process.running for worker in whole.crew.workers.values())
+        assert {name: worker.process.pid for name, worker in whole.processes.workers.items()} == pids
+        assert all(worker.process.running for worker in whole.processes.workers.values())
         await whole.assert_invariants()
