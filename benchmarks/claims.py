@@ -47,6 +47,7 @@ FILL = (
     "ON p.place = 1 + c.place % p.many JOIN inventories i ON i.provider_id = p.id",
 )
 QUOTA_TURNS = 5
+FILL_S = 3600.0  # more than a client waits otherwise
 
 
 def report(uuid: str, number: int, version: int) -> InventoryUpdate:
@@ -108,11 +109,11 @@ async def fill(store: PostgresStore, consumers: int) -> float:
     async with store.database.raw() as connection:
         await connection.execute("SET LOCAL statement_timeout = 0")
         for statement in FILL:
-            await connection.execute(statement, *([consumers] if "$1" in statement else []))
-        await connection.execute(COUNT_USED)
-        await connection.execute(COUNT_ANEW)
+            await connection.execute(statement, *([consumers] if "$1" in statement else []), timeout=FILL_S)
+        await connection.execute(COUNT_USED, timeout=FILL_S)
+        await connection.execute(COUNT_ANEW, timeout=FILL_S)
     async with store.database.raw() as connection:
-        await connection.execute("ANALYZE")
+        await connection.execute("ANALYZE", timeout=FILL_S)
     return time.perf_counter() - started
 
 

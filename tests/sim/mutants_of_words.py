@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import InFlightDelivery
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.faults import Transient
