@@ -313,8 +313,9 @@ def _may_travel(meta: Meta) -> bool:
 
 
 def may_gather(meta: Meta) -> bool:
-    """Whether metadata can stand in the JSON of a batch: a foreign client's ids may be bytes that are no text."""
-    return is_text(meta.correlation_id or "") and is_text(meta.reply_to or "")
+    """Whether metadata can stand in the JSON of a batch: a foreign client's ids may be bytes that are no text, or be
+    longer than its reader allows."""
+    return _may_travel(meta) and is_text(meta.correlation_id or "") and is_text(meta.reply_to or "")
 
 
 def is_text(text: str) -> bool:
@@ -375,8 +376,8 @@ def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
 
 
 def _id(delivery: Delivery, new_id: str) -> str:
-    """The message's id as text."""
-    return shown(delivery.message_id or new_id)[:MAX_ID]
+    """The message's id as text, of so many bytes that it may travel on."""
+    return shown(delivery.message_id or new_id).encode()[:MAX_ID].decode(errors="ignore")
 
 
 def _text(headers: Mapping[str, object], name: str) -> str | None:

@@ -84,5 +84,5 @@ def _messages(letter: DeadLetter) -> list[tuple[str, float | None]]:
         if letter.batch:
             return [(item.body.type, item.meta.sent_at or letter.died_at) for item in _items(letter.body)]
         return [(letter.type or _body(letter.body).type, letter.sent_at)]
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []

@@ -67,7 +67,7 @@ class LocalServer:
                 await _Session(transport, reader, writer).serve()
             finally:
                 await transport.close()
-        except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, IndexError):
+        except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, UnicodeDecodeError, IndexError):
             pass  # the client has gone, or is no client of ours
         finally:
             writer.close()

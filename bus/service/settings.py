@@ -10,6 +10,7 @@ import difflib
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit, urlunsplit
@@ -61,7 +62,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(body.decode())
     except OSError as error:
         raise SettingsError("settings.file", f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # besides what tomllib raises: a number of thousands of digits
         raise SettingsError("settings.file", f"{path} is not TOML: {error}") from error
 
 
@@ -130,10 +131,14 @@ def _override(kind: Any, tree: dict[str, Any], variable: str, text: str, prefix:
 
 def _parse(kind: Any, text: str, variable: str) -> Any:
     value: Any = text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError("settings.invalid", f"{variable}: it is not UTF-8") from error
     if (_fields(kind) is not None or _inner(kind) is not None) and text[:1] in "[{":
         try:
             value = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise SettingsError("settings.invalid", f"{variable}: not JSON: {error}") from error
     try:
         return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
@@ -190,6 +195,11 @@ def _fields(kind: Any) -> dict[str, Any] | None:
     kind = _plain(kind)
     if not (isinstance(kind, type) and issubclass(kind, Struct)):
         return None
+    return _fields_of_struct(kind)
+
+
+@cache
+def _fields_of_struct(kind: type[Struct]) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
 

@@ -119,7 +119,7 @@ class IronicNode(Struct, frozen=True):
             return None
         try:
             mark = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return mark if mark is not None and mark.instance == self.instance else None
 
@@ -366,7 +366,7 @@ def _parse(answer: httpx.Response, kind: type[T]) -> T:
         raise DriverUnavailable("Ironic's answer is too large")
     try:
         return msgspec.json.decode(answer.content, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error
 
 

@@ -265,14 +265,14 @@ class Body(Generic[T]):
         """Raises HttpFault 400, worded as python-jsonschema words it."""
         try:
             parsed: T = self._decode(body)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return self._explain(body)
         return parsed if self._holds is None or self._holds(parsed) else self._explain(body)
 
     def _explain(self, body: bytes) -> T:
         """Say what is wrong, or take what only the fast way could not (1.0 for 1, a UUID without dashes)."""
         try:
-            data = json.loads(body, parse_constant=_no_constant)
+            data = json.loads(body.decode(), parse_constant=_no_constant)  # of bytes it would take UTF-16, too
             _check_depth(data)
         except (ValueError, RecursionError) as error:
             raise HttpFault(400, f"Malformed JSON: {error}") from error

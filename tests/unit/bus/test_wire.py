@@ -277,3 +277,25 @@ def test_a_field_that_a_clients_request_does_not_have_is_refused_by_name(fields:
     (found,) = read(arrived(body, routing_key="build.request.p"))
     assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
     assert named in found.reason, found.reason
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"message_id": "\udcff" * 40 + "ü" * 60},
+        {"correlation_id": "ü" * 100, "reply_to": "client.reply." + "x" * 240},
+        {"correlation_id": "\udcff", "reply_to": "client.reply.x"},
+    ],
+    ids=["an id that grows when it is spelled out", "a long reply queue", "an id that is no text"],
+)
+def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_others(properties: dict[str, str]) -> None:
+    """It was refused then as beyond its bounds: an accepted request became a dead letter without a terminal event."""
+    request = BuildRequest(instance_uuid=UUID, flavor="m1.small", project_id="p")
+    packed = wire.pack(request, Meta(id="x"))
+    alone = Outgoing(exchange="berth", routing_key="build.request.p", body=packed.body, **properties)  # type: ignore[arg-type]
+    (read,) = CODEC.read(Arrived(alone), "new")
+    assert isinstance(read, wire.Read)
+    assert len(read.meta.id.encode()) <= wire.MAX_ID
+    if wire.may_gather(read.meta):
+        together = wire.batch([wire.pack(request, read.meta)] * 2, "", "scheduler.requests")
+        assert [type(one) for one in CODEC.read(Arrived(together), "new")] == [wire.Read, wire.Read]

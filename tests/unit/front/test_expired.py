@@ -48,6 +48,7 @@ def items(*ages_s: float) -> bytes:
         pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),
         pytest.param(letter("", 90 * HOUR_S, body=items(HOUR_S, 2 * HOUR_S), batch=True), False, id="none old"),
         pytest.param(letter("", None, body=b"[" * 100_000, batch=True), False, id="unreadable: refused where it goes"),
+        pytest.param(letter("", None, body=b'{"type": "\xff"}'), False, id="no text: refused where it goes"),
     ],
 )
 def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: bool) -> None:

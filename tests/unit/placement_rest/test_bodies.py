@@ -90,6 +90,17 @@ def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
         assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"name":"\xff"}', b'{"na\xdbme":"a"}', '{"name":"a"}'.encode("utf-16"), b'\xef\xbb\xbf{"name":"a"}'],
+    ids=["a value", "a name", "UTF-16", "a byte order mark"],
+)
+def test_a_body_that_is_not_utf_8_is_a_bad_request(body: bytes) -> None:
+    with pytest.raises(HttpFault, match="Malformed JSON") as caught:
+        bodies.POST_PROVIDER.parse(body)
+    assert caught.value.status == 400
+
+
 @settings(deadline=None)  # machines that run tests are busy
 @given(st.text(alphabet="resourcesmember_ofrequired1=&:!,in%VCPU-_", max_size=120))
 def test_no_query_is_more_than_a_bad_request(text: str) -> None:

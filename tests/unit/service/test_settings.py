@@ -84,6 +84,34 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], code
     assert says in caught.value.reason
 
 
+@pytest.mark.parametrize(
+    "text",
+    [f"note = {'9' * 5_000}", f"filters = {'[' * 5_000}", "note = '\x00'", "filters = " + "[" * 500 + "]" * 500],
+    ids=["digits", "depth", "NUL", "closed depth"],
+)
+def test_a_file_that_no_parser_takes_is_a_settings_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(Everything, toml=written(tmp_path, text), env={})
+    assert caught.value.code in {"settings.file", "settings.invalid"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("BERTH_FILTERS", "[" * 100_000),
+        ("BERTH_FILTERS", '["\udcff"]'),
+        ("BERTH_NOTE", "\udcff"),
+        ("BERTH_BUS__URL", "\udcff"),
+        ("BERTH_BUS__PREFETCH", "9" * 5_000),
+    ],
+    ids=["depth", "bytes in JSON", "bytes", "bytes of a part", "digits"],
+)
+def test_a_variable_that_is_no_value_is_a_settings_error(variable: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=variable) as caught:
+        load(Everything, toml=None, env={variable: text})
+    assert caught.value.code == "settings.invalid"
+
+
 def test_a_missing_file_is_a_settings_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load(Everything, toml=tmp_path / "none.toml", env={})
