@@ -17,7 +17,7 @@ from msgspec import Struct
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".berth", "*.egg-info", "__pycache__", ".*_cache")
-LIMIT_S = 900.0
+LIMIT_S = 300.0
 
 
 class Plant(Struct, frozen=True, kw_only=True):
@@ -269,6 +269,8 @@ def plant(one: Plant, copy: Path) -> str:
             *one.tests.split(),
         ]
         told = subprocess.run(asked, cwd=copy, capture_output=True, text=True, check=False, timeout=LIMIT_S).stdout
+    except subprocess.TimeoutExpired:
+        return f"{one.tests} do not end within {LIMIT_S:g} s"
     finally:
         path.write_text(text)
     failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in told.splitlines() if line.startswith("FAILED ")]
