@@ -315,7 +315,7 @@ def _may_travel(meta: Meta) -> bool:
 def may_gather(meta: Meta) -> bool:
     """Whether metadata can stand in the JSON of a batch: a foreign client's ids may be bytes that are no text, or be
     longer than its reader allows."""
-    return _may_travel(meta) and is_text(meta.correlation_id or "") and is_text(meta.reply_to or "")
+    return is_text(meta.correlation_id or "") and is_text(meta.reply_to or "") and _may_travel(meta)
 
 
 def is_text(text: str) -> bool:

@@ -285,8 +285,14 @@ def test_a_field_that_a_clients_request_does_not_have_is_refused_by_name(fields:
         {"message_id": "\udcff" * 40 + "ü" * 60},
         {"correlation_id": "ü" * 100, "reply_to": "client.reply." + "x" * 240},
         {"correlation_id": "\udcff", "reply_to": "client.reply.x"},
+        {"correlation_id": "\udcff" * 225},
     ],
-    ids=["an id that grows when it is spelled out", "a long reply queue", "an id that is no text"],
+    ids=[
+        "an id that grows when it is spelled out",
+        "a long reply queue",
+        "an id that is no text",
+        "a long id that is no text",
+    ],
 )
 def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_others(properties: dict[str, str]) -> None:
     """It was refused then as beyond its bounds: an accepted request became a dead letter without a terminal event."""
