@@ -61,8 +61,8 @@ class World:
     # --- life
 
     async def open(self) -> None:
-        for name, broker in self.brokers.items():
-            bus = Bus(name, MemoryTransport(broker, name), process="world", clock=self.clock, rng=self.rng)
+        for name in self.brokers:
+            bus = Bus(name, self.transport(name), process="world", clock=self.clock, rng=self.rng)
             await bus.open()
             self.buses[name] = bus
         await self._consume(API, "client.builds.{process}", self._hear)
@@ -79,10 +79,14 @@ class World:
         for bus in self.buses.values():
             await bus.close()
 
+    def transport(self, bus: str) -> Transport:
+        """A connection of its own to one of the buses."""
+        return MemoryTransport(self.brokers[bus], bus)
+
     def environment(self, process: str, transports: Callable[[str], Transport] | None = None) -> Environment:
         return Environment(
             process,
-            transports=transports or (lambda name: MemoryTransport(self.brokers[name], name)),
+            transports=transports or self.transport,
             database_url=self.url,
             cells=CELLS,
             rng=random.Random(self.rng.getrandbits(32)),

@@ -1,0 +1,1 @@
+"""Hostile input at every door, from a seed: see scripts/fuzz."""
