@@ -281,7 +281,7 @@ class Body(Generic[T]):
             raise HttpFault(400, f"JSON does not validate: {wrong}")
         try:
             parsed: T = msgspec.convert(_canonical(data), self._kind, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise HttpFault(400, f"JSON does not validate: {error}") from error
         return parsed
 

@@ -90,6 +90,13 @@ def test_no_body_is_more_than_a_bad_request(body: bytes) -> None:
         assert caught.value.status == 400
 
 
+def test_half_a_surrogate_under_a_name_that_the_schema_leaves_alone_is_a_bad_request() -> None:
+    inventories = b'{"build.request.v1": {"total": 18, "min_unit": "\\ud800"}}'
+    with pytest.raises(HttpFault, match="JSON does not validate") as caught:
+        bodies.PUT_INVENTORIES.parse(b'{"resource_provider_generation": 1, "inventories": ' + inventories + b"}")
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [b'{"name":"\xff"}', b'{"na\xdbme":"a"}', '{"name":"a"}'.encode("utf-16"), b'\xef\xbb\xbf{"name":"a"}'],
