@@ -292,6 +292,7 @@ INVENTORY: list[tuple[str, bytes, str]] = [
         update(ROOT, inventories={"VCPU": {"total": 1, "reserved": 2}}),
         "inventory.reserved",
     ),
+    ("an unknown class", update(ROOT, inventories={"VCPUS": {"total": 3}}), "class.unknown"),
     ("an unknown trait", update(ROOT, traits=["HW_CPU_X86_TELEPATHY"]), "trait.unknown"),
     ("a trait that is none", update(ROOT, traits=["no trait"]), "message.invalid"),
     ("another root", update(ROOT, root_uuid=FIXED[6]), "message.wrong_key"),
@@ -312,7 +313,7 @@ async def test_a_bad_inventory_update_is_refused_or_parked(client: Client, body:
 
 
 async def test_a_good_inventory_update_after_the_bad_ones(client: Client) -> None:
-    body = update(ROOT, inventories={"custom widget": {"total": 3}}, traits=["CUSTOM_FAST"])
+    body = update(ROOT, inventories={"CUSTOM_WIDGET": {"total": 3}}, traits=["CUSTOM_FAST"])
     answer = await client.reply(await client.publish(body, key=f"inventory.update.{ROOT}", answer=True))
     assert (answer["type"], answer["outcome"]) == ("inventory.result.v1", "applied")
     gone = json.dumps({"source": "test", "version": 2, "root_uuid": ROOT}).encode()
