@@ -104,6 +104,20 @@ class Engine:
         with metrics.BATCH_SECONDS.labels(source).time():
             await self._settle(await self._apply(incoming))
 
+    async def effective(self, incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
+        """Those of these events that the table would act on now; the others are late, doubled or taken care of."""
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted({one.uuid for one in incoming}))
+        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        found: list[InstanceEvent] = []
+        for one in incoming:
+            instance = known.get(one.uuid)
+            if instance is not None:
+                stepped = step(instance, one.event, timeouts)
+                if stepped.instance is not instance or stepped.commands:
+                    found.append(one)
+        return found
+
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
         await self._relay.room()

@@ -5,7 +5,7 @@ A report in which nothing is harmful and everything is explained costs nothing h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -25,6 +25,7 @@ from .config import ConductorConfig
 from .domain.breaker import Finding, ReportLook, judge
 from .domain.events import Event
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
+from .engine import InstanceEvent
 from .store.port import InstanceStore
 from .store.safety import DESTROY, Noted, Place
 
@@ -35,12 +36,18 @@ MAX_FOREIGN = 1_000
 MAX_KNOWN = 200_000  # unexplained machines remembered here, so that each is logged and counted once
 LOGGED_PER_PAGE = 20  # new ones logged of one page; the others are counted in one line
 
+# Of these events those that the table of states would act on now (`Engine.effective`).
+Effective = Callable[[Sequence[InstanceEvent]], Awaitable[list[InstanceEvent]]]
+
 
 class Guard:
     """One conductor's; what it knows of breakers and quarantine is in the cell's schema, for all conductors."""
 
-    def __init__(self, store: InstanceStore, bus: Bus, clock: Clock, config: ConductorConfig) -> None:
+    def __init__(
+        self, store: InstanceStore, bus: Bus, clock: Clock, config: ConductorConfig, *, effective: Effective
+    ) -> None:
         self._store = store
+        self._effective = effective
         self._bus = bus
         self._clock = clock
         self._limit = config.breaker_limit
@@ -75,6 +82,13 @@ class Guard:
         return look
 
     async def _decide(self, report: ComputeHosts, look: ReportLook) -> Sequence[tuple[str, Event]]:
+        # The comparison read without locks, and a busy cell's records are ahead of its reports: what the table would
+        # ignore (a machine that came up after the look) is no loss, and must not open a breaker.
+        if look.findings:
+            meant = {one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in look.findings])}
+            look.findings = [finding for finding in look.findings if finding.uuid in meant]
+        if not look.findings and not look.quarantined:
+            return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
         verdict = judge(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)

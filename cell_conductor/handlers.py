@@ -63,7 +63,7 @@ class HostHandlers:
         self._clock = clock
         self._config = config
         self._newest = Newest()
-        self._guard = Guard(store, bus, clock, config)
+        self._guard = Guard(store, bus, clock, config, effective=engine.effective)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts; heartbeats say nothing about instances."""

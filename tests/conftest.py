@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
@@ -9,5 +14,16 @@ from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, p
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("berth")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that a test runs in this process configures logging for a stream that is closed after the test."""
+    configured, root = structlog.get_config(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.configure(**configured)
+    root.handlers, root.level = handlers, level
+
 
 __all__ = ["amqp", "amqp_server", "own_broker", "postgres_server", "postgres_url"]

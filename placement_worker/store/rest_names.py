@@ -30,6 +30,9 @@ UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_c
 MOVE_ALLOCATIONS = """
 UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
 """
+MOVE_PROJECT_USAGE = """
+UPDATE project_usage SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
 # Held by a provider or not: a foreign key says so when the row goes.
 DELETE = "DELETE FROM {table} WHERE name = $1"
 HOLDERS = """
@@ -83,6 +86,7 @@ async def rename_class(connection: asyncpg.Connection, old: str, new: str) -> bo
         return False
     await connection.execute(MOVE_INVENTORIES, old, number)
     await connection.execute(MOVE_ALLOCATIONS, old, number)
+    await connection.execute(MOVE_PROJECT_USAGE, old, number)
     await delete(connection, "resource_classes", old)
     _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, holders)
     await feed.append(connection, changes_of({}, after))

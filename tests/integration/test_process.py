@@ -17,6 +17,7 @@ PATIENCE_S = 60.0
 
 WORKER = """
 import asyncio, random, sys
+from functools import partial
 from bus.clock import SystemClock
 from bus.faults import BrokenInvariant, Fault
 from bus.memory import MemoryBroker, MemoryTransport
