@@ -34,8 +34,8 @@ KEEPALIVE_S = 2.0
 # Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
 LOOK_SHARE = 20
 FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
-# Where our mark is on a node. Ironic keeps `instance_info` through rescue, service and rebuild and empties it together
-# with `instance_uuid` when it undeploys a node, so a mark never outlives its instance.
+# Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
+# `instance_uuid` when it undeploys a node; left behind by an operator, it counts for the instance that it names alone.
 MARK = "/instance_info/berth"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
