@@ -191,7 +191,7 @@ def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) ->
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
     for row in facts.inventories:
-        # Reserving what is in use is how bare metal is taken out (P-1.26): the inventory shrank under it.
+        # Reserving what is in use is how bare metal is taken out (microversion 1.26): the inventory shrank under it.
         unreserved = floor(row.total * row.allocation_ratio)
         if row.used > row.capacity and row.used > unreserved:
             yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"

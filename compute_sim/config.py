@@ -23,7 +23,7 @@ class Device(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
 
 class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One simulated hypervisor. Ratios are Nova's initial ones (N-27).
+    """One simulated hypervisor. Ratios are Nova's initial ones.
 
     disk_gb 0: no disk of its own. numa: so many NUMA cells, whatever `numa_share` says. devices:
     docs/howto/nested-hosts.md.
@@ -88,7 +88,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     simulated fleet. counts: so many hosts of each of `sizes` in a round, mixed evenly; empty: one of each.
     nested False: hosts are reported as before there were trees, everything at the root; the first
     report with True moves what is allocated. state_dir: where it remembers across processes; None = in memory only.
-    max_builds_per_host: as Nova's max_concurrent_builds (N-28). max_builds: builds under way in the service.
+    max_builds_per_host: as Nova's max_concurrent_builds. max_builds: builds under way in the service.
     max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
     build_limit_s: the service gives a build up after this, whatever its conductor thinks.
     name_wait_s: a service whose name another process holds waits so long, then ends.

@@ -159,7 +159,7 @@ class Fleet:
     # --- what operators and chaos do
 
     def disable(self, host: str, reason: str = "disabled by its operator") -> None:
-        """No new builds here, please (N-24)."""
+        """No new builds here, please."""
         self._change(host, enabled=False, reason=reason)
 
     def enable(self, host: str) -> None:

@@ -142,7 +142,7 @@ class Records:
     # --- hosts and numbers
 
     def failed_builds(self, host: str) -> int:
-        """Consecutive failed builds of a host (N-29)."""
+        """Consecutive failed builds of a host."""
         return self._failures.get(host, 0)
 
     def count_failures(self, host: str, failed_builds: int) -> bool:

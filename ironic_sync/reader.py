@@ -171,7 +171,7 @@ class Reader:
             log.warning("ironic.problems", nodes=dict(list(problems.items())[:100]), of=len(problems))
 
     async def _follow_allocation(self, uuid: str) -> None:
-        """Ironic says nothing when an allocation leaves `allocating` and takes a node (trap 4)."""
+        """Ironic says nothing when an allocation leaves `allocating` and takes a node."""
         backoff = Backoff(self._clock, self._config.allocation_s, self._config.failed_max_s)
         for _ in range(self._config.allocation_tries):
             await backoff.wait()

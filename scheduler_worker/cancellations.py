@@ -1,4 +1,4 @@
-"""Deletes and cancelled builds: what is deleted, or was decided elsewhere, leaves no claim behind (C-5)."""
+"""Deletes and cancelled builds: what is deleted, or was decided elsewhere, leaves no claim behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cancellations:
         """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.
 
         Dispatched by another scheduler, the claim is the same one and belongs to the cell until the machine is gone.
-        It is released before that is written, so that after a crash all of it is repeated (C-5, trap 8).
+        It is released before that is written, so that after a crash all of it is repeated.
         """
         if not builds:
             return {}

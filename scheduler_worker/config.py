@@ -12,7 +12,7 @@ Seconds = Annotated[float, Bound(gt=0)]
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The sizes and properties that a client requests by a flavor's name (N-2).
+    """The sizes and properties that a client requests by a flavor's name.
 
     extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
     forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
@@ -29,7 +29,7 @@ class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
 
 class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata (N-15)."""
+    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata."""
 
     uuid: str
     name: str
@@ -54,7 +54,7 @@ DEFAULT_FLAVORS: dict[str, Flavor] = {
     "bm.silver": _bare_metal("CUSTOM_BAREMETAL_SILVER", 16, 65_536, 500),
 }
 
-# Most selective and cheapest first; they run in this order (F-order).
+# Most selective and cheapest first; they run in this order.
 DEFAULT_FILTERS = (
     "scheduler_worker.filters.service_is_up.ComputeFilter",
     "scheduler_worker.filters.tenant_is_allowed.AggregateMultiTenancyIsolation",
@@ -85,7 +85,7 @@ DEFAULT_WEIGHERS = (
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The scheduler's settings; each name says its unit.
 
-    available_filters: class paths that may be enabled besides berth's own (F-plug); enabled_filters: those that run,
+    available_filters: class paths that may be enabled besides berth's own; enabled_filters: those that run,
     in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the
     weigher's own default.
     """
@@ -97,21 +97,21 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     enabled_weighers: tuple[str, ...] = DEFAULT_WEIGHERS
     multipliers: dict[str, float] = {}
 
-    # Choosing (N-5, N-6)
+    # Choosing
     host_subset_size: Positive = 1
     shuffle_best_same_weighed_hosts: bool = True
     max_subset_size: Positive = 64  # contention widens the choice among near-best hosts up to this
     max_attempts: Annotated[int, Bound(ge=1, le=10)] = 3
-    max_options: Annotated[int, Bound(ge=1, le=16)] = 4  # candidate allocations of one host, tried in one claim (P-65)
+    max_options: Annotated[int, Bound(ge=1, le=16)] = 4  # candidate allocations of one host, tried in one claim
 
-    # Pre-filters (R-1, R-2, R-5)
+    # Pre-filters
     limit_tenants_to_placement_aggregate: bool = False
     placement_aggregate_required_for_tenants: bool = False
     default_availability_zone: str = "nova"
     enable_isolated_aggregate_filtering: bool = False
-    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters (N-11)
+    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters
 
-    # Quota (N-31), enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
+    # Quota, enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
     default_quota: dict[str, Annotated[int, Bound(ge=0, lt=2**31)]] = {}
     quotas: dict[str, dict[str, Annotated[int, Bound(ge=0, lt=2**31)]]] = {}  # by project, instead of the default
 
@@ -123,7 +123,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
-    claim_rounds: Positive = 256  # hosts claimed for one request in one delivery (P-64: the whole list, but bounded)
+    claim_rounds: Positive = 256  # hosts claimed for one request in one delivery (the whole list, but bounded)
     claim_deadline_s: Seconds = 20.0  # ... and for no longer than this
     raced_retries: Positive = 4  # repeated claims on a host whose shape keeps changing
     raced_wait_s: Seconds = 0.25  # how long to wait for the replica to apply the newest changes

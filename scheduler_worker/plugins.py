@@ -1,4 +1,4 @@
-"""Loads filters and weighers by class path (F-plug); an unknown or invalid one fails the start (F-order)."""
+"""Loads filters and weighers by class path; an unknown or invalid one fails the start."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -285,3 +286,37 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for name in loose:
             del left[name]
     assert {name: sorted(found & left.keys()) for name, found in left.items()} == {}
+
+
+# --- words
+
+# Rows of docs/reference/features.md are named there alone; elsewhere the rule stands in words.
+ROW_ID = re.compile(r"\b(?:[ACDEFINRUW]-\d{1,2}|P-(?:\d{1,2}|gen)|F-[a-z]+|[Tt]rap \d+|FEATURES)\b")
+ROW_ID_ALLOWED = (
+    "docs/reference/features.md",
+    "tests/unit/front/test_features.py",
+    "tests/data/",
+    "tests/test_house.py",
+)
+
+
+def prose_files() -> list[Path]:
+    """Our sources, tests and pages; not the changelog, which tells of what was."""
+    return [
+        *sources(*OURS, "tests", "benchmarks"),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *(path for package in OURS for path in sorted((ROOT / package).rglob("*.md"))),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+
+
+def test_no_row_id_of_the_feature_map_outside_its_page() -> None:
+    wrong = [
+        f"{where(path, number)}: {found.group()}"
+        for path in prose_files()
+        if not str(path.relative_to(ROOT)).startswith(ROW_ID_ALLOWED)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := ROW_ID.search(line)) and "UTF-" not in line
+    ]
+    assert wrong == []

@@ -123,7 +123,7 @@ class Farm:
         await self._say(node, "delete", "end", request_id)
 
     async def patch(self, node: dict[str, Any], changes: Mapping[str, Any], request_id: str) -> None:
-        """PATCH: what is asked for is said first, true or not, as Ironic does (README, trap 1)."""
+        """PATCH: what is asked for is said first, true or not, as Ironic does (README)."""
         wished = {**node, **changes}
         await self._say(wished, "update", "start", request_id)
         try:

@@ -356,7 +356,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
 
 
 def free(node: Mapping[str, Any]) -> bool:
-    """Whether Ironic shows the node as one that may be placed on (FEATURES I-3, I-4, written anew)."""
+    """Whether Ironic shows the node as one that may be placed on (written independently of ironic_sync)."""
     return (
         node["provision_state"] == "available"
         and not node["maintenance"]

@@ -1,6 +1,6 @@
 """What ironic_sync may say of a node, judged by what its process had heard from Ironic by then, and the end of it all.
 
-Written from FEATURES I-3, I-4 and the traps of the recordings, not from ironic_sync's own rules.
+Written from Ironic's rules and its recorded notifications, not from ironic_sync's own rules.
 """
 
 from __future__ import annotations

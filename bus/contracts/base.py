@@ -52,7 +52,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What travels beside one message: as AMQP properties and headers, or inside a batch item.
 
     id: unique per publish attempt of one logical message (a redelivery repeats it).
-    cause: the build request, state change or inventory report that led to this message (invariant 6).
+    cause: the build request, state change or inventory report that led to this message.
     sent_at: publisher's clock, seconds since the epoch.
     reply_to, correlation_id: where and under which id a reply is expected.
     deadline: seconds since the epoch after which nobody waits for the answer any more.

@@ -14,7 +14,7 @@ from .stages import Stamps
 
 
 class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One host that was chosen for a build, with the allocation that is (or would be) claimed there (C-6).
+    """One host that was chosen for a build, with the allocation that is (or would be) claimed there.
 
     host_uuid: the root provider. service: the compute service that manages it. shapes: as in a claim option.
     """
@@ -101,7 +101,7 @@ class ComputeOutcome(StrEnum):
 class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1"):
     """How one attempt ended on its host. May come late, twice, or never.
 
-    final: with `failed`, no other host would do better (a broken image): the alternates are not tried (C-14).
+    final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
     begun_at: when the service took the command (0: it does not remember); at: when it says this. look: how many looks
     at its hosts the service had begun then, in this epoch (epoch 0: not said); see ComputeHosts.
     """

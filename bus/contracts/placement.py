@@ -27,7 +27,7 @@ from .groups import ServerGroup
 
 
 class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much of one class a provider has. Capacity = floor((total - reserved) * allocation_ratio) (P-41)."""
+    """How much of one class a provider has. Capacity = floor((total - reserved) * allocation_ratio)."""
 
     total: Amount
     reserved: Count = 0
@@ -38,7 +38,7 @@ class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One provider of a reported tree. Class and trait names are normalised on arrival (P-69).
+    """One provider of a reported tree. Class and trait names are normalised on arrival.
 
     inventories and traits replace what the book has; aggregates too, unless None (left alone).
     takes_from: what is allocated on that provider, of classes that it is no longer reported to have and this one has,
@@ -127,9 +127,9 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
     attempt: the fencing number of the build attempt this claim is for. Asking again with the attempt that
     already holds an allocation answers `claimed` with it; asking with an older one answers `consumer_changed`.
-    release_first: what the consumer holds is released whether or not an option fits (C-9, one transaction).
+    release_first: what the consumer holds is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
-    against all members of the group, those of the same transaction too (F-4, F-5).
+    against all members of the group, those of the same transaction too.
     limits: {class: what the project's consumers may hold together, this claim included}; INSTANCES: how many there
     may be.
     """
@@ -187,7 +187,7 @@ class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.r
 
 
 class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one consumer is to hold after a Swap; empty allocations remove the consumer (P-1.28)."""
+    """What one consumer is to hold after a Swap; empty allocations remove the consumer (microversion 1.28)."""
 
     consumer: Uuid
     consumer_generation: Generation | None = None
@@ -198,7 +198,7 @@ class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Swap(Message, frozen=True, kw_only=True, tag="placement.swap.v1"):
-    """Replace the allocations of several consumers at once, all or none (P-1.13: migration allocations)."""
+    """Replace the allocations of several consumers at once, all or none (microversion 1.13: migration allocations)."""
 
     consumers: Annotated[tuple[ConsumerAllocations, ...], Bound(min_length=1, max_length=256)]
 

@@ -53,7 +53,7 @@ class Spawned(Event, frozen=True, kw_only=True):
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
-    """A host says that an attempt failed. `final`: no other host would do better (C-14). Times as in Spawned."""
+    """A host says that an attempt failed. `final`: no other host would do better. Times as in Spawned."""
 
     attempt: int
     host_uuid: str
@@ -80,7 +80,7 @@ class Claimed(Event, frozen=True, kw_only=True):
 class ClaimRefused(Event, frozen=True, kw_only=True):
     """Placement claimed nothing for `attempt`, and holds nothing of ours any more.
 
-    consumer_changed: somebody else owns the consumer now; this build must stop (trap 6).
+    consumer_changed: somebody else owns the consumer now; this build must stop.
     """
 
     attempt: int

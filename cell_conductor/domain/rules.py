@@ -178,7 +178,7 @@ def hand_back(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
 def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
 
-    Unless somebody else holds the consumer: then nothing is ours to release (trap 6).
+    Unless somebody else holds the consumer: then nothing is ours to release.
     """
     if event.attempt != instance.attempt + 1:
         return Step(instance)

@@ -1,7 +1,7 @@
 """Bare metal through Ironic's REST API: a small subset of it, the one that deploying a node needs.
 
 Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. What is at a node is
-always read again before acting, because the book may be behind (I-9).
+always read again before acting, because the book may be behind.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class BareMetal:
     # --- what spawn is careful about
 
     async def _guarded(self, build: Build) -> IronicNode:
-        """The node, if it can take this build now (I-9); a build that was interrupted finds its own traces."""
+        """The node, if it can take this build now; a build that was interrupted finds its own traces."""
         node = await self._expect(build.host_uuid)
         ours = node.instance is not None
         if ours and not _is_of(node, build):

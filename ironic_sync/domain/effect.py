@@ -30,7 +30,7 @@ class Effect(Struct, frozen=True, kw_only=True):
 NO_EFFECT: Final = Effect()
 
 # Said by the process that has just done it: also a `.start` and an `.error` of these carry the true state. Those of
-# other actions carry what was wished for, which may have been refused (trap 1).
+# other actions carry what was wished for, which may have been refused.
 _ALWAYS_TRUE: Final = frozenset({"provision_set", "power_state_corrected"})
 
 
@@ -47,7 +47,7 @@ def effect_of(notification: Notification, *, seen_updated_at: str | None = None)
 
 
 def _of_allocation(notification: Notification) -> Effect:
-    """An allocation's node is unknown while it is `allocating`; Ironic says nothing when that ends (trap 4)."""
+    """An allocation's node is unknown while it is `allocating`; Ironic says nothing when that ends."""
     if notification.node_uuid is not None:
         return Effect(read=notification.node_uuid)
     if notification.action != "delete" and notification.status is Status.END:
@@ -75,7 +75,7 @@ def _said(value: object) -> bool:
 
 
 def _older(said: str | None, seen: str | None) -> bool:
-    """Whether a notification shows the node as it was before what has been read of it (trap 2).
+    """Whether a notification shows the node as it was before what has been read of it.
 
     Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
     """

@@ -108,7 +108,7 @@ def was_read(position: Position, node: Node, *, seq: int, now: float, timing: Ti
 
 
 def was_gone(position: Position, *, seq: int, now: float) -> Position:
-    """Ironic said that the node does not exist (a 404 to a read of it; absence from a list proves nothing, I-13)."""
+    """Ironic said that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
     if seq < position.read_seq:
         return position
     if position.heard_seq > seq:
@@ -146,7 +146,7 @@ def _tell(position: Position, report: ProviderReport | None, now: float) -> Posi
 
 
 def _due(position: Position, now: float, timing: Timing) -> float | None:
-    """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid (trap 3)."""
+    """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid."""
     if not is_transient(position.state):
         return None
     return now + _backoff(timing.transient_s, timing.transient_max_s, position.tries)

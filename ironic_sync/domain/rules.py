@@ -53,12 +53,12 @@ NO_CLASS: Final = "node.no_resource_class"
 
 
 def unavailable(node: Node) -> bool:
-    """Whether nobody may be placed on the node, whoever uses it (I-3; unknown states count as unavailable)."""
+    """Whether the node takes no instance, whatever its use (unknown states count as unavailable)."""
     return bool(node.maintenance) or node.power_state in DEAD_POWER or node.provision_state not in FREE_STATES
 
 
 def reserved(node: Node) -> bool:
-    """Whether the node's one unit is held back: unavailable, or in use until it is *seen* free again (I-3, I-4)."""
+    """Whether the node's one unit is held back: unavailable, or in use until it is *seen* free again."""
     return unavailable(node) or node.instance_uuid is not None
 
 

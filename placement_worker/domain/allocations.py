@@ -41,13 +41,13 @@ class ConsumerWrite(Struct, frozen=True):
 
 
 class Replace(Caused, frozen=True):
-    """Several consumers at once, all or none (P-1.13)."""
+    """Several consumers at once, all or none (microversion 1.13)."""
 
     writes: tuple[ConsumerWrite, ...]
 
 
 class Remove(Caused, frozen=True):
-    """DELETE: all that the consumer holds, at any generation (P-1.28)."""
+    """DELETE: all that the consumer holds, at any generation (microversion 1.28)."""
 
     consumer: str
 
@@ -205,7 +205,7 @@ def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> A
 def _check_room(
     ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
 ) -> AllocationOutcome:
-    """P-41 and P-42 over the sum of what all the consumers hold before and after."""
+    """Checks capacity and the amount rules over the sum of what all the consumers hold before and after."""
     more: dict[tuple[str, str], int] = {}
     for write in writes:
         consumer = known[write.consumer]

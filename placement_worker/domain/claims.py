@@ -1,8 +1,8 @@
 """Decides a group of claims, releases and swaps, in order, against the rows that were loaded and locked for them.
 
-Two generations (FEATURES P-gen): a provider's `generation` moves with every write, allocations included; its `shape`
+Two generations (Placement has one): a provider's `generation` moves with every write, allocations included; its `shape`
 only with inventory, traits, aggregates and parentage. A claim never conflicts because of usage alone: it is `raced`
-when the shape it was chosen for is gone, and `full` when it does not fit (P-63).
+when the shape it was chosen for is gone, and `full` when it does not fit.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
 
 
 def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
-    """Whether this attempt is the newest, and the consumer is still as the asker knew it (P-44, P-1.28)."""
+    """Whether this attempt is the newest, and the consumer is still as the asker knew it (microversion 1.28)."""
     if known is not None and claim.attempt <= known.attempt:
         return False
     if known is None or not known.holding:
@@ -306,7 +306,7 @@ def _take(
 def _give_back_only(
     ledger: _Ledger, claim: Claim, known: ConsumerState, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
 ) -> ClaimVerdict:
-    """release_first, and nothing fits: the older attempts are over, this one may still be repeated (C-9)."""
+    """release_first, and nothing fits: the older attempts are over, this one may still be repeated."""
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
     return ClaimVerdict(
@@ -336,7 +336,7 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
         for name, amount in resources.items():
             more = amount - before.get(name, 0)
             if more <= 0:
-                continue  # over capacity or not, what does not worsen it is allowed (P-42)
+                continue  # over capacity or not, what does not worsen it is allowed
             room = rooms.get(name)
             if room is None:
                 known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
@@ -373,7 +373,7 @@ def _release(ledger: _Ledger, release: Release) -> ClaimVerdict:
 
 
 def _swap(ledger: _Ledger, swap: Swap) -> ClaimVerdict:
-    """All or none. Usage is judged by the sum of what all its consumers hold before and after (P-1.13, P-42)."""
+    """All or none. Usage is judged by the sum of what all its consumers hold before and after (microversion 1.13)."""
     entries = swap.consumers
     if len({entry.consumer for entry in entries}) != len(entries):
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")

@@ -1,4 +1,4 @@
-"""Decides one reshape: inventories and the allocations that follow them, all or none (P-1.30, P-46)."""
+"""Decides one reshape: inventories and the allocations that follow them, all or none (microversion 1.30)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def hosts_of(providers: Iterable[Provider]) -> tuple[str, ...]:
 
 
 def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> ClaimOutcome:
-    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed (trap 3)."""
+    """Whether the server group's hard rule allows the member on this host. Its own host is always allowed."""
     group = claim.server_group
     assert group is not None
     if option.host is None:

@@ -1,6 +1,6 @@
 """What the REST API's writes do to providers: one operation at a time, against the providers loaded and locked for it.
 
-Generations move exactly as Placement moves them (FEATURES P-gen, conformance FACTS): every write of inventories adds
+Generations move exactly as Placement moves them: every write of inventories adds
 one, even when nothing changes; traits only when they change; aggregates always from 1.19 and never before; a rename
 or a new parent adds none. Our own `shape` moves with everything that a claim was chosen for, to a number that the book
 has never given before: a provider that is deleted and created again has none of its old ones.
@@ -306,7 +306,7 @@ _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
 
 
 def stocked(before: Provider, shape: int, stocks: Mapping[str, Stock]) -> TreeOutcome:
-    """The provider with these inventories, and of this shape if they differ; or why it cannot lose one (E-2)."""
+    """The provider with these inventories, and of this shape if they differ; or why it cannot lose one."""
     missing = [name for name in before.stocks if name not in stocks and before.used.get(name)]
     if missing:
         return in_use(before.uuid, missing)

@@ -54,7 +54,7 @@ class ConsumerState(Struct, frozen=True):
 
 
 class Stock(Struct, frozen=True, gc=False):
-    """One inventory of one provider. capacity is computed here, once (P-41), and read everywhere after.
+    """One inventory of one provider. capacity is computed here, once, and read everywhere after.
 
     set_aside: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
     """
@@ -103,7 +103,7 @@ def is_closed(cell: str | None, bus: str) -> bool:
 
 
 def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
-    """How much can be handed out: Placement's rule, rounded down (P-41), within bounds."""
+    """How much can be handed out: Placement's rule, rounded down, within bounds."""
     product = (total - reserved) * allocation_ratio
     if not product > 0:
         return 0

@@ -1,7 +1,7 @@
-"""Allocation candidates: what a request could be claimed as, over all trees (P-1.10 to P-1.39).
+"""Allocation candidates: what a request could be claimed as, over all trees (microversions 1.10 to 1.39).
 
 The order is stated and stable: first one candidate of every root, by the root's row in the book, then a second of
-every root that has one, and so on, so that a limit never hides a root (trap 12). On one root, providers that can give
+every root that has one, and so on, so that a limit never hides a root. On one root, providers that can give
 most slots come first, of like ones those with most room, and the slot with the widest choice changes first.
 """
 
@@ -47,7 +47,7 @@ FIRST_STEP = 2048
 
 
 class AllocationCandidate(Struct, frozen=True):
-    """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (P-1.34).
+    """One way to satisfy a request. mappings: per suffix the providers that satisfy that group (microversion 1.34).
 
     shapes: of the providers in the allocations, the shape generation that they were chosen for.
     """

@@ -88,7 +88,7 @@ def lookup_table(values: Distinct[T], answer: Callable[[T], int]) -> LookupTable
 
 
 class InventoryNumbers(NamedTuple):
-    """One inventory's numbers. Capacity is what placement computed when the inventory was written (P-41)."""
+    """One inventory's numbers. Capacity is what placement computed when the inventory was written."""
 
     capacity: int
     min_unit: int

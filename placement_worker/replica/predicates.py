@@ -68,7 +68,7 @@ class ResourceFit:
         """Per kind of inventory, its fit level if it were empty."""
         capacity, amount = kinds[CAPACITY], self.amount
         able = (kinds[MIN_UNIT] <= amount) & (amount <= kinds[MAX_UNIT]) & (amount % kinds[STEP_SIZE] == 0)
-        # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back (I-3, I-4).
+        # A bare-metal node in use, in maintenance or being cleaned is not small: its unit is held back.
         small = np.where(kinds[UNRESERVED] >= amount, RESERVED, TOO_SMALL)
         levels = np.where(capacity < amount, small, np.where(able, GIVES, WRONG_UNIT))
         return np.where((capacity <= 0) & (kinds[TOTAL] == 0), NOTHING, levels)

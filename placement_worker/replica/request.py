@@ -19,9 +19,9 @@ class Group(Struct, frozen=True, kw_only=True):
     """One request group. Suffix "": each class from any provider of the tree or sharing with it; else all from one.
 
     required: AND of any-of groups of traits. The un-numbered group's are met by the providers that give it resources,
-    together; a numbered group's by its one provider (P-48). forbidden: on none of them.
+    together; a numbered group's by its one provider. forbidden: on none of them.
     member_of: AND of any-of groups of aggregates; forbidden_aggregates: in none. A provider counts as in its root's
-    aggregates for the un-numbered group only (P-47, as Placement does it).
+    aggregates for the un-numbered group only (as Placement does it).
     in_tree: only the tree that this provider is in. A numbered group without resources picks a provider that meets
     the rest; it only serves `same_subtree`.
     """
@@ -39,9 +39,9 @@ class CandidatesRequest(Struct, frozen=True, kw_only=True):
     """All groups of one request, and what holds between them.
 
     group_policy: "isolate" puts numbered groups on different providers. root_required (AND of any-of groups),
-    root_forbidden: traits of the root that anchors a candidate (P-1.35). root_member_of, root_forbidden_aggregates:
+    root_forbidden: traits of the root that anchors a candidate (from 1.35). root_member_of, root_forbidden_aggregates:
     the same of the root's own aggregates. same_subtree: sets of suffixes; of the providers of each set, one is an
-    ancestor of the rest (P-1.36). one_per_tree: no two providers of one tree give resources (before 1.29).
+    ancestor of the rest (microversion 1.36). one_per_tree: no two providers of one tree give resources (before 1.29).
     """
 
     groups: tuple[Group, ...]

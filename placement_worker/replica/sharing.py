@@ -1,4 +1,4 @@
-"""Sharing providers and the trees that they serve (P-45).
+"""Sharing providers and the trees that they serve.
 
 A provider with the sharing trait serves each tree with a member in one of its aggregates. Shapes alone decide this, so
 the pairs are kept until a shape moves.

@@ -1,6 +1,6 @@
 """What the API says when it says no: one table of statuses and codes, rendered as the caller accepts it.
 
-The texts are Placement's, because its clients show them, and some match them (FEATURES P-62).
+The texts are Placement's, because its clients show them, and some match them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from placement_worker.domain.refusal import Why, WriteRefusal
 
-# E-1 to E-8.
+# Placement's error codes.
 UNDEFINED = "placement.undefined_code"
 INVENTORY_IN_USE = "placement.inventory.inuse"
 CONCURRENT_UPDATE = "placement.concurrent_update"

@@ -106,7 +106,7 @@ async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
 
 
 async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
-    """Inventories with more used than there is: allowed only where the inventory shrank under it (invariant 1)."""
+    """Inventories with more used than there is: allowed only where the inventory shrank under it."""
     return [InventoryRow(*row) for row in await connection.fetch(OVER_CAPACITY + IN_ORDER)]
 
 
@@ -129,7 +129,7 @@ async def strays(connection: asyncpg.Connection) -> list[str]:
 
 
 async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
-    """Holes in the kept part of the change feed (invariant 4)."""
+    """Holes in the kept part of the change feed."""
     return [FeedHole(*row) for row in await connection.fetch(HOLES)]
 
 

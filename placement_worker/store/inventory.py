@@ -2,7 +2,7 @@
 
 Writers of trees are one at a time across all processes (an advisory lock): two that create under the same name or move
 the same provider cannot meet half-way. Claims run beside them and meet them only at the providers' row locks, which
-both take by id; neither has to try again (trap 20).
+both take by id; neither has to try again.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class MemoryBook:
             for name, amount in used.items():
                 stock = table.providers[uuid].stocks.get(name)
                 before = table.providers[uuid].used.get(name, 0)
-                # The database's own guard (invariant 1): usage may not rise past capacity, whatever was decided.
+                # The database's own guard: usage may not rise past capacity, whatever was decided.
                 if stock is None or (amount > stock.capacity and amount > before):
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 

@@ -1,4 +1,4 @@
-"""Puts right what `audit` finds wrong with the book itself (P-76). Each repair is one transaction, with its changes."""
+"""Puts right what `audit` finds wrong with the book itself. Each repair is one transaction, with its changes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
-    """The start: the hosts that the client ignores are rejected; unknown names are left out (N-13)."""
+    """The start: the hosts that the client ignores are rejected; unknown names are left out."""
     request = placement.request
     ignored = dict.fromkeys((uuid for host in request.ignore_hosts for uuid in selector.uuids_of(host)), "host.ignored")
     return Attempt(
@@ -138,7 +138,7 @@ def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
         spec=placement.spec,
         fresh=placement.fresh,
         rejected=ignored,
-        # One host fewer than may be tried (C-7); a request may ask for fewer.
+        # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
     )
 

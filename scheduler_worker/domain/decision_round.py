@@ -1,4 +1,4 @@
-"""One pass of decisions over the replica: like requests share a ranking, and each choice is assumed (N-18)."""
+"""One pass of decisions over the replica: like requests share a ranking, and each choice is assumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_worker.domain.step import nothing_fits, refused
 class DecisionRound:
     """A synchronous pass at one moment: an assumed choice counts as used for every later one.
 
-    subset: how many of the best hosts a choice is drawn from (N-5). rankings: those that were made, by the key of
+    subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
     their requests.
     """
 

@@ -154,7 +154,7 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
 def cell_build(
     request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
 ) -> CellBuild:
-    """The command to the cell (C-6)."""
+    """The command to the cell."""
     return CellBuild(
         spec=InstanceSpec(
             instance_uuid=request.instance_uuid,

@@ -1,4 +1,4 @@
-"""Delete requests: what a delete does depends on the state of its build (C-5). Pure.
+"""Delete requests: what a delete does depends on the state of its build. Pure.
 
 A delete of an unknown instance is put on record itself. Its client is told that there is no such instance, so a build
 request that comes after all must not be built: another scheduler had it in hand, or its record was lost in a crash of

@@ -1,4 +1,4 @@
-"""A request that fits nowhere, explained: the funnel, and a sentence for a person (N-34, U-1)."""
+"""A request that fits nowhere, explained: the funnel, and a sentence for a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The extra-spec operators, as Nova has them (F-op, trap 15)."""
+"""The extra-spec operators, as Nova has them."""
 
 from __future__ import annotations
 

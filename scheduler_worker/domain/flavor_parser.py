@@ -1,4 +1,4 @@
-"""Parses a flavor: Nova's extra specs for resources and traits (N-2), and berth's own beyond them.
+"""Parses a flavor: Nova's extra specs for resources and traits, and berth's own beyond them.
 
 A flavor that can never be requested is refused here, when the process starts.
 """
@@ -86,7 +86,7 @@ def parse(name: str, flavor: Flavor) -> ParsedFlavor:
         forbidden=tuple(own.forbidden),
         in_tree=own.in_tree,
         root_required=root_required,
-        root_forbidden=(DISABLED_TRAIT, *root_forbidden),  # R-4, always
+        root_forbidden=(DISABLED_TRAIT, *root_forbidden),  # Nova's compute_status_filter, always on
         groups=tuple(_group(suffix, words) for suffix, words in sorted(reading.groups.items())),
         group_policy=cast(Literal["none", "isolate"] | None, flavor.extra_specs.get("group_policy")),
         same_subtree=_subtrees(reading, flavor.extra_specs.get("same_subtree", "")),
@@ -178,7 +178,7 @@ def _check(reading: _FlavorSpec, own: _GroupSpec, specs: Mapping[str, str]) -> N
 
 
 def _of_root(reading: _FlavorSpec, value: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Traits that the root must have, and those that it must not (P-1.35)."""
+    """Traits that the root must have, and those that it must not (microversion 1.35)."""
     words = [word.strip() for word in value.split(",") if word.strip()]
     names = {word: _known(reading, "root_required", word.removeprefix("!")) for word in words}
     return (
@@ -188,7 +188,7 @@ def _of_root(reading: _FlavorSpec, value: str) -> tuple[tuple[tuple[str, ...], .
 
 
 def _subtrees(reading: _FlavorSpec, value: str) -> tuple[tuple[str, ...], ...]:
-    """Sets of groups (P-1.36); a group without resources must be in one of them."""
+    """Sets of groups (microversion 1.36); a group without resources must be in one of them."""
     subtrees = [tuple(suffix.strip() for suffix in words.split(",")) for words in value.split(";") if words.strip()]
     named = {suffix for suffixes in subtrees for suffix in suffixes}
     if unknown := sorted(named - reading.groups.keys()):

@@ -1,4 +1,4 @@
-"""From a request and its flavor to a request spec: the pre-filters that shape the query (R-1, R-2, R-4, R-5)."""
+"""From a request and its flavor to a request spec: the pre-filters that shape the query."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request_spec(
     membership: Membership,
     config: SchedulerConfig,
 ) -> RequestSpec | Unsatisfiable:
-    """What one request asks for, pre-filters applied. `hosts`: uuids of the host that it names, if any (N-12)."""
+    """What one request asks for, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
     query = asked.query
     if request.forced and (hosts is None or request.project_id not in config.forced_hosts_for):
         why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
@@ -66,7 +66,7 @@ def request_spec(
 def _tenant_aggregate(
     request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig
 ) -> Query | Unsatisfiable:
-    """R-1: the aggregates of the project, if it has any; optionally a project without one fits nowhere."""
+    """The aggregates of the project, if it has any; optionally a project without one fits nowhere."""
     if not config.limit_tenants_to_placement_aggregate:
         return query
     named = [a for a in membership.with_prefix(TENANT_KEY) if request.project_id in tenants(a.metadata)]
@@ -82,7 +82,7 @@ def _tenant_aggregate(
 def _availability_zone(
     request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig
 ) -> Query | Unsatisfiable:
-    """R-2: the aggregates of the zone; the default zone has every host that is in no aggregate of another zone."""
+    """The aggregates of the zone; the default zone has every host that is in no aggregate of another zone."""
     zone = request.availability_zone
     if zone is None:
         return query
@@ -100,7 +100,7 @@ def _availability_zone(
 
 
 def _isolated_aggregates(request: BuildRequest, query: Query, membership: Membership, config: SchedulerConfig) -> Query:
-    """R-5: a host in an aggregate with `trait:X` = required metadata takes only flavors that require each such X."""
+    """A host in an aggregate with `trait:X` = required metadata takes only flavors that require each such X."""
     if not config.enable_isolated_aggregate_filtering:
         return query
     asked = (*query.required, *query.root_required, *(names for group in query.groups for names in group.required))

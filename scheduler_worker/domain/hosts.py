@@ -1,4 +1,4 @@
-"""What compute services announce about hosts: the managing service, its cell, whether it takes builds (N-4, C-3).
+"""What compute services announce about hosts: the managing service, its cell, whether it takes builds.
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
 because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.

@@ -1,4 +1,4 @@
-"""What a filter and a weigher are (F-plug). Both work on columns of hosts; a verdict carries its reasons."""
+"""What a filter and a weigher are. Both work on columns of hosts; a verdict carries its reasons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HostFilter:
 
 
 class Weigher(Protocol):
-    """Gives each host a number of any scale, more is better; the framework normalises it (W-0).
+    """Gives each host a number of any scale, more is better; the framework normalises it.
 
     name: `ram` is set by `multipliers.ram` and by aggregate metadata `ram_weight_multiplier`. minimum and maximum:
     raw weights are clamped to these and scaled between them; None = the smallest or largest seen. sign: -1 where

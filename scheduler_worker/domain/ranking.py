@@ -1,6 +1,6 @@
 """A ranking: the hosts that passed for one kind of request, best first, drawn lazily.
 
-Like requests of one batch share a ranking. Each pick is assumed in the book, so that the next one sees it (N-18),
+Like requests of one batch share a ranking. Each pick is assumed in the book, so that the next one sees it,
 and only the picked host is weighed again, on the scales of the ranking's start: a pick costs the same at 1,000 and
 at 1,000,000 hosts.
 """
@@ -26,7 +26,7 @@ from scheduler_worker.domain.weights import score, score_again
 
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
-ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer (C-7)
+ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer
 
 
 # (minus the score, a tie-breaker, position in the view): the smallest is the best.
@@ -66,7 +66,7 @@ class Choice(Struct, frozen=True):
 
 
 class Ranking:
-    """Hosts in order of weight; equal ones in random order with `shuffle` (N-6), else in the order of the replica."""
+    """Hosts in order of weight; equal ones in random order with `shuffle`, else in the order of the replica."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Ranking:
     def pick(self, excluded: Container[int], *, subset: int, alternates: int) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the book), with its alternates.
 
-        `subset`: the choice is drawn at random from so many of the best (N-5).
+        `subset`: the choice is drawn at random from so many of the best.
         """
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
@@ -127,7 +127,7 @@ class Ranking:
         drawn: list[Entry],
         count: int,
     ) -> tuple[RankedHost, ...]:
-        """Hosts of the same cell, best first (C-7); not claimed, and other requests may name them too (C-8)."""
+        """Hosts of the same cell, best first; not claimed, and other requests may name them too."""
         cell = self._cells[selected.position]
         mine = [other for other in others if self._cells[other.position] == cell][:count]
         for _ in range(ALTERNATE_WALK):

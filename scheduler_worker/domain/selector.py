@@ -105,7 +105,7 @@ class Selector:
         return NoValidHost(funnel, unannounced)
 
     def selection(self, candidate: RankedHost, option: int = 0) -> Selection:
-        """One candidate as it is sent to the cell's conductor (C-6)."""
+        """One candidate as it is sent to the cell's conductor."""
         chosen = candidate.options[option]
         return self.selection_on(candidate.uuid, chosen.allocations, chosen.shapes)
 

@@ -19,5 +19,5 @@ class Spread(Struct, frozen=True):
         return Spread(MEMORY * self.lost + (1.0 - MEMORY) * lost / claims)
 
     def subset(self, least: int, most: int) -> int:
-        """How many of the best hosts a choice is drawn from (N-5)."""
+        """How many of the best hosts a choice is drawn from."""
         return max(least, min(max(least, most), round(self.lost * most)))

@@ -1,9 +1,9 @@
 """The step of an attempt: what follows when no host fits, and what follows from placement's answer to its claim. Pure.
 
-Each outcome of a claim asks for another reaction (P-63): claimed: done; raced: apply the newer shape and claim the
-same host again; full or gone: the next host, down the whole list (P-64); ruled out by the server group: the next host,
-by the newest members; consumer changed: another client owns this instance, stop. No answer is never "no valid host"
-(N-23).
+Each outcome of a claim asks for another reaction: claimed: done; raced: apply the newer shape and claim the
+same host again; full or gone: the next host, down the whole list; ruled out by the server group: the next host,
+by the newest members; consumer changed: another client owns this instance, stop.
+A missing answer never means "no valid host".
 
 A claim that an earlier run of the same request holds is recovered: the build goes where that claim is.
 """

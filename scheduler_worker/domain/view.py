@@ -1,4 +1,4 @@
-"""The hosts as filters and weighers see them: columns of the replica and of the host table, side by side (N-4)."""
+"""The hosts as filters and weighers see them: columns of the replica and of the host table, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weighers combine (W-0): clamp, scale to 0..1, multiply, add up. As Nova's `weights.py`, over columns."""
+"""How weighers combine: clamp, scale to 0..1, multiply, add up. As Nova's `weights.py`, over columns."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | float:
 def multipliers(view: HostsView, weighing: Weighing) -> Floats | float:
     """Per host: its aggregates' `<name>_weight_multiplier`, the smallest wins; else the operator's setting.
 
-    For hosts of an aggregate whose value is not a number the setting holds (trap 2).
+    For hosts of an aggregate whose value is not a number the setting holds.
     """
     weigher = weighing.weigher
     key = f"{weigher.name}_weight_multiplier"

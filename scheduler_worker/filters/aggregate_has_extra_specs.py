@@ -1,4 +1,4 @@
-"""Does the metadata of the host's aggregates match the flavor's extra specs? (F-6)"""
+"""Does the metadata of the host's aggregates match the flavor's extra specs?"""
 
 from __future__ import annotations
 

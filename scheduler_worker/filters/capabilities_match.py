@@ -1,4 +1,4 @@
-"""Do the host's announced attributes match the flavor's extra specs? (F-2)"""
+"""Do the host's announced attributes match the flavor's extra specs?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the host's aggregates list this flavor? (F-9)"""
+"""Do the host's aggregates list this flavor?"""
 
 from __future__ import annotations
 

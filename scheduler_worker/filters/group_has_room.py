@@ -1,4 +1,4 @@
-"""Does the host have fewer members of the anti-affinity group than it may have? (F-4)"""
+"""Does the host have fewer members of the anti-affinity group than it may have?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ServerGroupAntiAffinityFilter:
-    """Passes hosts with fewer other members than `max_per_host`. The instance itself is never counted (trap 3)."""
+    """Passes hosts with fewer other members than `max_per_host`. The instance itself is never counted."""
 
     name: ClassVar[str] = "ServerGroupAntiAffinityFilter"
 

@@ -1,4 +1,4 @@
-"""Does the host have a member of the affinity group? (F-5)"""
+"""Does the host have a member of the affinity group?"""
 
 from __future__ import annotations
 

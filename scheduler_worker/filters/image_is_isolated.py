@@ -1,4 +1,4 @@
-"""Do the host's aggregates accept images with these properties? (F-7)"""
+"""Do the host's aggregates accept images with these properties?"""
 
 from __future__ import annotations
 

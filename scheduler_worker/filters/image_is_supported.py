@@ -1,4 +1,4 @@
-"""Does the host support the image's architecture, hypervisor and VM mode? (F-3)"""
+"""Does the host support the image's architecture, hypervisor and VM mode?"""
 
 from __future__ import annotations
 

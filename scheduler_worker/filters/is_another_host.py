@@ -1,4 +1,4 @@
-"""Is the host different from those of the instances of the hint `different_host`? (F-17)"""
+"""Is the host different from those of the instances of the hint `different_host`?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the host one of those of the instances of the hint `same_host`? (F-18)"""
+"""Is the host one of those of the instances of the hint `same_host`?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the host enabled, and has its compute service announced recently? (F-1)"""
+"""Is the host enabled, and has its compute service announced recently?"""
 
 from __future__ import annotations
 

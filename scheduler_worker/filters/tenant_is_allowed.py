@@ -1,4 +1,4 @@
-"""Is the host reserved for other projects? (F-8)"""
+"""Is the host reserved for other projects?"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class BuildUnit(Protocol):
     async def decide(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
         """Write decisions on the builds that await one; returns those written.
 
-        Dispatched builds are mapped to their cell, once and for all (C-4).
+        Dispatched builds are mapped to their cell, once and for all.
         """
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:

@@ -1,4 +1,4 @@
-"""How few members of the soft anti-affinity group are on the host? (W-8)"""
+"""How few members of the soft anti-affinity group are on the host?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many members of the soft affinity group are on the host? (W-7)"""
+"""How many members of the soft affinity group are on the host?"""
 
 from __future__ import annotations
 

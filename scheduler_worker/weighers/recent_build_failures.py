@@ -1,4 +1,4 @@
-"""How many builds in a row have failed on the host? (W-9)"""
+"""How many builds in a row have failed on the host?"""
 
 from __future__ import annotations
 

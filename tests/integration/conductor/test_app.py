@@ -94,7 +94,7 @@ def test_a_conductor_of_the_api_bus_is_refused(postgres_url: str) -> None:
 async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
     postgres_url: str, own_broker: RabbitMQ
 ) -> None:
-    """C-11, invariant 5: the broker itself refuses what a cell must not do."""
+    """The broker itself refuses what a cell must not do."""
     await asyncio.to_thread(own_broker.add_vhosts, (API, CELL, "c2"))
     await asyncio.to_thread(own_broker.add_user, "cell-c1", "secret", [CELL])
 

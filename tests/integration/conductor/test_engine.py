@@ -78,7 +78,7 @@ async def test_delete_of_an_active_instance_releases_after_the_destroy(cell: Cel
 
 
 async def test_delete_before_its_build_frees_the_claim(cell: Cell) -> None:
-    """Trap 8."""
+    """The delete overtakes the build on the way."""
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid
     await cell.engine.take([_delete_arrival(uuid, cell)], source="test")
@@ -112,7 +112,7 @@ async def test_a_hung_host_is_left_at_the_deadline_and_its_late_success_destroye
 
 
 async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> None:
-    """Trap 7: placement has released and claimed, the conductor dies before it could write that down."""
+    """Placement has released and claimed, the conductor dies before it could write that down."""
     cell.around.fails = {cell.host(1)}
     cell.around.silent_claims = 1
     build = cell.build(1, 2, 3)
@@ -183,7 +183,7 @@ async def _blocked(cell: Cell) -> bool:
 
 
 async def test_changed_consumer_is_never_built(cell: Cell) -> None:
-    """Trap 6."""
+    """Another client owns the consumer now: the build stops, and its host keeps what it has."""
     cell.around.fails = {cell.host(1)}
     build = cell.build(1, 2)
     uuid = build.spec.instance_uuid

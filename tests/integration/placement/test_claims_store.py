@@ -179,7 +179,7 @@ async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_
 
 
 async def test_inventory_racing_claims_loses_nothing(book: Book, rng: random.Random, make_claim: MakeClaim) -> None:
-    """Trap 20: both succeed; the claim is not turned down because of the update, the update not because of it."""
+    """Both succeed; the claim is not turned down because of the update, the update not because of it."""
     (host,) = await book.hosts(1, rng, VCPU=1000)
 
     async def claim_many() -> list[ClaimResult]:

@@ -126,7 +126,7 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
 async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
     placement: Placement, tmp_path: Path
 ) -> None:
-    """Every deployed bare-metal node is (I-4): it was called over capacity, and `--evict` would have freed it."""
+    """Every deployed bare-metal node is reserved. It was called over capacity, and `--evict` would have freed it."""
     node, consumer = await placement.host(DISK_GB=1), new_uuid(placement.rng)
     assert (await placement.claim(consumer, node, DISK_GB=1)).status_code == 204
     body = {"resource_provider_generation": 2, "inventories": {"DISK_GB": {"total": 1, "reserved": 1}}}

@@ -50,7 +50,7 @@ async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
     assert {s.service for s in build.selections} == {"compute-c1"}
     scheduled = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert scheduled.host == build.selections[0].host and not scheduled.terminal
-    # Only the selected host is claimed; alternates are not (C-8).
+    # Only the selected host is claimed; alternates are not.
     assert await world.used() == {build.selections[0].host_uuid: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
     assert build.selections[0].allocations == {
         build.selections[0].host_uuid: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}
@@ -177,7 +177,7 @@ async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World
     assert len(set(taken)) == 8
     assert await world.used() == {uuid: {"CUSTOM_BAREMETAL_GOLD": 1} for uuid in taken}
     for cell, build in world.builds:
-        assert all(selection.host.startswith(cell) for selection in build.selections)  # same cell (C-7)
+        assert all(selection.host.startswith(cell) for selection in build.selections)  # same cell
 
 
 async def test_a_shape_that_changed_is_folded_in_and_the_same_host_asked_again(world: World) -> None:
@@ -357,7 +357,7 @@ async def test_hosts_query_and_a_foreign_cell_is_not_heard(world: World) -> None
 
 
 async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C-5, trap 8: claimed, then deleted before the decision is written: no instance, no allocation, one terminal."""
+    """Claimed, then deleted before the decision is written: no instance, no allocation, one terminal."""
     await world.scheduler("s1")
     await world.scheduler("s2")
     await world.add_hosts("c1", 2)

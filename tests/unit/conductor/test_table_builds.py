@@ -102,7 +102,6 @@ def test_what_failed_and_was_forgotten_above_is_built_when_it_is_asked_for_anew(
 
 
 def test_changed_consumer_is_fatal() -> None:
-    """Trap 6."""
     stepped = run(asked(), failed(), refused(changed=True))
     assert stepped.instance.state is State.FAILED and not spawns(stepped)
     assert said(stepped)[0].code == "placement.consumer_changed"

@@ -64,7 +64,6 @@ def test_delete_while_claiming_gives_the_alternate_back() -> None:
 
 
 def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
-    """Trap 8, C-5."""
     grave = run(DELETE)
     assert (grave.instance.state, grave.commands) == (State.TOMBSTONE, ())
     late = run(asked(), start=grave.instance)

@@ -122,7 +122,7 @@ def test_one_wrong_thing_breaks_its_invariant(name: str, wrong: dict[str, Any]) 
 
 
 def test_an_inventory_that_shrank_under_its_use_is_no_breach() -> None:
-    """A node taken out of service while something runs on it is wholly reserved (P-1.26)."""
+    """A node taken out of service while something runs on it is wholly reserved (microversion 1.26)."""
     shrunk = [InventoryFact(HOST, "CUSTOM_GOLD", 1, 1, 1.0, 0.0, 1)]
     assert "capacity" not in broken(replace(SOUND, inventories=shrunk))
 

@@ -261,7 +261,7 @@ def test_a_swap_already_done_is_done() -> None:
 
 
 def test_what_does_not_worsen_an_over_capacity_provider_is_allowed() -> None:
-    """P-42: the inventory shrank to 2 under 4 used; moving or shrinking what is held there must not get stuck."""
+    """The inventory shrank to 2 under 4 used; moving or shrinking what is held there must not get stuck."""
     providers = {A: provider(VCPU=room(2, 4))}
     consumers = {VM: holder({A: {"VCPU": 4}})}
     moved = run(swap((VM, 1, {}), (MIGRATION, None, {A: {"VCPU": 4}})), providers=providers, consumers=consumers)

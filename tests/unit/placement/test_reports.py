@@ -213,7 +213,7 @@ def test_a_name_belongs_to_one_provider_and_passes_on_when_it_is_given_up() -> N
 
 
 def test_reserving_everything_takes_a_node_out_and_leaves_its_allocation_alone() -> None:
-    """Trap 9, P-1.26: how a bare-metal node leaves the pool."""
+    """Microversion 1.26: how a bare-metal node leaves the pool."""
     book = using(book_of(update(node(ROOT, total=1))), ROOT, VCPU=1)
     taken = update(ProviderReport(uuid=ROOT, name="n-a", inventories={"VCPU": Inventory(total=1, reserved=1)}))
     assert flaw(taken, TRAITS) is None

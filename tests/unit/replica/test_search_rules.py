@@ -1,4 +1,4 @@
-"""Placement's rules for un-numbered requests, one by one (P-41, P-47, P-48, P-49, P-1.31, P-1.35), and the funnel."""
+"""Placement's rules for un-numbered requests, one by one (microversion 1.31, microversion 1.35), and the funnel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_amount_is_within_min_max_step_and_room(amount: int, fits: bool) -> N
 
 
 def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
-    """P-48: the trait on a bystander is no use."""
+    """The trait on a bystander is no use."""
     book = told(
         provider(0, inventories={"VCPU": 8}),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, traits=("GOOD",)),
@@ -85,7 +85,7 @@ def test_a_forbidden_trait_rules_out_the_provider_not_the_tree() -> None:
 
 
 def test_an_aggregate_on_a_root_spans_its_tree_and_on_a_child_it_does_not() -> None:
-    """P-47, in both directions."""
+    """Membership in an aggregate, required and forbidden."""
     book = told(
         provider(0, inventories={"VCPU": 8}, aggregates=("wide",)),
         provider(1, root=0, parent=0, inventories={"VGPU": 4}, aggregates=("narrow",)),
@@ -257,7 +257,7 @@ def test_a_reason_moves_with_the_host() -> None:
 
 
 def test_what_is_held_back_is_not_called_too_small() -> None:
-    """A bare-metal node in use or being cleaned has its one unit reserved (I-3, I-4)."""
+    """A bare-metal node in use or being cleaned has its one unit reserved."""
     held = structs.replace(provider(0), inventories={"CUSTOM_GOLD": (0.0, 1, 1, 1, 1, 1, 1.0)})
     query = Query(resources={"CUSTOM_GOLD": 1})
     assert search(told(held), query, explain=True).funnel[-1].rejected == {"reserved": 1}

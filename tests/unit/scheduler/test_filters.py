@@ -23,7 +23,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 @pytest.mark.parametrize(
     ("value", "wanted", "passes"),
     [
-        ("2", "= 1", True),  # trap 15: `=` means at least
+        ("2", "= 1", True),  # `=` means at least
         ("1", "= 2", False),
         ("123", "= 123", True),
         ("124", "== 123", False),

@@ -124,7 +124,7 @@ def passing(hosts: Hosts, **request: Any) -> list[str]:
 
 
 def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -> None:
-    """N-11, trap 19: no filter is asked, the claim is made; and not everybody may."""
+    """No filter is asked, the claim is made; and not everybody may."""
     config = SchedulerConfig(forced_hosts_for=("operators",))
     hosts = Hosts([PLENTY, {**PLENTY, "VCPU": 1}], config=config, reports={at: {"enabled": False} for at in (0, 1)})
     assert passing(hosts, flavor="m1.medium", host="h0", project_id="operators") == []
@@ -137,7 +137,7 @@ def test_a_forced_host_passes_the_filters_by_and_must_have_room_all_the_same() -
 
 
 def test_isolated_aggregates_are_for_those_who_require_their_traits() -> None:
-    """R-5: each required trait of the metadata must be required by the flavor, of the host or of a group."""
+    """Each required trait of the metadata must be required by the flavor, of the host or of a group."""
     licensed = aggregate("licensed", **{"trait:CUSTOM_WINDOWS": "required", "trait:CUSTOM_FAST": "preferred"})
     flavors = {
         "plain": Flavor(vcpus=1),

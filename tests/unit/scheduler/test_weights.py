@@ -1,4 +1,4 @@
-"""Weights as Nova combines them (W-0, traps 1 and 2)."""
+"""Weights as Nova combines them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ $$
 
 # Absolute values, each row once: consumers that go and that change, what they no longer hold and what they hold, what
 # is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage may
-# not rise past capacity, whatever the decision said; the caller compares (invariant 1).
+# not rise past capacity, whatever the decision said; the caller compares.
 WRITE_CLAIMS = """
 CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users text[], types text[],
     generations bigint[], attempts integer[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
