@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +17,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # in a table of columns long defaults and examples are cut off
     help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
     "3 bus or database out of reach, 4 time ran out.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"berth {metadata.version('berth')} (Python {platform.python_version()})\n")
+        raise typer.Exit
 
 
 @app.callback()
@@ -25,7 +35,11 @@ def _options(
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings file; else $BERTH_CONFIG, else ./berth.toml.")
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
+    del version
     context.obj = config
 
 

@@ -18,8 +18,17 @@ FAILURES_SHOWN = 12
 
 
 def printable(text: str) -> str:
-    """Text from outside as a terminal may have it: no control characters but line ends."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Text from outside as one line of a terminal may have it.
+
+    Line ends, control characters and those that turn the direction of writing are escaped (`\\n`, `\\u202e`): a name
+    cannot forge a row, nor speak to the terminal.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """Lines of our own making with text from outside within: as `printable`, but the line ends stay."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def render_rows(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
@@ -34,7 +43,9 @@ def render_rows(console: Console, headers: Sequence[str], rows: Iterable[Sequenc
 
 
 def _cell(cell: str | Text) -> Text:
-    return cell if isinstance(cell, Text) else Text(printable(cell))
+    if isinstance(cell, str):
+        return Text(printable(cell))
+    return cell if cell.plain.isprintable() else Text(printable(cell.plain), cell.style)
 
 
 def _padded(cell: Text, width: int) -> Text:
@@ -110,7 +121,7 @@ def render_verdicts(verdicts: Sequence[InvariantVerdict], console: Console) -> N
         mark = "[green]holds [/green]" if verdict.holds else "[red]BROKEN[/red]"
         console.print(f"{mark} {escape(verdict.sentence)} [dim]({verdict.checked} looked at)[/dim]", soft_wrap=True)
         for example in verdict.examples:
-            console.print(f"       [red]{escape(example)}[/red]", soft_wrap=True)
+            console.print(f"       [red]{escape(printable(example))}[/red]", soft_wrap=True)
         if verdict.breaches > len(verdict.examples):
             console.print(f"       [red]... {verdict.breaches} in all[/red]")
 

@@ -13,7 +13,7 @@ from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
-from bus.faults import Fault, RequestRefused, RequestTimeout
+from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden, Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
 from bus.wire import REPLY_PREFIX, Codec, Malformed, pack
@@ -154,6 +154,8 @@ def _result(answer: Message | None, reply: type[R], timeout_s: float) -> R | Fau
         return RequestTimeout(f"no reply within {timeout_s} s")
     if isinstance(answer, reply):
         return answer
+    if isinstance(answer, Refusal) and answer.code == DatabaseUnavailable.code:
+        return DatabaseUnavailable(answer.reason)  # the other side's; as transient as one's own
     if isinstance(answer, Refusal):
         return RequestRefused(answer.reason, code=answer.code)
     return RequestRefused(f"the reply is a {type(answer).__name__}, not a {reply.__name__}", code="reply.unexpected")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from msgspec import Meta as Bound
-from msgspec import Struct, field
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]
@@ -87,10 +88,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     available_filters: class paths that may be enabled besides berth's own; enabled_filters: those that run,
     in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the
-    weigher's own default.
+    weigher's own default; weights are added up, so hosts are packed by `ram`, `cpu` and `disk` of -1.0 together.
+    default_flavors: which of berth's own flavors there are; flavors: yours, beside them, or instead of one of its name.
     """
 
-    flavors: dict[str, Flavor] = field(default_factory=lambda: dict(DEFAULT_FLAVORS))
+    default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)
+    flavors: dict[str, Flavor] = {}
     aggregates: tuple[Aggregate, ...] = ()
     available_filters: tuple[str, ...] = ()
     enabled_filters: tuple[str, ...] = DEFAULT_FILTERS
@@ -142,6 +145,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     concurrency: Positive = 2  # batches of requests at a time: one decides while another waits for its claims
     prefetch: Positive = 512
     max_funnel_nearest: Positive = 3
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a default flavor that there is not."""
+        for name in self.default_flavors:
+            if name not in DEFAULT_FLAVORS:
+                raise ValueError(f"default_flavors: there is no {name!r}; berth has {', '.join(DEFAULT_FLAVORS)}")
+        default = {name: DEFAULT_FLAVORS[name] for name in self.default_flavors}
+        force_setattr(self, "flavors", {**default, **self.flavors})
 
     def quota_of(self, project: str) -> dict[str, int]:
         """The quota of a project; without one, the default."""

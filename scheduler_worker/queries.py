@@ -8,8 +8,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Received
+from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
+from bus.faults import DatabaseUnavailable
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.store.port import SchedulerStore
@@ -26,14 +27,18 @@ class QueryHandler:
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """One after another: queries are rare."""
-        return [Done(reply=await self._answer(received)) for received in batch]
+        return [await self._answer(received) for received in batch]
 
-    async def _answer(self, received: Received) -> BuildPage | HostsPage:
+    async def _answer(self, received: Received) -> Outcome:
         message = received.message
         if isinstance(message, BuildQuery):
-            return BuildPage(builds=tuple(map(_with_sorted_story, await self._store.builds(message))))
+            try:
+                found = await self._store.builds(message)
+            except DatabaseUnavailable as fault:  # whoever asks is told now: by the time it is back nobody listens
+                return Refuse(fault.code, fault.reason)
+            return Done(reply=BuildPage(builds=tuple(map(_with_sorted_story, found))))
         assert isinstance(message, HostsQuery)
-        return self.hosts(message)
+        return Done(reply=self.hosts(message))
 
     def hosts(self, query: HostsQuery) -> HostsPage:
         """The hosts of the replica by name, with what their compute services announce."""

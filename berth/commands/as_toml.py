@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-_BARE = re.compile(r"^[A-Za-z0-9_-]+$")
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def as_toml(tree: Mapping[str, object]) -> str:
@@ -30,7 +30,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _key(name: str) -> str:
-    return name if _BARE.match(name) else _text(name)
+    return name if _BARE.fullmatch(name) else _text(name)
 
 
 def _value(value: object) -> str:
@@ -47,5 +47,6 @@ def _value(value: object) -> str:
 
 
 def _text(text: str) -> str:
-    """JSON's quoting is TOML's basic string, but for DEL."""
-    return msgspec.json.encode(text).decode().replace("\x7f", "\\u007F")
+    """JSON's quoting is TOML's basic string; what speaks to a terminal, DEL as well, is escaped beside."""
+    quoted = msgspec.json.encode(text).decode()
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)

@@ -24,6 +24,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.render import printable
 from berth.site import Site
 from bus.contracts.placement import Release
 from bus.persistence.database import Database
@@ -161,7 +162,8 @@ def move_host(
             raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
         if moved.outcome == "in_use":
             raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
-        out.print(f"{moved.root}: {was} -> {cell}" if moved.outcome == "moved" else f"{moved.root}: {cell} already")
+        said = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
+        out.print(f"{moved.root}: {said}", soft_wrap=True, markup=False)
         return 0
 
     run(body)
@@ -224,7 +226,7 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
             try:
                 changed = await _assign(store, database, found)
             except ImageError as error:  # it moved while it was read
-                out.print(f"pass {number}: {error}; again")
+                out.print(printable(f"pass {number}: {error}; again"), soft_wrap=True, markup=False)
                 continue
             held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
             if not changed and whole:
@@ -332,6 +334,6 @@ def _tell(found: dict[str, list[str]], as_json: bool) -> None:
         return
     for kind, lines in found.items():
         for line in lines:
-            out.print(f"{kind.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
+            out.print(printable(f"{kind.replace('_', ' ')}: {line}"), soft_wrap=True, markup=False)
     if not any(found.values()):
         out.print("the book is sound")

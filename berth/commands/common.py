@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import uuid
@@ -22,7 +23,7 @@ from rich.text import Text
 from berth.client import BuildClient
 from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from berth.in_process import WorkerEnded
-from berth.render import printable
+from berth.render import printable_lines
 from berth.settings import MEMORY, Settings, read_settings
 from berth.site import Site, process_name
 from bus.faults import DatabaseUnavailable, Fault, RequestTimeout, Transient
@@ -103,9 +104,9 @@ def parse_uuid(text: str) -> str:
 
 
 def print_json(data: object) -> None:
-    """Print data as indented JSON on standard output."""
-    text = msgspec.json.format(msgspec.json.encode(data), indent=2)
-    sys.stdout.write(text.decode() + "\n")
+    """Print data as indented JSON on standard output, what speaks to a terminal escaped (only strings can hold it)."""
+    text = msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
+    sys.stdout.write("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text) + "\n")
     sys.stdout.flush()
 
 
@@ -127,7 +128,7 @@ def run(body: Callable[[], Coroutine[Any, Any, int | None]]) -> NoReturn:
 
 def tell(stop: Stop) -> None:
     """The sentence of a Stop on standard error, with its stable code."""
-    sentence = Text.assemble(("berth: ", "red"), printable(str(stop)), (f" ({stop.code})", "dim"))
+    sentence = Text.assemble(("berth: ", "red"), printable_lines(str(stop)), (f" ({stop.code})", "dim"))
     err.print(sentence, soft_wrap=True)
 
 

@@ -105,7 +105,7 @@ def replay(
         if as_json:
             print_json({"replayed": back.sent, "too_old": back.too_old})
         else:
-            out.print(f"{len(back.sent)} sent back to {queue}")
+            out.print(printable(f"{len(back.sent)} sent back to {queue}"), soft_wrap=True, markup=False)
         if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old}):
             raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
         if back.too_old:

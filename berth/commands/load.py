@@ -85,8 +85,9 @@ def load(
 ) -> None:
     """Fire builds at a running system and say honestly what became of each.
 
-    A build that was accepted and has not ended --timeout seconds later is lost. Exit status: 0 fine, 1 one was told to
-    have ended twice, 3 the bus was away, 4 builds or deletes were lost, 130 interrupted (Ctrl-C ends with a summary).
+    A build that was accepted and has not ended --timeout seconds later is lost. Exit status: 0 fine, 1 not one became
+    active, or one was told to have ended twice, 3 the bus was away, 4 builds or deletes were lost, 130 interrupted
+    (Ctrl-C ends with a summary).
     """
 
     async def body() -> int:
@@ -237,6 +238,8 @@ def _status(record: LoadRecord) -> int:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):
         raise Stop(EXIT_AWAY, "bus.unavailable", "the bus was away: some builds were never confirmed")
+    if totals.boots and not totals.outcomes.get("active"):
+        raise Stop(EXIT_NO, "load.none_active", f"not one of {totals.boots} builds became active")
     return 0
 
 

@@ -27,7 +27,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.render import render_rows
+from berth.render import printable, render_rows
 from berth.site import Site
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
@@ -136,7 +136,7 @@ def reset(
                     done.append(name)
         if not done:
             raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
-        out.print(f"{service}: go, in {', '.join(done)}", soft_wrap=True)
+        out.print(printable(f"{service}: go, in {', '.join(done)}"), soft_wrap=True, markup=False)
 
     run(body)
 

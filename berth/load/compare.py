@@ -20,7 +20,7 @@ from berth.load.figures import PERCENTILES, Array, latencies_ms, stages_ms
 from berth.load.page import heading, note, page, section, stack, table
 from berth.load.record import STAGES, LoadRecord
 from berth.load.report import facts
-from berth.render import printable
+from berth.render import printable_lines
 
 DRAWS = 1000
 BINS = 1000  # a percentile is as exact as one in so many
@@ -207,7 +207,7 @@ def _text(found: Comparison) -> str:
     if found.differences:
         parts += [*_aligned(["different", *names], found.differences), ""]
     parts += _aligned(["", *names, "ratio", "95 % interval", ""], _cells(found), numbers=True)
-    return printable("\n".join(parts)) + "\n"
+    return printable_lines("\n".join(parts)) + "\n"
 
 
 def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:

@@ -110,7 +110,7 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Set
             counts=tuple(hosts[kind] for kind in kinds),
             gpu_share=0.0,
         ),
-        scheduler=SchedulerConfig(flavors={one.flavor: flavor_of(one) for one in asked}),
+        scheduler=SchedulerConfig(default_flavors=(), flavors={one.flavor: flavor_of(one) for one in asked}),
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from berth.load.record import LoadRecord
 from berth.load.run import LoadRun
 from berth.load.sampler import Sample
+from berth.render import printable
 
 PLAIN_EVERY_S = 5.0
 QUEUES_SHOWN = 6
@@ -35,10 +36,10 @@ class LiveView:
             self._latency = f"p50 {sample.p50_ms:.0f}, p95 {sample.p95_ms:.0f}, p99 {sample.p99_ms:.0f}"
         if self._live is not None:
             self._live.start()
-            self._live.update(Text("\n".join(self.block(sample))), refresh=True)
+            self._live.update(Text("\n".join(map(printable, self.block(sample)))), refresh=True)
         elif sample.at_s >= self._next_line_s:
             self._next_line_s = sample.at_s + PLAIN_EVERY_S
-            self._console.print(" | ".join(self.line(sample)), soft_wrap=True, markup=False)
+            self._console.print(printable(" | ".join(self.line(sample))), soft_wrap=True, markup=False)
 
     def line(self, sample: Sample) -> list[str]:
         """The figures, each a few words."""
@@ -76,7 +77,9 @@ def render_record(record: LoadRecord, console: Console) -> None:
     )
     if totals.by_code:
         console.print(
-            "  why: " + ", ".join(f"{count} {code}" for code, count in totals.by_code.items()), soft_wrap=True
+            printable("  why: " + ", ".join(f"{count} {code}" for code, count in totals.by_code.items())),
+            soft_wrap=True,
+            markup=False,
         )
     if totals.backpressure:
         console.print(

@@ -48,7 +48,7 @@ def configure_logging(
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        [_escape, structlog.dev.ConsoleRenderer(colors=out.isatty())]
         if pretty
         else [structlog.processors.format_exc_info, _cut, structlog.processors.JSONRenderer(serializer=_dumps)]
     )
@@ -90,6 +90,14 @@ def child_traceparent(parent: str | None, rng: random.Random) -> str:
     if match is None or match[1] == "0" * 32 or match[2] == "0" * 16:
         return new_traceparent(rng)
     return f"00-{match[1]}-{rng.getrandbits(64) or 1:016x}-{match[3]}"
+
+
+def _escape(_logger: Any, _method: str, event: Any) -> Any:
+    """What a terminal would obey, or take for a line of its own; JSON has its own way of saying it."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    return event
 
 
 def _cut(_logger: Any, _method: str, event: Any) -> Any:

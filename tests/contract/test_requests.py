@@ -79,6 +79,14 @@ async def test_a_refusal_is_raised_with_its_code(house: House) -> None:
     await settled(server)
 
 
+async def test_an_answerers_database_away_is_the_same_fault_for_who_asked(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering(lambda _: Refuse("database.unavailable", "connection refused")))
+    with pytest.raises(DatabaseUnavailable, match="connection refused"):
+        await asker.request(boot(), BuildAccepted, timeout_s=PATIENCE_S)
+    await settled(server)
+
+
 async def test_no_reply_is_a_timeout_at_the_deadline(house: House) -> None:
     asker, server = await house.bus(), await house.bus()
     await house.consume(server, REQUESTS, Answering())  # Done, but says nothing

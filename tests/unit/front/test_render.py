@@ -31,7 +31,18 @@ def test_columns_line_up_and_are_never_cut() -> None:
 
 
 def test_control_characters_stay_out_of_the_terminal() -> None:
-    assert printable("a\x1b[31mb\u202e\r\nc") == "a\ufffd[31mb\ufffd\ufffd\nc"
+    assert printable("a\x1b[31mb\u202e\r\nc") == r"a\x1b[31mb\u202e\r\nc"
+
+
+def test_a_name_forges_no_row_of_a_listing() -> None:
+    forged = "x\n3f2504e0-4f89-41d3-9a0c-0305e82c3301  web-1  m1.small  active"
+    lines = shown(lambda console: render_rows(console, ["instance", "state"], [[forged, Text(f"a{forged}")]]))
+    assert len(lines.splitlines()) == 2
+    funnel = (FunnelStep(step="F\nG", left=0, rejected={"a\nb": 1}),)
+    failure = Failure(
+        instance_uuid="i", flavor="f\nf", state="failed", code="c", reason="r\nr", attempts=1, funnel=funnel
+    )
+    assert len(shown(lambda console: render_failures([failure], console), width=200).splitlines()) == 2
 
 
 def test_like_failures_are_told_once() -> None:

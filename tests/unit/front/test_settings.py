@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from berth.commands.as_toml import as_toml
 from berth.settings import Settings, read_settings
 from bus.service.settings import HIDDEN, SettingsError, redact
+from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -51,6 +52,7 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
         ("[cells.'a b']\n", {}, "regex"),
         ("not toml", {}, "is not TOML"),
         ("", {"BERTH_CELLS": "{}"}, "at least one cell"),
+        ('[scheduler]\ndefault_flavors = ["m1.smal"]\n', {}, "there is no 'm1.smal'; berth has m1.tiny"),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, text: str, env: dict[str, str], said: str) -> None:
@@ -109,3 +111,16 @@ plain = st.recursive(
 @given(st.dictionaries(st.text(), plain, max_size=4))
 def test_any_tree_survives_being_written_as_toml(tree: dict[str, Any]) -> None:
     assert tomllib.loads(as_toml(tree)) == tree
+
+
+def test_a_flavor_of_ones_own_stands_beside_the_default_ones(tmp_path: Path) -> None:
+    own = '[scheduler.flavors."c9.big"]\nvcpus = 9\n[scheduler.flavors."m1.tiny"]\nvcpus = 3\n'
+    flavors = read_settings(written(tmp_path, own), {}).scheduler.flavors
+    assert flavors.keys() == {*DEFAULT_FLAVORS, "c9.big"}
+    assert flavors["m1.tiny"] == Flavor(vcpus=3), "one of a default's name is instead of it"
+    few = read_settings(written(tmp_path, f'[scheduler]\ndefault_flavors = ["m1.small"]\n{own}'), {})
+    assert few.scheduler.flavors.keys() == {"m1.small", "c9.big", "m1.tiny"}
+    none = read_settings(written(tmp_path, f"[scheduler]\ndefault_flavors = []\n{own}"), {})
+    assert none.scheduler.flavors.keys() == {"c9.big", "m1.tiny"}
+    again = read_settings(written(tmp_path, as_toml(msgspec.to_builtins(few))), {})
+    assert again.scheduler.flavors == few.scheduler.flavors, "what `berth config` prints means the same"

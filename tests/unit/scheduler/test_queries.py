@@ -6,7 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from bus.contracts.build import HostsQuery
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received, Refuse
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
+from bus.faults import DatabaseUnavailable
 from scheduler_worker.queries import QueryHandler
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import PLENTY, Hosts
@@ -37,3 +41,18 @@ def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) 
     hosts.table.services[int(hosts.table.service[of_c2])].heard_s = clock.now
     handler = QueryHandler(cast("Any", None), hosts.selector, clock=clock, service_down_time_s=SERVICE_DOWN_S)
     assert [host.name for host in handler.hosts(query).hosts] == names
+
+
+class Away:
+    """A store whose database does not answer."""
+
+    async def builds(self, query: BuildQuery) -> list[BuildRecord]:
+        raise DatabaseUnavailable("connection refused")
+
+
+async def test_a_question_while_the_database_is_away_is_refused_at_once() -> None:
+    """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
+    hosts = Hosts([PLENTY])
+    handler = QueryHandler(cast("Any", Away()), hosts.selector, clock=SystemClock(), service_down_time_s=60.0)
+    asked = Received(message=BuildQuery(), meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
+    assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+import scheduler_worker
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Weigher, Weighing
@@ -70,6 +74,20 @@ def test_a_negative_multiplier_packs() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000}, {**PLENTY, "MEMORY_MB": 20_000}])
     assert scores(RAMWeigher(), 1.0, hosts) == [0.5, 1.0]
     assert scores(RAMWeigher(), -2.0, hosts) == [-1.0, -2.0]
+
+
+def test_ram_alone_does_not_pack_and_the_multipliers_of_the_readme_do() -> None:
+    """Weights are added up, as in Nova: two weighers that spread outvote one that packs."""
+    used = {"MEMORY_MB": 4096, "VCPU": 2, "DISK_GB": 80}
+    readme = (Path(scheduler_worker.__file__).parent / "README.md").read_text()
+    found = re.search(r"packed by `(multipliers = .*?)`", readme)
+    assert found is not None
+    packing = SchedulerConfig(**tomllib.loads(found[1]))
+    for config, first in ((SchedulerConfig(multipliers={"ram": -1.0}), "h1"), (packing, "h0")):
+        hosts = Hosts([PLENTY, PLENTY], config=config)
+        hosts.book.assume("one", {hosts.uuids[0]: used})
+        choice = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng).pick({}, subset=1, alternates=0)
+        assert choice is not None and hosts.name(choice.selected.row) == first
 
 
 def test_claims_in_flight_count_and_over_full_hosts_clamp_at_zero() -> None:

@@ -1,0 +1,62 @@
+"""The command line without a system: what it prints of itself, and what its ends mean."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from importlib import metadata
+
+import pytest
+from typer.testing import CliRunner
+
+from berth.cli import app
+from berth.commands.common import EXIT_AWAY, EXIT_NO, Stop, explain, print_json
+from berth.commands.load import DEFAULT_MIX, _status
+from berth.load.record import LoadRecord, LoadSettings, Totals
+from bus.faults import DatabaseUnavailable
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERM": "dumb"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_version_is_the_packages() -> None:
+    assert printed("--version").startswith(f"berth {metadata.version('berth')} (")
+
+
+def test_help_cuts_nothing_off_in_80_columns() -> None:
+    text = printed("load", "--help")
+    assert "\u2026" not in text
+    assert DEFAULT_MIX in re.sub(r"\s+", "", text)
+    assert "`small=8,large=2,metal=1`" in re.sub(r"\s+", " ", text)
+
+
+def test_a_database_away_has_the_status_of_what_is_out_of_reach() -> None:
+    stop = explain(DatabaseUnavailable("connection refused"))
+    assert stop is not None
+    assert (stop.status, stop.code) == (EXIT_AWAY, "database.unavailable")
+
+
+def test_json_holds_nothing_that_speaks_to_a_terminal() -> None:
+    hostile = "a\u202eb\u009bc\x7f\n\u2066"
+    with redirect_stdout(io.StringIO()) as out:
+        print_json({"name": hostile})
+    assert json.loads(out.getvalue()) == {"name": hostile}
+    assert all(c.isprintable() or c == "\n" for c in out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [({"active": 1, "failed": 9}, 0), ({"refused": 10}, EXIT_NO), ({"failed": 10}, EXIT_NO), ({}, 0)],
+)
+def test_a_load_of_which_nothing_became_active_is_no_success(outcomes: dict[str, int], status: int) -> None:
+    boots = sum(outcomes.values())
+    ended = LoadRecord(settings=LoadSettings(mode="burst", boots=boots), totals=Totals(boots=boots, outcomes=outcomes))
+    try:
+        assert _status(ended) == status
+    except Stop as stop:
+        assert (stop.status, stop.code) == (status, "load.none_active")
