@@ -15,10 +15,9 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
     InventoryUpdate,
-    Release,
     ReleaseResult,
+    RevertResult,
     SnapshotRequest,
-    Swap,
     WhereRequest,
 )
 from placement_worker import metrics
@@ -45,15 +44,15 @@ class PlacementHandlers:
         self._claimed = claimed
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
-        """placement.requests: all claims, releases and swaps of the batch are one group, one transaction."""
-        items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, Claim | Release | Swap)]
+        """placement.requests: all claims, releases, reverts and swaps of the batch are one group, one transaction."""
+        items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
         started = self._clock.monotonic()
         replies = iter(await self._store.apply(items, bus=batch[0].bus))
         self._claimed()
         _measure("claims", len(items), self._clock.monotonic() - started)
         return [
             self._answer(received, next(replies))
-            if isinstance(received.message, Claim | Release | Swap)
+            if isinstance(received.message, ClaimItem)
             else _unexpected(received.message)
             for received in batch
         ]
@@ -120,6 +119,8 @@ class PlacementHandlers:
                 )
         elif isinstance(reply, ReleaseResult):
             metrics.RELEASES.labels(reply.outcome).inc()
+        elif isinstance(reply, RevertResult):
+            metrics.REVERTS.labels(reply.outcome).inc()
         else:
             metrics.SWAPS.labels(reply.outcome).inc()
         return Done(reply)

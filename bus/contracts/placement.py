@@ -121,6 +121,17 @@ class ClaimOption(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: Uuid | None = None
 
 
+class Migration(Struct, frozen=True, kw_only=True):
+    """Under which uuid a moving instance keeps its source, and what it holds there.
+
+    uuid: a consumer of type MIGRATION, of the instance's project and user. source: what the instance held when the move
+    began; the book's own record of it counts where the two differ.
+    """
+
+    uuid: Uuid
+    source: Allocations
+
+
 class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     """Claim the first of `options` that fits, for one consumer. Idempotent by (consumer, attempt).
 
@@ -132,6 +143,10 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     against all members of the group, those of the same transaction too.
     limits: {class: what the project's consumers may hold together, this claim included}; INSTANCES: how many there
     may be.
+    migration: the consumer moves. What it holds goes to the migration in the same transaction, and stays there until
+    the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing changes. With
+    release_first it is the claim of an alternate: what the instance holds is released, the migration keeps the source.
+    What source and destination both take of one provider counts once, the larger of the two.
     """
 
     consumer: Uuid
@@ -144,6 +159,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     consumer_type: Word = "INSTANCE"
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    migration: Migration | None = None
 
 
 class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.result.v1"):
@@ -184,6 +200,34 @@ class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.r
 
     outcome: str
     sequence: int = 0
+
+
+class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):
+    """End a move: the instance holds its source again, the migration nothing. Idempotent by (consumer, attempt).
+
+    attempt: one more than the last that the move has claimed; a copy of an older claim finds itself fenced.
+    source_attempt: the attempt that runs on the source. If the consumer is still at it nothing was ever claimed for the
+    move, and only the fence is written.
+    """
+
+    consumer: Uuid
+    migration: Migration
+    source_attempt: Annotated[int, Bound(ge=0, le=1_000_000)]
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)]
+
+
+class RevertResult(Message, frozen=True, kw_only=True, tag="placement.revert.result.v1"):
+    """outcome: reverted | consumer_changed (a newer attempt, or another client, holds it) | full or gone.
+
+    full, gone: the source's inventory has shrunk or gone meanwhile; nothing was changed, and the same Revert may be
+    asked again. consumer_generation, holding: of the instance, where it was reverted.
+    """
+
+    outcome: str
+    consumer_generation: Generation | None = None
+    holding: dict[Uuid, dict[str, Amount]] = {}
+    sequence: int = 0
+    reason: Reason = ""
 
 
 class ConsumerAllocations(Struct, frozen=True, kw_only=True, omit_defaults=True):

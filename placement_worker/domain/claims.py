@@ -7,7 +7,7 @@ when the shape it was chosen for is gone, and `full` when it does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct
@@ -20,12 +20,14 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ConsumerAllocations,
     Release,
+    Revert,
     Swap,
 )
-from placement_worker.domain.server_groups import group_key, held_by_class, permitted
+from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, source_of, total_of
+from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
-ClaimItem = Claim | Release | Swap
+ClaimItem = Claim | Release | Revert | Swap
 
 # What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
 _HOPE = (
@@ -96,6 +98,8 @@ def decide(
             verdicts.append(_claim(ledger, item))
         elif isinstance(item, Release):
             verdicts.append(_release(ledger, item))
+        elif isinstance(item, Revert):
+            verdicts.append(_revert(ledger, item))
         else:
             assert isinstance(item, Swap)
             verdicts.append(_swap(ledger, item))
@@ -144,14 +148,18 @@ class _Ledger:
         return self._consumers.get(uuid)
 
     def others(self, claim: Claim) -> dict[str, int]:
-        """How many members of the claim's server group each host has, without the claim's own consumer."""
+        """How many members of the claim's server group each host has, without the claim's own consumer.
+
+        A migration is a member as long as it holds the source, so that the instance may return there; it does not stand
+        in its own instance's way.
+        """
         key = group_key(claim)
         if key is None:
             return {}
         counted: dict[str, int] = {}
         joined = self.joined.get(key, {})
         for consumer, hosts in {**self._groups.get(key, {}), **dict.fromkeys(joined, ())}.items():
-            if consumer == claim.consumer:
+            if consumer == claim.consumer or (claim.migration is not None and consumer == claim.migration.uuid):
                 continue
             changed = consumer in self.changed_consumers
             for host in self._hosts_now(consumer, joined.get(consumer)) if changed else hosts:
@@ -168,6 +176,16 @@ class _Ledger:
         key = group_key(claim)
         if key is not None and host is not None:
             self.joined.setdefault(key, {})[claim.consumer] = host
+
+    def join_migration(self, claim: Claim, migration: str) -> None:
+        """The migration is where the claim's consumer was, for its server group."""
+        key = group_key(claim)
+        if key is not None:
+            joined = self.joined.setdefault(key, {})
+            hosts = self._groups.get(key, {}).get(claim.consumer, ())
+            host = joined.get(claim.consumer) or next(iter(hosts), None)
+            if host is not None:
+                joined[migration] = host
 
     def is_others(self, holding: Holding) -> bool:
         """Whether something of this is another cell's."""
@@ -189,7 +207,7 @@ class _Ledger:
         """What a project of limits holds follows its consumers."""
         if consumer is not None and consumer.project_id in self.projects:
             held = self.projects[consumer.project_id]
-            for name, amount in held_by_class(consumer.holding).items():
+            for name, amount in counted_by_class(consumer).items():
                 held[name] = held.get(name, 0) + sign * amount
 
     def past_limit(self, claim: Claim, option: ClaimOption, held: Holding) -> str:
@@ -238,21 +256,28 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     if not _may_claim(known, claim):
         generation = known.generation if known is not None and held else None
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation)
+    source = kept = NOTHING
+    if claim.migration is not None:
+        flaw = _migration_flaw(ledger, claim, held)
+        if flaw is not None:
+            return flaw
+        kept = _holding(ledger.consumer(claim.migration.uuid))
+        source = source_of(claim.migration.source, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
     others = ledger.others(claim) if claim.server_group is not None else {}
     for number, option in enumerate(claim.options):
-        outcome = _fits(ledger, option, held)
+        outcome = _fits(ledger, option, total_of((held, kept)) if kept else held, source)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
-        if outcome is _CLAIMED and claim.limits and (past := ledger.past_limit(claim, option, held)):
+        if outcome is _CLAIMED and claim.limits and (past := ledger.past_limit(claim, option, held or source)):
             outcome = ClaimOutcome.OVER_LIMIT
         outcomes.append(outcome)
         if outcome is _CLAIMED:
-            return _take(ledger, claim, known, number, tuple(outcomes))
+            return _take(ledger, claim, known, number, tuple(outcomes), source=source)
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
-        return _give_back_only(ledger, claim, known, overall, tuple(outcomes))
+        return _give_back_only(ledger, claim, known, overall, tuple(outcomes), source=source)
     members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
@@ -281,10 +306,41 @@ def _claimed_before(ledger: _Ledger, claim: Claim, known: ConsumerState) -> Clai
     )
 
 
+def _migration_flaw(ledger: _Ledger, claim: Claim, held: Holding) -> ClaimVerdict | None:
+    """Why the consumer cannot move under this migration; None: it can."""
+    assert claim.migration is not None
+    uuid = claim.migration.uuid
+    if uuid == claim.consumer:
+        return ClaimVerdict(
+            outcome=ClaimOutcome.INVALID, reason="claim.migration: an instance is not its own migration"
+        )
+    migration = ledger.consumer(uuid)
+    kept = _holding(migration)
+    if ledger.is_others(kept):
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=OF_ANOTHER_CELL)
+    if claim.release_first:
+        # Of an alternate's claim: the migration holds the source of this very instance, or nothing of it is left over.
+        taken = kept and migration is not None and migration.project_id != claim.project_id
+    elif not held:
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
+    else:
+        taken = kept
+    reason = "claim.migration_in_use: another consumer of this uuid holds something"
+    return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=reason) if taken else None
+
+
 def _take(
-    ledger: _Ledger, claim: Claim, known: ConsumerState | None, number: int, outcomes: tuple[ClaimOutcome, ...]
+    ledger: _Ledger,
+    claim: Claim,
+    known: ConsumerState | None,
+    number: int,
+    outcomes: tuple[ClaimOutcome, ...],
+    *,
+    source: Holding,
 ) -> ClaimVerdict:
     wanted = claim.options[number].allocations
+    if claim.migration is not None:
+        _keep_source(ledger, claim, kept_beside(source, wanted))
     ledger.move(known.holding if known is not None else NOTHING, wanted)
     if claim.server_group is not None:
         ledger.join(claim, claim.options[number].host)
@@ -303,10 +359,37 @@ def _take(
     )
 
 
+def _keep_source(ledger: _Ledger, claim: Claim, wanted: Holding) -> None:
+    """The migration holds this of the source from now on."""
+    assert claim.migration is not None
+    uuid = claim.migration.uuid
+    known = ledger.consumer(uuid)
+    held = _holding(known)
+    if held == wanted:
+        return
+    ledger.join_migration(claim, uuid)
+    ledger.move(held, wanted)
+    generation = 1 if known is None else known.generation + 1
+    ledger.write(
+        uuid,
+        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, MIGRATION_TYPE, wanted)
+        if wanted
+        else None,
+    )
+
+
 def _give_back_only(
-    ledger: _Ledger, claim: Claim, known: ConsumerState, overall: ClaimOutcome, outcomes: tuple[ClaimOutcome, ...]
+    ledger: _Ledger,
+    claim: Claim,
+    known: ConsumerState,
+    overall: ClaimOutcome,
+    outcomes: tuple[ClaimOutcome, ...],
+    *,
+    source: Holding,
 ) -> ClaimVerdict:
     """release_first, and nothing fits: the older attempts are over, this one may still be repeated."""
+    if claim.migration is not None:
+        _keep_source(ledger, claim, source)
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
     return ClaimVerdict(
@@ -318,8 +401,11 @@ def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
     return ConsumerState(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
 
 
-def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
-    """What one option would come to. Full is said before raced, raced before invalid: each asks for less."""
+def _fits(ledger: _Ledger, option: ClaimOption, held: Holding, source: Holding = NOTHING) -> ClaimOutcome:
+    """What one option would come to. Full is said before raced, raced before invalid: each asks for less.
+
+    held: what the consumer holds now, with its migration. source: of a move; the larger of it and the option counts.
+    """
     invalid = raced = False
     shapes = option.shapes
     for uuid, resources in option.allocations.items():
@@ -334,7 +420,7 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding) -> ClaimOutcome:
         rooms = ledger.providers[uuid].rooms
         before = held.get(uuid, _NO_AMOUNTS)
         for name, amount in resources.items():
-            more = amount - before.get(name, 0)
+            more = (max(amount, amount_of(source, uuid, name)) if source else amount) - before.get(name, 0)
             if more <= 0:
                 continue  # over capacity or not, what does not worsen it is allowed
             room = rooms.get(name)
@@ -372,13 +458,51 @@ def _release(ledger: _Ledger, release: Release) -> ClaimVerdict:
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
 
 
+def _revert(ledger: _Ledger, revert: Revert) -> ClaimVerdict:
+    """The instance holds its source again. Judged like a swap: by what both consumers hold before and after."""
+    if revert.consumer == revert.migration.uuid:
+        return ClaimVerdict(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
+    known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
+    held, kept = _holding(known), _holding(migration)
+    if ledger.is_others(held) or ledger.is_others(kept):
+        return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
+    if known is None or known.attempt > revert.attempt:
+        return ClaimVerdict(outcome="consumer_changed", consumer_generation=None if known is None else known.generation)
+    if kept and migration is not None and migration.project_id != known.project_id:
+        return ClaimVerdict(outcome="consumer_changed", consumer=revert.migration.uuid)
+    if known.attempt == revert.attempt and not kept:
+        return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)
+    source: Holding = held
+    if known.attempt > revert.source_attempt:
+        source = source_of(revert.migration.source, held, kept)
+        before = total_of((held, kept))
+        outcome = _fits_swap(ledger, source, before, total_of((source,)))
+        if outcome is not _CLAIMED:
+            return ClaimVerdict(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
+        ledger.move(held, source)
+        ledger.move(kept, NOTHING)
+        if migration is not None:
+            ledger.write(revert.migration.uuid, None)
+    after = ConsumerState(
+        known.generation + 1, revert.attempt, known.project_id, known.user_id, known.consumer_type, source
+    )
+    ledger.write(revert.consumer, after)
+    return ClaimVerdict(
+        outcome="reverted",
+        changed=True,
+        consumer_generation=after.generation,
+        generations=ledger.generations_of(source),
+        holding=source,
+    )
+
+
 def _swap(ledger: _Ledger, swap: Swap) -> ClaimVerdict:
     """All or none. Usage is judged by the sum of what all its consumers hold before and after (microversion 1.13)."""
     entries = swap.consumers
     if len({entry.consumer for entry in entries}) != len(entries):
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
     known = {entry.consumer: ledger.consumer(entry.consumer) for entry in entries}
-    before = _sum(_holding(consumer) for consumer in known.values())
+    before = total_of(_holding(consumer) for consumer in known.values())
     if all(_holding(known[entry.consumer]) == entry.allocations for entry in entries):
         return ClaimVerdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
     for entry in entries:
@@ -388,7 +512,7 @@ def _swap(ledger: _Ledger, swap: Swap) -> ClaimVerdict:
             return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
         if entry.consumer_generation != generation:
             return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
-    after = _sum(entry.allocations for entry in entries)
+    after = total_of(entry.allocations for entry in entries)
     for entry in entries:
         outcome = _fits_swap(ledger, entry.allocations, before, after)
         if outcome is not _CLAIMED:
@@ -434,13 +558,3 @@ def _replace(ledger: _Ledger, entry: ConsumerAllocations, known: ConsumerState |
 
 def _holding(known: ConsumerState | None) -> Holding:
     return known.holding if known is not None else NOTHING
-
-
-def _sum(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
-    total: dict[str, dict[str, int]] = {}
-    for holding in holdings:
-        for uuid, resources in holding.items():
-            row = total.setdefault(uuid, {})
-            for name, amount in resources.items():
-                row[name] = row.get(name, 0) + amount
-    return total

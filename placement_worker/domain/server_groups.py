@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
 
 # A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
@@ -49,6 +50,11 @@ def held_by_class(holding: Holding) -> dict[str, int]:
     return held
 
 
+def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
+    """What a consumer counts against its project's quota. A migration counts nothing: its instance does, as in Nova."""
+    return {} if consumer.consumer_type == MIGRATION_TYPE else held_by_class(consumer.holding)
+
+
 def usage_changes(
     before: Mapping[str, ConsumerState], after: Mapping[str, ConsumerState | None]
 ) -> dict[tuple[str, str], int]:
@@ -60,7 +66,7 @@ def usage_changes(
     for uuid, consumer in after.items():
         for one, sign in ((before.get(uuid), -1), (consumer, 1)):
             if one is not None:
-                for name, amount in held_by_class(one.holding).items():
+                for name, amount in counted_by_class(one).items():
                     key = (one.project_id, name)
                     more[key] = more.get(key, 0) + sign * amount
     return {key: amount for key, amount in more.items() if amount}

@@ -13,9 +13,20 @@ import asyncpg
 import msgspec
 from msgspec import Struct
 
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, SwapResult
+from bus.contracts.placement import (
+    Change,
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+    SwapResult,
+)
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import ClaimVerdict, Decision, changes_of, decide
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, ConsumerState, Room, is_closed
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable
@@ -163,8 +174,14 @@ def expected(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
                 expected[item.consumer] = ConsumerState(
                     1, item.attempt, item.project_id, item.user_id, item.consumer_type
                 )
+            if item.migration is not None:
+                migration = ConsumerState(1, item.attempt, item.project_id, item.user_id, MIGRATION_TYPE)
+                expected.setdefault(item.migration.uuid, migration)
         elif isinstance(item, Release):
             expected.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
+        elif isinstance(item, Revert):
+            for uuid in (item.consumer, item.migration.uuid):
+                expected.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
         else:
             for entry in item.consumers:
                 new = ConsumerState(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
@@ -191,6 +208,8 @@ def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerSta
         if isinstance(item, Claim):
             for option in item.options:
                 wanted.update(option.allocations)
+        elif isinstance(item, Revert):
+            wanted.update(item.migration.source)
         elif not isinstance(item, Release):
             for entry in item.consumers:
                 wanted.update(entry.allocations)
@@ -256,6 +275,14 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
         )
     if isinstance(item, Release):
         return ReleaseResult(outcome=verdict.outcome, sequence=number)
+    if isinstance(item, Revert):
+        return RevertResult(
+            outcome=verdict.outcome,
+            consumer_generation=verdict.consumer_generation,
+            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+            sequence=number,
+            reason=verdict.reason,
+        )
     return SwapResult(
         outcome=ClaimOutcome(verdict.outcome),
         consumer=verdict.consumer,

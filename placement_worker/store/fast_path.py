@@ -14,6 +14,7 @@ import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
 from placement_worker.domain.claims import ClaimVerdict, may_be_new
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
 from placement_worker.store import claims, limits
@@ -65,7 +66,8 @@ class _Wanted:
 
     def _count(self, claim: Claim, holding: Holding) -> None:
         """What the project holds more; of limits that differ from claim to claim the lowest, for all of them."""
-        for name, amount in held_by_class(holding).items():
+        counted = {} if claim.consumer_type == MIGRATION_TYPE else held_by_class(holding)
+        for name, amount in counted.items():
             key = (claim.project_id, name)
             self.projects[key] = self.projects.get(key, 0) + amount
             if name in claim.limits:
@@ -73,8 +75,12 @@ class _Wanted:
 
 
 def is_small(items: Sequence[ClaimItem]) -> bool:
-    """Whether it is worth a try: a few claims, each of another consumer, none of a server group."""
-    wanted = {item.consumer for item in items if isinstance(item, Claim) and item.server_group is None}
+    """Whether it is worth a try: a few claims, each of another consumer, none of a server group or of a move."""
+    wanted = {
+        item.consumer
+        for item in items
+        if isinstance(item, Claim) and item.server_group is None and item.migration is None
+    }
     return len(items) <= MAX_ITEMS and len(wanted) == len(items)
 
 

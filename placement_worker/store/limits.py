@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import asyncpg
 
 from bus.contracts.placement import INSTANCES, Claim
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.names import NameTable
@@ -34,10 +35,11 @@ SELECT coalesce(u.project_id, s.project_id) AS project_id, coalesce(u.class_id, 
 FROM project_usage u FULL JOIN (
     SELECT c.project_id, a.class_id, sum(a.amount)::bigint AS amount
     FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-    WHERE c.released_at IS NULL GROUP BY c.project_id, a.class_id
+    WHERE c.released_at IS NULL AND c.consumer_type <> '{MIGRATION_TYPE}' GROUP BY c.project_id, a.class_id
     UNION ALL
     SELECT c.project_id, {INSTANCES_ID}, count(*) FROM consumers c
-    WHERE c.released_at IS NULL AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) GROUP BY c.project_id
+    WHERE c.released_at IS NULL AND c.consumer_type <> '{MIGRATION_TYPE}'
+        AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) GROUP BY c.project_id
 ) s ON s.project_id = u.project_id AND s.class_id = u.class_id
 WHERE coalesce(u.amount, 0) <> coalesce(s.amount, 0)
 """

@@ -23,6 +23,7 @@ from bus.contracts.placement import (
     InventoryResult,
     InventoryUpdate,
     Release,
+    Revert,
     SnapshotPage,
     WherePage,
     WhereRequest,
@@ -117,8 +118,8 @@ class MemoryBook:
             for name, amount in used.items():
                 stock = table.providers[uuid].stocks.get(name)
                 before = table.providers[uuid].used.get(name, 0)
-                # The database's own guard: usage may not rise past capacity, whatever was decided.
-                if stock is None or (amount > stock.capacity and amount > before):
+                # The database's own guard (invariant 1): usage neither rises past capacity nor falls below nothing.
+                if stock is None or amount < 0 or (amount > stock.capacity and amount > before):
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
         def write() -> None:
@@ -363,8 +364,11 @@ def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]
 def _consumers_of(items: Sequence[ClaimItem]) -> list[str]:
     named: dict[str, None] = {}
     for item in items:
-        if isinstance(item, Claim | Release):
+        if isinstance(item, Claim | Release | Revert):
             named[item.consumer] = None
+            if isinstance(item, Revert) or (isinstance(item, Claim) and item.migration is not None):
+                assert item.migration is not None
+                named[item.migration.uuid] = None
         else:
             named.update(dict.fromkeys(entry.consumer for entry in item.consumers))
     return list(named)

@@ -17,6 +17,8 @@ from bus.contracts.placement import (
     InventoryUpdate,
     Release,
     ReleaseResult,
+    Revert,
+    RevertResult,
     SnapshotPage,
     Swap,
     SwapResult,
@@ -25,8 +27,8 @@ from bus.contracts.placement import (
 )
 from placement_worker.domain.values import ABOVE_CELLS
 
-ClaimItem = Claim | Release | Swap
-ClaimReply = ClaimResult | ReleaseResult | SwapResult
+ClaimItem = Claim | Release | Revert | Swap
+ClaimReply = ClaimResult | ReleaseResult | RevertResult | SwapResult
 
 
 class Refused(Struct, frozen=True):

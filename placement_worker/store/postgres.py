@@ -12,6 +12,7 @@ from bus.contracts.placement import (
     InventoryResult,
     InventoryUpdate,
     Release,
+    Revert,
     SnapshotPage,
     WherePage,
     WhereRequest,
@@ -165,6 +166,8 @@ class PostgresStore:
                 holdings = [option.allocations for option in item.options]
             elif isinstance(item, Release):
                 continue
+            elif isinstance(item, Revert):
+                holdings = [item.migration.source]
             else:
                 holdings = [entry.allocations for entry in item.consumers]
             for holding in holdings:

@@ -18,10 +18,13 @@ from bus.contracts.placement import (
     ConsumerAllocations,
     Inventory,
     InventoryUpdate,
+    Migration,
     ProviderReport,
     Release,
+    Revert,
     Swap,
 )
+from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.store import audit
 from placement_worker.store.memory import MemoryBook
 from placement_worker.store.port import ClaimItem, PlacementStore
@@ -37,9 +40,9 @@ LEFT JOIN resource_classes c ON c.id = u.class_id WHERE u.amount <> 0
 """
 HELD = """
 SELECT c.project_id, n.name, sum(a.amount)::bigint FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-JOIN resource_classes n ON n.id = a.class_id GROUP BY 1, 2
+JOIN resource_classes n ON n.id = a.class_id WHERE c.consumer_type <> 'MIGRATION' GROUP BY 1, 2
 UNION ALL SELECT c.project_id, 'INSTANCES', count(DISTINCT c.uuid) FROM consumers c
-JOIN allocations a ON a.consumer = c.uuid GROUP BY 1
+JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' GROUP BY 1
 """
 
 
@@ -54,6 +57,8 @@ async def kept_and_held(store: PlacementStore) -> tuple[Amounts, Amounts]:
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
         project = row.consumer.project_id
+        if row.consumer.consumer_type == MIGRATION_TYPE:
+            continue
         if row.consumer.holding:
             sums[project, INSTANCES] += 1
         for resources in row.consumer.holding.values():
@@ -71,10 +76,14 @@ def holding(rng: random.Random) -> dict[str, dict[str, int]]:
     }
 
 
+def moving(rng: random.Random, vms: Sequence[str]) -> Migration:
+    return Migration(uuid=rng.choice(vms), source=holding(rng))
+
+
 def item(rng: random.Random, vms: Sequence[str]) -> ClaimItem:
     vm, project = rng.choice(vms), rng.choice(PROJECTS)
     generation = rng.choice((None, None, 1, 2, 3))
-    match rng.randrange(5):
+    match rng.randrange(7):
         case 0:
             return Release(consumer=vm, attempt=rng.choice((None, 1, 2)))
         case 1:
@@ -84,10 +93,13 @@ def item(rng: random.Random, vms: Sequence[str]) -> ClaimItem:
                     consumer_generation=rng.choice((None, 1, 2, 3)),
                     allocations=holding(rng) if rng.random() < 0.7 else {},
                     project_id=rng.choice(PROJECTS),
+                    consumer_type=rng.choice(("INSTANCE", MIGRATION_TYPE)),
                 )
                 for one in rng.sample(vms, rng.choice((1, 2)))
             )
             return Swap(consumers=entries)
+        case 2:
+            return Revert(consumer=vm, migration=moving(rng, vms), source_attempt=1, attempt=rng.randint(1, 5))
         case _:
             return Claim(
                 consumer=vm,
@@ -97,6 +109,7 @@ def item(rng: random.Random, vms: Sequence[str]) -> ClaimItem:
                 options=tuple(ClaimOption(allocations=holding(rng)) for _ in range(rng.choice((1, 2)))),
                 project_id=project,
                 limits=rng.choice(({}, {"VCPU": 12}, {"INSTANCES": 2, "DISK_GB": 30})),
+                migration=moving(rng, vms) if rng.random() < 0.3 else None,
             )
 
 

@@ -103,6 +103,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="consumer and attempt",
     ),
     MessageRow(
+        message=placement.Revert,
+        owner="placement_worker",
+        publishers=("cell_conductor",),
+        where=Where.BOTH,
+        exchange=COMMANDS,
+        key="placement.revert",
+        reply=placement.RevertResult,
+        persistent=False,
+        idempotency="consumer and attempt",
+    ),
+    MessageRow(
         message=placement.Swap,
         owner="placement_worker",
         publishers=("scheduler_worker", "cell_conductor"),

@@ -48,7 +48,12 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.BOTH,
         kind=QueueKind.TRANSIENT,
         consumer="placement_worker",
-        bindings=((COMMANDS, "placement.claim"), (COMMANDS, "placement.release"), (COMMANDS, "placement.swap")),
+        bindings=(
+            (COMMANDS, "placement.claim"),
+            (COMMANDS, "placement.release"),
+            (COMMANDS, "placement.revert"),
+            (COMMANDS, "placement.swap"),
+        ),
         max_length=100_000,
         ttl_s=60.0,
     ),

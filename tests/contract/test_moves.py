@@ -1,0 +1,350 @@
+"""Moves in the book, on both adapters: the migration keeps the source until the move is confirmed or reverted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimResult,
+    Inventory,
+    InventoryUpdate,
+    Migration,
+    ProviderReport,
+    Release,
+    Revert,
+    RevertResult,
+    WhereRequest,
+)
+from placement_worker.domain.moves import kept_beside, source_of, total_of
+from placement_worker.store import audit
+from placement_worker.store.port import PlacementStore
+from placement_worker.store.postgres import PostgresStore
+from tests.contract.books import HOSTS, KINDS, VMS, Books, books
+
+POOL = "90000000-0000-4000-8000-000000000000"
+MOVE = "d0000000-0000-4000-8000-000000000000"
+OTHER_MOVE = "d0000001-0000-4000-8000-000000000000"
+GROUP = "e0000000-0000-4000-8000-000000000000"
+APART = ServerGroup(uuid=GROUP, policy=GroupPolicy.ANTI_AFFINITY)
+
+Amounts = dict[str, dict[str, int]]
+
+
+@pytest.fixture(params=KINDS)
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
+    """Books that the audit has nothing to say of, whatever was done to them."""
+    async with books(request) as made:
+        yield made
+        for store in made.made:
+            if isinstance(store, PostgresStore):
+                async with store.database.raw() as connection:
+                    assert await audit.findings(connection) == []
+
+
+@pytest.fixture
+async def store(make: Books) -> PlacementStore:
+    made = make()
+    await made.open()
+    for uuid in (*HOSTS[:4], POOL):
+        stock = {"DISK_GB": Inventory(total=20)} if uuid == POOL else {"VCPU": Inventory(total=8)}
+        root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
+        await made.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))])
+    return made
+
+
+def option(at: int, vcpu: int = 4, disk: int = 0) -> ClaimOption:
+    allocations: Amounts = {HOSTS[at]: {"VCPU": vcpu}}
+    return ClaimOption(allocations=allocations | ({POOL: {"DISK_GB": disk}} if disk else {}), host=HOSTS[at])
+
+
+def build(vm: int, at: int, vcpu: int = 4, disk: int = 0, **fields: object) -> Claim:
+    return Claim(consumer=VMS[vm], options=(option(at, vcpu, disk),), project_id="p", **fields)  # type: ignore[arg-type]
+
+
+def move(
+    *options: ClaimOption,
+    source: ClaimOption,
+    attempt: int = 2,
+    generation: int | None = 1,
+    again: bool = False,
+    migration: str = MOVE,
+    vm: int = 0,
+    **fields: object,
+) -> Claim:
+    """The claim of a move; again: of its alternates, after an attempt has failed."""
+    return Claim(
+        consumer=VMS[vm],
+        attempt=attempt,
+        consumer_generation=generation,
+        release_first=again,
+        options=options,
+        project_id="p",
+        migration=Migration(uuid=migration, source=source.allocations),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def revert(source: ClaimOption, attempt: int) -> Revert:
+    return Revert(
+        consumer=VMS[0],
+        migration=Migration(uuid=MOVE, source=source.allocations),
+        source_attempt=1,
+        attempt=attempt,
+    )
+
+
+async def claimed(store: PlacementStore, *claims: Claim) -> list[ClaimResult]:
+    replies = await store.apply(claims)
+    return [reply for reply in replies if isinstance(reply, ClaimResult)]
+
+
+async def reverted(store: PlacementStore, asked: Revert) -> RevertResult:
+    (reply,) = await store.apply([asked])
+    assert isinstance(reply, RevertResult)
+    return reply
+
+
+async def used(store: PlacementStore) -> Amounts:
+    page = await store.snapshot(None, 100)
+    return {state.uuid: dict(state.used) for state in page.providers if state.used}
+
+
+def at(host: int, vcpu: int) -> Amounts:
+    return {HOSTS[host]: {"VCPU": vcpu}}
+
+
+async def test_the_source_is_kept_until_the_move_is_confirmed(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    (moved,) = await claimed(store, move(option(1), source=option(0)))
+    assert (moved.outcome, moved.consumer_generation) == ("claimed", 2)
+    assert await used(store) == at(0, 4) | at(1, 4)
+    await store.apply([Release(consumer=MOVE)])
+    assert await used(store) == at(1, 4)
+
+
+async def test_a_reverted_move_gives_the_destination_back(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(1), source=option(0)))
+    back = await reverted(store, revert(option(0), 3))
+    assert (back.outcome, back.consumer_generation, back.holding) == ("reverted", 3, option(0).allocations)
+    assert await used(store) == at(0, 4)
+    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"  # asked again after a lost answer
+    (late,) = await claimed(store, move(option(1), source=option(0)))
+    assert late.outcome == "consumer_changed"  # a copy of the move's claim finds itself fenced
+    assert await used(store) == at(0, 4)
+
+
+async def test_a_move_that_finds_no_host_changes_nothing(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0), build(1, 1, 6))
+    (full,) = await claimed(store, move(option(1), source=option(0)))
+    assert (full.outcome, full.consumer_generation) == ("full", 1)
+    assert await used(store) == at(0, 4) | at(1, 6)
+    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
+    assert await used(store) == at(0, 4) | at(1, 6)
+    (late,) = await claimed(store, move(option(2), source=option(0)))
+    assert late.outcome == "consumer_changed"
+
+
+async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0), build(1, 2, 6))
+    await claimed(store, move(option(1), source=option(0)))
+    again = move(option(2), option(3), source=option(0), attempt=3, generation=2, again=True)
+    (moved,) = await claimed(store, again)
+    assert (moved.outcome, moved.option) == ("claimed", 1)
+    assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
+    (asked_again,) = await claimed(store, again)
+    assert (asked_again.outcome, asked_again.option) == ("claimed", 1)
+    assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
+
+
+async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted_to(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0), build(1, 2, 6))
+    await claimed(store, move(option(1), source=option(0)))
+    (full,) = await claimed(store, move(option(2), source=option(0), attempt=3, generation=2, again=True))
+    assert full.outcome == "full"
+    assert await used(store) == at(0, 4) | at(2, 6)
+    assert (await reverted(store, revert(option(0), 4))).holding == option(0).allocations
+    assert await used(store) == at(0, 4) | at(2, 6)
+
+
+@pytest.mark.parametrize(("new", "together"), [(6, 6), (2, 4), (4, 4)])
+async def test_a_resize_in_place_claims_the_larger_of_both_not_their_sum(
+    store: PlacementStore, new: int, together: int
+) -> None:
+    await claimed(store, build(0, 0))
+    (moved,) = await claimed(store, move(option(0, new), source=option(0)))
+    assert moved.outcome == "claimed"
+    assert await used(store) == at(0, together)
+    assert (await reverted(store, revert(option(0), 3))).holding == option(0).allocations
+    assert await used(store) == at(0, 4)
+    (moved,) = await claimed(store, move(option(0, new), source=option(0), attempt=4, generation=3))
+    assert moved.outcome == "claimed"
+    await store.apply([Release(consumer=MOVE)])
+    assert await used(store) == at(0, new)
+
+
+async def test_a_resize_in_place_needs_room_for_the_difference_alone(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0), build(1, 0, 2))
+    (full,) = await claimed(store, move(option(0, 7), source=option(0)))
+    assert full.outcome == "full"
+    (moved,) = await claimed(store, move(option(0, 6), source=option(0)))
+    assert moved.outcome == "claimed"
+
+
+async def test_after_a_failed_resize_in_place_the_alternate_leaves_the_whole_source(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(0, 6), source=option(0)))
+    (moved,) = await claimed(store, move(option(1, 6), source=option(0), attempt=3, generation=2, again=True))
+    assert moved.outcome == "claimed"
+    assert await used(store) == at(0, 4) | at(1, 6)
+
+
+async def test_a_pool_that_both_hosts_share_is_not_counted_twice(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, disk=15))
+    (moved,) = await claimed(store, move(option(1, disk=15), source=option(0, disk=15)))
+    assert moved.outcome == "claimed"
+    assert await used(store) == at(0, 4) | at(1, 4) | {POOL: {"DISK_GB": 15}}
+    (moved,) = await claimed(
+        store, move(option(2, disk=15), source=option(0, disk=15), attempt=3, generation=2, again=True)
+    )
+    assert moved.outcome == "claimed"
+    await reverted(store, revert(option(0, disk=15), 4))
+    assert await used(store) == at(0, 4) | {POOL: {"DISK_GB": 15}}
+
+
+async def test_a_quota_counts_the_instance_and_not_its_migration(store: PlacementStore) -> None:
+    limits = {"VCPU": 6, "INSTANCES": 1}
+    await claimed(store, build(0, 0, limits=limits))
+    (moved,) = await claimed(store, move(option(1), source=option(0), limits=limits))
+    assert moved.outcome == "claimed"
+    (over,) = await claimed(store, build(1, 2, 1, limits={"INSTANCES": 1}))
+    assert over.outcome == "over_limit"
+    (within,) = await claimed(store, build(2, 2, 2, limits={"VCPU": 6}))
+    assert within.outcome == "claimed"
+    await store.apply([Release(consumer=VMS[2])])
+    (larger,) = await claimed(
+        store, move(option(3, 7), source=option(0), attempt=3, generation=2, again=True, limits=limits)
+    )
+    assert larger.outcome == "over_limit"
+
+
+async def test_the_group_rule_holds_for_the_destination(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, server_group=APART), build(1, 1, server_group=APART))
+    (moved,) = await claimed(store, move(option(1), option(2), source=option(0), server_group=APART))
+    assert (moved.outcome, moved.option) == ("claimed", 1)
+    assert [outcome.value for outcome in moved.outcomes] == ["ruled_out", "claimed"]
+
+
+async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, server_group=APART))
+    await claimed(store, move(option(1), source=option(0), server_group=APART))
+    (kept_out,) = await claimed(store, build(1, 0, server_group=APART))
+    assert kept_out.outcome == "ruled_out"
+    (back,) = await claimed(
+        store, move(option(0), source=option(0), attempt=3, generation=2, again=True, server_group=APART)
+    )
+    assert back.outcome == "claimed"  # its own migration is nobody else's
+    await store.apply([Release(consumer=MOVE)])
+    page = await store.where(WhereRequest(project_id="p", server_group=GROUP))
+    assert page.members == {HOSTS[0]: 1}
+
+
+async def test_a_resize_in_place_of_a_member_keeps_its_own_host(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, server_group=APART))
+    (moved,) = await claimed(store, move(option(0, 6), source=option(0), server_group=APART))
+    assert moved.outcome == "claimed"
+
+
+async def test_a_migration_of_another_consumer_is_left_alone(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0), build(1, 1))
+    (taken,) = await claimed(store, move(option(2), source=option(0), migration=VMS[1]))
+    assert taken.outcome == "consumer_changed"
+    (itself,) = await claimed(store, move(option(2), source=option(0), migration=VMS[0]))
+    assert itself.outcome == "invalid"
+    (nothing,) = await claimed(store, move(option(2), source=option(0), vm=3, generation=None))
+    assert nothing.outcome == "consumer_changed"
+    assert await used(store) == at(0, 4) | at(1, 4)
+
+
+async def test_an_instance_is_not_its_own_migration(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    itself = Revert(
+        consumer=VMS[0],
+        migration=Migration(uuid=VMS[0], source=option(0).allocations),
+        source_attempt=0,
+        attempt=2,
+    )
+    assert (await reverted(store, itself)).outcome == "consumer_changed"
+    assert await used(store) == at(0, 4)
+
+
+async def test_another_client_changed_the_instance_before_the_move(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    (changed,) = await claimed(store, move(option(1), source=option(0), generation=7))
+    assert changed.outcome == "consumer_changed"
+    assert await used(store) == at(0, 4)
+
+
+async def test_a_revert_finds_room_or_changes_nothing(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0))
+    await claimed(store, move(option(0, 2), source=option(0)))
+    shrunk = ProviderReport(uuid=HOSTS[0], name="host-1", inventories={"VCPU": Inventory(total=8, reserved=8)})
+    await store.report([InventoryUpdate(source="s", version=2, root_uuid=HOSTS[0], providers=(shrunk,))])
+    back = await reverted(store, revert(option(0), 3))
+    assert back.outcome == "reverted"  # what both held before is enough for it, whatever the capacity is now
+    assert await used(store) == at(0, 4)
+
+
+async def test_moves_of_two_instances_cross_without_a_deadlock(make: Books) -> None:
+    store = make()
+    await store.open()
+    for uuid in HOSTS[:2]:
+        root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories={"VCPU": Inventory(total=8)})
+        await store.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))])
+    await claimed(store, build(0, 0), build(1, 1))
+    for turn in range(10):
+        here, there = (0, 1) if turn % 2 == 0 else (1, 0)
+        asked = [
+            move(option(there), source=option(here), attempt=2 + turn, generation=1 + turn),
+            move(option(here), source=option(there), attempt=2 + turn, generation=1 + turn, vm=1, migration=OTHER_MOVE),
+        ]
+        results = await asyncio.gather(*(store.apply([one]) for one in asked))
+        assert [reply.outcome for (reply,) in results] == ["claimed", "claimed"]
+        await asyncio.gather(*(store.apply([Release(consumer=uuid)]) for uuid in (OTHER_MOVE, MOVE)))
+    assert await used(store) == at(0, 4) | at(1, 4)
+
+
+HOLDINGS = st.dictionaries(
+    st.sampled_from("abc"), st.dictionaries(st.sampled_from("VD"), st.integers(1, 9), min_size=1), min_size=1
+)
+
+
+@given(HOLDINGS, st.lists(HOLDINGS, min_size=1, max_size=4))
+def test_together_they_hold_the_larger_of_each_whatever_is_tried(source: Amounts, tried: list[Amounts]) -> None:
+    kept: Amounts = {}
+    held: Amounts = source
+    for taken in tried:
+        base = source if held is source else source_of(source, held, kept)
+        assert base == source
+        kept, held = kept_beside(base, taken), taken
+        both = total_of((kept, held))
+        for uuid in {*source, *taken}:
+            for name in {*source.get(uuid, {}), *taken.get(uuid, {})}:
+                larger = max(source.get(uuid, {}).get(name, 0), taken.get(uuid, {}).get(name, 0))
+                assert both[uuid][name] == larger
+    assert source_of(source, held, kept) == source
+
+
+def test_the_book_says_where_the_source_is_now() -> None:
+    asked = {"host": {"VCPU": 4, "VGPU": 1}}
+    # A reshape has moved the VGPU to a child of the host meanwhile.
+    kept = {"host": {"VCPU": 4}, "child": {"VGPU": 1}}
+    assert source_of(asked, {"elsewhere": {"VCPU": 4}}, kept) == kept
