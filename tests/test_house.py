@@ -320,3 +320,24 @@ def test_no_row_id_of_the_feature_map_outside_its_page() -> None:
         if (found := ROW_ID.search(line)) and "UTF-" not in line
     ]
     assert wrong == []
+
+
+STORES = tuple(worker for worker in WORKERS if (ROOT / worker / "store" / "migrations").is_dir())
+
+
+@pytest.mark.parametrize("worker", STORES)
+def test_migrations_are_named_alike_and_the_schema_is_whole(worker: str) -> None:
+    store = ROOT / worker / "store"
+    names = sorted(path.stem for path in (store / "migrations" / "versions").glob("[0-9]*.py"))
+    assert names[0] == "0001_initial"
+    assert [name[:4] for name in names] == [f"{number:04}" for number in range(1, len(names) + 1)]
+    for name in names:
+        source = (store / "migrations" / "versions" / f"{name}.py").read_text()
+        assert f'revision = "{name}"' in source, f"{name}: a revision is called as its file"
+    initial = (store / "migrations" / "versions" / "0001_initial.py").read_text()
+    assert ('"schema.sql"' in initial) == (len(names) == 1), (
+        "the first migration after 0001_initial leaves it a copy of the schema as it was: CONTRIBUTING.md"
+    )
+    schema = (store / "schema.sql").read_text()
+    if "CREATE TABLE outbox" in schema:
+        assert (ROOT / "bus" / "persistence" / "outbox.sql").read_text() in schema, "the outbox is the same everywhere"

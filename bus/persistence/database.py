@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import asyncpg
 import structlog
-from alembic.util import CommandError
 from sqlalchemy import event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError, InvalidRequestError
@@ -27,6 +26,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from bus.faults import DatabaseUnavailable, Forbidden, Transient
 from bus.persistence import migrations
+from bus.persistence.migrations import UnsupportedSchema
 
 log = structlog.get_logger(__name__)
 
@@ -333,12 +333,8 @@ class Database:
                         await connection.run_sync(migrations.upgrade, package, self.schema)
         except (DBAPIError, *CONNECTION_LOST) as error:
             raise_fault(error, closed=isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError))
-        except CommandError as error:
-            # Alembic knows no revision of the number that the schema names: a newer berth made it.
-            raise DatabaseForbidden(
-                f"schema {self.schema} was made by a newer berth ({error}); run that version, or restore a backup",
-                code="database.newer_schema",
-            ) from error
+        except UnsupportedSchema as error:
+            raise DatabaseForbidden(str(error), code=error.code) from error
         finally:
             await engine.dispose()
 

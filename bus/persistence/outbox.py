@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import asyncpg
 import msgspec
-import sqlalchemy as sa
 import structlog
 from msgspec import Struct
 from prometheus_client import Counter, Gauge
@@ -74,62 +73,6 @@ class _Stored(Struct, frozen=True):
 
 encode_row = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[_Stored]).decode
-
-# For a worker's first migration: `op.execute(statement)` each. The tables are short-lived heaps, so they are
-# vacuumed by count and not by share.
-OUTBOX_DDL: tuple[str, ...] = (
-    """
-    CREATE TABLE outbox (
-        id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-        created_at timestamptz NOT NULL DEFAULT now(),
-        taken_at timestamptz NOT NULL DEFAULT now(),
-        buses text[] NOT NULL,
-        body bytea NOT NULL
-    ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000)
-    """,
-    # A row of messages is large, and gone in a moment: compressing it is most of what writing it would cost.
-    "ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL",
-)
-HANDLED_DDL: tuple[str, ...] = (
-    """
-    CREATE TABLE handled (
-        handler text NOT NULL,
-        message_id text NOT NULL,
-        at timestamptz NOT NULL DEFAULT now(),
-        PRIMARY KEY (handler, message_id)
-    )
-    """,
-    "CREATE INDEX handled_at ON handled (at)",
-)
-
-
-def outbox_table(metadata: sa.MetaData) -> sa.Table:
-    """The outbox as a SQLAlchemy table, the same as OUTBOX_DDL."""
-    now = sa.text("now()")
-    table = sa.Table(
-        "outbox",
-        metadata,
-        sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
-        sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=now),
-        sa.Column("buses", sa.ARRAY(sa.Text), nullable=False),
-        sa.Column("body", sa.LargeBinary, nullable=False),
-        postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},
-    )
-    sa.event.listen(table, "after_create", sa.DDL(OUTBOX_DDL[-1]))  # type: ignore[no-untyped-call]
-    return table
-
-
-def handled_table(metadata: sa.MetaData) -> sa.Table:
-    """The record of handled messages as a SQLAlchemy table, the same as HANDLED_DDL."""
-    return sa.Table(
-        "handled",
-        metadata,
-        sa.Column("handler", sa.Text, primary_key=True),
-        sa.Column("message_id", sa.Text, primary_key=True),
-        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()"), index=True),
-    )
-
 
 # Not the sequence alone: a database that crashed gives numbers again that it had given to transactions in no hurry. A
 # relay still holds the old row under its number, and would forget the new one with it. Time does not come again.

@@ -32,7 +32,7 @@ from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem, ClaimReply
 
-# Functions of the schema (migrations p0005, p0012), a round trip each.
+# Functions of the schema (schema.sql), a round trip each.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[])
 """

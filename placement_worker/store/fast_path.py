@@ -2,7 +2,7 @@
 
 With locks a claim costs eight round trips, and alone on an idle system that is most of its time; in large groups they
 are shared by all, so only small groups come here. Nearly every claim is of a new consumer, fits, and stays within its
-project's limits. Those the function `claim_new` (migrations p0009, p0014) takes; it knows no more of the rules in
+project's limits. Those the function `claim_new` (schema.sql) takes; it knows no more of the rules in
 `domain/claims.py` than when a first option is claimed, and everything else is decided there.
 """
 

@@ -25,7 +25,7 @@ from placement_worker.domain.values import Provider, Stock
 from placement_worker.store import feed
 from placement_worker.store.names import NameTable
 
-# Both are functions of the schema (migrations p0004, p0007, p0011): a round trip each. Providers named by uuid or by
+# Both are functions of the schema (schema.sql): a round trip each. Providers named by uuid or by
 # name alone; of those that move or go, the whole tree.
 LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4)"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"

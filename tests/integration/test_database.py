@@ -22,7 +22,7 @@ UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 PATIENCE_S = 60.0
 FIRST = '''"""Things."""
 from alembic import op
-revision = "0001"
+revision = "0001_things"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -236,7 +236,7 @@ async def test_a_schema_of_a_newer_version_is_refused_in_a_sentence(postgres_url
     database = Database(postgres_url, "newer")
     await database.open(package)
     async with database.raw() as connection:
-        await connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        await connection.execute("UPDATE alembic_version SET version_num = '9999_later'")
     await database.close()
     again = Database(postgres_url, "newer")
     with pytest.raises(DatabaseForbidden, match="newer berth") as caught:

@@ -1,1 +1,1 @@
-"""Alembic scripts of schema `ironic_sync`."""
+"""Alembic migrations of the schema `ironic_sync`."""

@@ -1,1 +1,1 @@
-"""Alembic scripts of the schema `placement`."""
+"""Alembic migrations of the schema `placement`."""

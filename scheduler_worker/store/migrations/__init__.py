@@ -1,1 +1,1 @@
-"""Alembic scripts of schema `scheduler`."""
+"""Alembic migrations of the schema `scheduler`."""

@@ -1,1 +1,1 @@
-"""Versions, oldest first."""
+"""One file a migration, oldest first."""

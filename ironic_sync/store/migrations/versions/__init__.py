@@ -1,1 +1,1 @@
-"""One file per schema change, in order."""
+"""One file a migration, oldest first."""

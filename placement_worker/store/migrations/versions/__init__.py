@@ -1,1 +1,1 @@
-"""Versions of the schema `placement`, oldest first."""
+"""One file a migration, oldest first."""

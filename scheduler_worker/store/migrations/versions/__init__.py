@@ -1,1 +1,1 @@
-"""One file a version."""
+"""One file a migration, oldest first."""

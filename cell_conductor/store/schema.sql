@@ -1,0 +1,73 @@
+-- The schema `cell_<name>`: the instances of one cell.
+--
+-- A database at the newest migration is exactly this (tests/integration/test_schemas.py). Names are unqualified: the
+-- connection's search_path is the schema.
+
+-- record: the instance as domain.Instance, in JSON; the columns beside it are what is searched by.
+-- since, deadline: seconds since the epoch.
+CREATE TABLE instances (
+    uuid uuid PRIMARY KEY,
+    state text NOT NULL,
+    host_uuid uuid,
+    attempt integer NOT NULL,
+    since double precision NOT NULL,
+    deadline double precision,
+    record json NOT NULL
+) WITH (fillfactor = 80);
+-- Only what the sweep and the reports ask for is indexed: most rows at rest have no deadline.
+CREATE INDEX instances_deadline ON instances (deadline) WHERE deadline IS NOT NULL;
+CREATE INDEX instances_host ON instances (host_uuid) WHERE state IN ('active', 'deleting');
+-- For the purge of instances that ended long ago.
+CREATE INDEX instances_over ON instances (since) WHERE state IN ('deleted', 'tombstone');
+CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';
+
+-- The identity of this cell's database, which marks every machine that the cell orders. It is made with the schema: an
+-- empty or another database never takes this one's machines for its own.
+CREATE TABLE identity (
+    deployment uuid NOT NULL DEFAULT gen_random_uuid(),
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+INSERT INTO identity DEFAULT VALUES;
+
+-- Machines that no record explains, and what an operator decided about each. Times in seconds since the epoch.
+CREATE TABLE unexplained (
+    host_uuid uuid NOT NULL,
+    instance_uuid uuid NOT NULL,
+    attempt integer NOT NULL,
+    service text NOT NULL,
+    kind text NOT NULL,
+    why text NOT NULL,
+    first_seen double precision NOT NULL,
+    last_seen double precision NOT NULL,
+    verdict text NOT NULL DEFAULT '',
+    decided_by text NOT NULL DEFAULT '',
+    decided_at double precision NOT NULL DEFAULT 0,
+    PRIMARY KEY (host_uuid, instance_uuid)
+);
+
+-- The breakers of compute services.
+CREATE TABLE breakers (
+    service text PRIMARY KEY,
+    record json NOT NULL
+);
+
+-- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
+-- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
+-- writing it would cost.
+CREATE TABLE outbox (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    taken_at timestamptz NOT NULL DEFAULT now(),
+    buses text[] NOT NULL,
+    body bytea NOT NULL
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
+
+-- Messages that a handler has taken, where its own tables do not tell.
+CREATE TABLE handled (
+    handler text NOT NULL,
+    message_id text NOT NULL,
+    at timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (handler, message_id)
+);
+CREATE INDEX handled_at ON handled (at);

@@ -1,0 +1,15 @@
+"""The whole schema, as `store/schema.sql` has it."""
+
+from __future__ import annotations
+
+from bus.persistence.migrations import apply_sql
+
+revision = "0001_initial"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Create everything."""
+    apply_sql("placement_worker.store", "schema.sql")

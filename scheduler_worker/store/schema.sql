@@ -1,0 +1,62 @@
+-- The schema `scheduler`: build requests and the instance-to-cell map.
+--
+-- A database at the newest migration is exactly this (tests/integration/test_schemas.py). Names are unqualified: the
+-- connection's search_path is the schema.
+
+-- request: the message as it came, and digest: a digest of it. A repeat is told from a clash, and a decision can be run
+-- again. story: JSON lines, only ever appended to, so that one statement appends without reading.
+-- created_at, updated_at: seconds since the epoch.
+-- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
+-- Nothing that changes is indexed, for the same reason.
+CREATE TABLE build_requests (
+    instance_uuid uuid PRIMARY KEY,
+    project_id text NOT NULL,
+    flavor text NOT NULL,
+    name text NOT NULL,
+    request text NOT NULL,
+    digest bytea NOT NULL,
+    state text NOT NULL,
+    sequence bigint NOT NULL,
+    terminal boolean NOT NULL,
+    delete_requested boolean NOT NULL DEFAULT false,
+    cell text,
+    host text,
+    code text NOT NULL DEFAULT '',
+    reason text NOT NULL DEFAULT '',
+    funnel text NOT NULL DEFAULT '[]',
+    history text NOT NULL DEFAULT '[]',
+    story text NOT NULL DEFAULT '',
+    created_at double precision NOT NULL,
+    updated_at double precision NOT NULL
+) WITH (fillfactor = 50);
+CREATE INDEX build_requests_newest ON build_requests (created_at DESC);
+CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
+
+-- mapped_at: seconds since the epoch.
+CREATE TABLE instance_cells (
+    instance_uuid uuid PRIMARY KEY,
+    cell text NOT NULL,
+    host_uuid uuid NOT NULL,
+    mapped_at double precision NOT NULL
+);
+
+-- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
+-- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
+-- writing it would cost.
+CREATE TABLE outbox (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    taken_at timestamptz NOT NULL DEFAULT now(),
+    buses text[] NOT NULL,
+    body bytea NOT NULL
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
+
+-- Messages that a handler has taken, where its own tables do not tell.
+CREATE TABLE handled (
+    handler text NOT NULL,
+    message_id text NOT NULL,
+    at timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (handler, message_id)
+);
+CREATE INDEX handled_at ON handled (at);

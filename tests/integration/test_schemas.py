@@ -1,0 +1,108 @@
+"""Each worker's `store/schema.sql` against PostgreSQL: a migrated database is exactly it, and any other is refused."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import pytest
+
+from bus.persistence.database import Database, DatabaseForbidden
+from tests.kit.catalog import described
+
+pytestmark = pytest.mark.postgres
+
+WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "ironic_sync")
+
+
+async def opened(url: str, schema: str, migrations: str | None = None) -> Database:
+    database = Database(url, schema, pool_size=1)
+    await database.open(migrations)
+    return database
+
+
+async def description(database: Database) -> list[str]:
+    async with database.raw() as connection:
+        return await described(connection, database.schema)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_migrated_database_is_exactly_the_schema(postgres_url: str, worker: str) -> None:
+    migrated = await opened(postgres_url, "migrated", f"{worker}.store.migrations")
+    written = await opened(postgres_url, "written-out")
+    async with written.raw() as connection:
+        await connection.execute(files(f"{worker}.store").joinpath("schema.sql").read_text())
+    assert await description(migrated) == await description(written)
+    await migrated.close()
+    await written.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TABLE more ()",
+        "ALTER TABLE feed_head ADD COLUMN more text",
+        "ALTER TABLE feed_head ALTER COLUMN origin SET DEFAULT 'x'",
+        "ALTER TABLE feed_head ALTER COLUMN origin DROP NOT NULL",
+        "ALTER TABLE feed_head ALTER COLUMN number TYPE integer",
+        "ALTER TABLE changes ALTER COLUMN body SET STORAGE EXTENDED",
+        "ALTER TABLE changes DROP CONSTRAINT changes_check",
+        "ALTER TABLE providers SET (fillfactor = 90)",
+        "ALTER TABLE providers ALTER CONSTRAINT providers_parent_id_fkey DEFERRABLE",
+        "DROP INDEX consumers_released; CREATE INDEX consumers_released ON consumers (released_at)",
+        "ALTER SEQUENCE shapes INCREMENT 2",
+        "ALTER FUNCTION append_changes RESET enable_seqscan",
+        "CREATE OR REPLACE FUNCTION feed_origin() RETURNS text LANGUAGE plpgsql AS 'BEGIN RETURN 1; END'",
+        "CREATE TRIGGER more BEFORE UPDATE ON traits EXECUTE FUNCTION suppress_redundant_updates_trigger()",
+        "CREATE TYPE more AS ENUM ('a')",
+        "CREATE VIEW more AS SELECT 1 AS one",
+        "DELETE FROM feed_head",
+    ],
+)
+async def test_the_comparison_sees_each_kind_of_change(postgres_url: str, change: str) -> None:
+    database = await opened(postgres_url, "placement", "placement_worker.store.migrations")
+    before = await description(database)
+    async with database.raw() as connection:
+        await connection.execute(change)
+    assert await description(database) != before
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    ("worker", "revision"),
+    [
+        ("placement_worker", "p0014"),
+        ("scheduler_worker", "0001"),
+        ("cell_conductor", "c0005"),
+        ("ironic_sync", "ironic_sync_0001"),
+    ],
+)
+async def test_a_database_from_before_the_first_release_is_refused_in_a_sentence_and_left_as_it_was(
+    postgres_url: str, worker: str, revision: str
+) -> None:
+    database = await opened(postgres_url, "old", f"{worker}.store.migrations")
+    async with database.raw() as connection:
+        await connection.execute("UPDATE alembic_version SET version_num = $1", revision)
+        await connection.execute("CREATE TABLE of_yesterday (n integer)")
+    before = await description(database)
+    again = Database(postgres_url, "old")
+    with pytest.raises(DatabaseForbidden, match=f"schema old is at revision {revision}, from before berth") as caught:
+        await again.open(f"{worker}.store.migrations")
+    assert caught.value.code == "database.old_schema"
+    assert await description(database) == before
+    await again.close()
+    await database.close()
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(postgres_url: str, worker: str) -> None:
+    database = await opened(postgres_url, "foreign")
+    async with database.raw() as connection:
+        await connection.execute("CREATE TABLE customers (n integer)")
+    before = await description(database)
+    again = Database(postgres_url, "foreign")
+    with pytest.raises(DatabaseForbidden, match="berth did not make them") as caught:
+        await again.open(f"{worker}.store.migrations")
+    assert caught.value.code == "database.foreign_schema"
+    assert await description(database) == before
+    await again.close()
+    await database.close()
