@@ -35,7 +35,7 @@ from benchmarks.street_measure import MIX, all_hosts_known, connected
 from benchmarks.street_systems import BIG
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import judge
+from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadRun, draw_requests, run_load
 from berth.load.live import LiveView
 from berth.load.plan import phase_boots
@@ -43,7 +43,7 @@ from berth.load.record import LoadRecord, Operations
 from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.summary import percentiles
-from berth.servers import RealServers, SystemPlan, real_servers, running_crew
+from berth.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.site import Site
 from berth.worker_processes import WorkerProcesses
 from bus.contracts.base import Meta
@@ -258,7 +258,7 @@ async def judged(
     refused = {boots.instance_uuid[row] for row in range(len(boots)) if boots.outcome_of(row) == "backpressure"}
     accepted = [uuid for uuid in boots.instance_uuid if uuid not in refused]
     facts = await gather(here, accepted=accepted)
-    broken = [f"{verdict.sentence}: {verdict.examples[:2]}" for verdict in judge(facts) if not verdict.holds]
+    broken = [f"{verdict.sentence}: {verdict.examples[:2]}" for verdict in check_invariants(facts) if not verdict.holds]
     told = _phases(boots, phases)
     calm, overload, after = told
     bound = max(RECOVERED_TIMES * calm.latency_ms["p50"], calm.latency_ms["p50"] + RECOVERED_ABOVE_MS)
@@ -354,7 +354,7 @@ async def run(options: argparse.Namespace) -> Result:
         compute=ComputeConfig(hosts=options.hosts // len(cells), gpu_share=0.0, sizes=(BIG,)),
     )
     with real_servers(cells, durable=True) as servers:
-        async with running_crew(servers, plan) as (processes, here), connected(here, keep_events=False) as client:
+        async with running_processes(servers, plan) as (processes, here), connected(here, keep_events=False) as client:
             return await measure(servers, processes, here, client, options)
 
 

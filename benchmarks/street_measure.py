@@ -14,7 +14,7 @@ from msgspec import Struct
 from benchmarks.street_report import Costs, Result
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import judge
+from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import Site, process_name
 
@@ -109,7 +109,7 @@ async def invariants_hold(client: BuildClient, here: Site) -> bool:
     """Judge what there is once all is at rest; what does not hold is printed."""
     progress("judging the invariants")
     await rest(here, timeout_s=REST_TIMEOUT_S)
-    verdicts = judge(await gather(here, accepted=list(client.tracks), events=client.events))
+    verdicts = check_invariants(await gather(here, accepted=list(client.tracks), events=client.events))
     for verdict in verdicts:
         if not verdict.holds:
             print(f"BROKEN: {verdict.sentence}: {verdict.examples}")

@@ -18,7 +18,7 @@ from benchmarks.street_measure import Measured, connected, measure, progress
 from benchmarks.street_report import Result
 from berth.embedded.postgres import Postgres
 from berth.embedded.rabbitmq import RabbitMQ
-from berth.servers import RealServers, SystemPlan, running_crew
+from berth.servers import RealServers, SystemPlan, running_processes
 from berth.settings import Settings, UpSettings
 from berth.up import LocalSystem, site
 from compute_sim.config import ComputeConfig, HostSize
@@ -70,7 +70,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
             progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")
         plain = await bare.measure(servers.urls["berth"], BARE_BOOTS, options.idle) if options.bare else None
         progress("starting the workers")
-        async with running_crew(servers, plan) as (processes, here), connected(here) as client:
+        async with running_processes(servers, plan) as (processes, here), connected(here) as client:
             reads = Instruments(servers, processes, profiles=options.profiles)
             what = Measured(
                 boots=options.boots,

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from benchmarks.street_measure import all_hosts_known, connected, progress
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import judge
+from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadRun
 from berth.load.fleet import GPU_CLASS, GPU_TRAIT, demand, mean_in, read_hosts, settings_like
 from berth.load.plan import Arrival
@@ -39,7 +39,7 @@ from berth.load.record import LoadRecord
 from berth.load.report import render
 from berth.load.session import recorded
 from berth.load.trace import WHOLE_GPU, TraceRequest, TraceRow, arrivals_of, read_requests, skipped
-from berth.servers import SystemPlan, real_servers, running_crew, variables
+from berth.servers import SystemPlan, real_servers, running_processes, variables
 from berth.settings import Settings
 from berth.site import Site
 from berth.up import LocalSystem, site
@@ -238,7 +238,7 @@ async def replay(here: Site, requests: list[TraceRow], hosts: int, options: argp
             record = await looked_on(here, client, arrivals, watch, options)
             progress("judging the invariants")
             await rest(here, timeout_s=REST_TIMEOUT_S)
-            verdicts = judge(await gather(here, accepted=list(client.tracks)))
+            verdicts = check_invariants(await gather(here, accepted=list(client.tracks)))
         left = await free_hosts(book)
     finally:
         await book.close()
@@ -332,7 +332,7 @@ async def on_real_servers(settings: Settings) -> AsyncIterator[Site]:
     plan = SystemPlan(cells=tuple(settings.cells), schedulers=1, placements=1, compute=settings.compute)
     flavors = {name: text for name, text in variables(settings).items() if name.startswith("BERTH_SCHEDULER__")}
     with real_servers(plan.cells, durable=True) as servers:
-        async with running_crew(servers, plan, extra=flavors) as (_, here):
+        async with running_processes(servers, plan, extra=flavors) as (_, here):
             yield here
 
 

@@ -27,7 +27,7 @@ from berth.embedded.__main__ import EXIT_NO_SERVER
 from berth.embedded.process import ServerFailed, ServerMissing
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
-from berth.invariants import InvariantVerdict, judge
+from berth.invariants import InvariantVerdict, check_invariants
 from berth.ironic_stand_in import Behaviour, IronicStandIn, replay
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.metal import announcer, simulated_ironic
@@ -126,7 +126,7 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
             report, accident = await _load(client, system, plan, seed, console)
             calm = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
-            verdicts = await _judge(here, client, watch)
+            verdicts = await _check_invariants(here, client, watch)
         finally:
             await asyncio.gather(client.close(), watch.close())
             await system.in_process.stop()
@@ -203,11 +203,11 @@ def undisturbed(tracks: Sequence[Track], until: float) -> Undisturbed:
     return Undisturbed(len(ended), seconds, len(ended) / max(seconds, 1e-9))
 
 
-async def _judge(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
+async def _check_invariants(here: Site, client: BuildClient, watch: FeedWatch) -> tuple[InvariantVerdict, ...]:
     accepted = list(client.tracks)
     connections = [(name, bus, name.startswith(("conductor", *here.cells))) for name, bus in here.connections]
     facts = await gather(here, accepted=accepted, events=client.events, changes=watch.changes, connections=connections)
-    return judge(facts)
+    return check_invariants(facts)
 
 
 def _sum_up(

@@ -1,7 +1,7 @@
 """The invariants of DESIGN.md as plain functions over facts gathered from the outside.
 
 `Facts` holds what the resource book, the schedulers' and conductors' records, the hosts' own reports and the
-client's event stream say. `judge` compares them. Gathering is `berth.gather`; nothing here does any I/O.
+client's event stream say. `check_invariants` compares them. Gathering is `berth.gather`; nothing here does any I/O.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
     examples: tuple[str, ...] = ()
 
 
-def judge(facts: Facts) -> tuple[InvariantVerdict, ...]:
+def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
     verdicts = [
         _verdict(

@@ -76,7 +76,7 @@ def variables(settings: Settings) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def running_crew(
+async def running_processes(
     servers: RealServers, plan: SystemPlan, *, extra: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[WorkerProcesses, Site]]:
     """Every worker of the plan as a process on these servers, ready."""

@@ -79,7 +79,7 @@ class Bus:
         Raises BusUnavailable (it may have arrived), Unroutable or PublishRefused.
         """
         waiter = Waiter()
-        await self.publisher.room()
+        await self.publisher.wait_for_capacity()
         self._post(message, cause, waiter, reply_to, correlation_id, few=True)
         self.publisher.pump()
         await waiter.wait()
@@ -91,7 +91,7 @@ class Bus:
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
-                await self.publisher.room()
+                await self.publisher.wait_for_capacity()
             self._post(message, cause, waiter, None, None, few=few)
         self.publisher.pump()
         await waiter.wait()
@@ -104,7 +104,7 @@ class Bus:
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
                 self.publisher.pump()
-                await self.publisher.room()
+                await self.publisher.wait_for_capacity()
             places.append(Confirmation(waiter))
             self._post(message, cause, places[-1], None, None, few=few)
         self.publisher.pump()

@@ -177,24 +177,24 @@ class Publisher:
         self._links: dict[tuple[str, str, Mode], _BatchingPublisher] = {}
         self._stalled: dict[_BatchingPublisher, None] = {}  # have entries, but all flights of the bus are taken
         self._flights: set[asyncio.Task[None]] = set()
-        self._room: deque[asyncio.Future[None]] = deque()
+        self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
         metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._flights))
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Waits while as much is gathered as may be."""
         while self.waiting >= self._limits.waiting:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._room.append(future)
+            self._waiting_for_capacity.append(future)
             await future
 
     def post(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, packed: Packed, waiter: Waiter, expires_s: float | None = None
     ) -> None:
-        """Queue one message; it leaves when `pump` is called. Ask for `room` first."""
+        """Queue one message; it leaves when `pump` is called. Await `wait_for_capacity` first."""
         name = (exchange, key, mode)
         link = self._links.get(name)
         if link is None:
@@ -307,8 +307,8 @@ class Publisher:
         for entry in entries:
             entry.waiter.settle(error)
         free = self._limits.waiting - self.waiting
-        while self._room and free > 0:
-            future = self._room.popleft()
+        while self._waiting_for_capacity and free > 0:
+            future = self._waiting_for_capacity.popleft()
             if not future.done():
                 future.set_result(None)
                 free -= 1

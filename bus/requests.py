@@ -108,7 +108,7 @@ class Requester:
             waiter = Waiter()
             for index, message in enumerate(messages):
                 if asked.answers[index] is None:
-                    await self._publisher.room()
+                    await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter)
             self._publisher.pump()
             try:

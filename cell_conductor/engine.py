@@ -72,7 +72,7 @@ class Transition(Struct, frozen=True):
 class Sender(Protocol):
     """Publishes what an outbox row holds, once it is committed (`bus.persistence.outbox.Relay`)."""
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait while too much is in flight."""
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
@@ -120,7 +120,7 @@ class Engine:
 
     async def sweep(self) -> int:
         """Let passed deadlines happen, one bounded batch of them. Returns how many."""
-        await self._relay.room()
+        await self._relay.wait_for_capacity()
         now = self._clock.time()
         async with self._store.transaction() as transaction:
             due = {instance.uuid: instance for instance in await transaction.lock_due(now, self._config.sweep_batch)}
@@ -138,7 +138,7 @@ class Engine:
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
-        await self._relay.room()
+        await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildAsked)}
         for number in range(MAX_STALE):

@@ -22,7 +22,7 @@ from bus.contracts.cell import (
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, ReportLook, judge
+from .domain.breaker import Finding, ReportLook, assess
 from .domain.events import Event
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .engine import InstanceEvent
@@ -55,7 +55,7 @@ class Guard:
         self._known: dict[Unexplained, None] = {}
         self._noted: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
 
-    async def judge(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
+    async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
         """What may be done of what this page, with those of the same look before it, found to be harmful."""
         self._log(report.service, found.unexplained)
         new = await self._note(report, found.unexplained)
@@ -91,7 +91,7 @@ class Guard:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
-        verdict = judge(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
+        verdict = assess(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
         if verdict.tripped is not None:
             await safety.trip(verdict.tripped)
             metrics.TRIPPED.labels(service).inc()

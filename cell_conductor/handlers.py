@@ -91,7 +91,7 @@ class HostHandlers:
         else:
             found = Differences()
         await self._take(report.service, found.events)
-        harmful = await self._guard.judge(report, found)
+        harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
 
     async def _take(self, service: str, events: Sequence[tuple[str, Event]]) -> None:

@@ -55,21 +55,21 @@ class ResultSender:
         self._service = service
         self._waiting: deque[ComputeResult] = deque()
         self._some = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
         self._publishing = asyncio.Lock()
 
     def say(self, result: ComputeResult) -> None:
-        """Publish this soon. Never waits; whoever takes new work waits for `room` first."""
+        """Publish this soon. Never waits; a handler awaits `wait_for_capacity` before it takes new work."""
         self._waiting.append(result)
         self._some.set()
         if len(self._waiting) >= MAX_WAITING:
-            self._room.clear()
+            self._has_capacity.clear()
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait while too many results are not confirmed yet (the broker is away, or full)."""
-        if not self._room.is_set():
-            await self._room.wait()
+        if not self._has_capacity.is_set():
+            await self._has_capacity.wait()
 
     async def run(self) -> None:
         """Publish until cancelled."""
@@ -98,7 +98,7 @@ class ResultSender:
 
     def _settle(self) -> None:
         if len(self._waiting) < MAX_WAITING:
-            self._room.set()
+            self._has_capacity.set()
         if not self._waiting:
             self._some.clear()
 

@@ -144,7 +144,11 @@ class Parts:
             report_s=config.report_s,
         )
         self.handlers = ComputeHandlers(
-            self.agent, service=service, room=self.announcer.room, asked=self.reporter.asked, heard=self.name.heard
+            self.agent,
+            service=service,
+            wait_for_capacity=self.announcer.wait_for_capacity,
+            asked=self.reporter.asked,
+            heard=self.name.heard,
         )
 
     async def connect(self) -> None:

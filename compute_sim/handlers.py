@@ -19,19 +19,19 @@ class ComputeHandlers:
         agent: Agent,
         *,
         service: str,
-        room: Callable[[], Awaitable[None]],
+        wait_for_capacity: Callable[[], Awaitable[None]],
         asked: Callable[[], None],
         heard: Callable[[Heartbeat], None],
     ) -> None:
         self._agent = agent
         self._service = service
-        self._room = room
+        self._wait_for_capacity = wait_for_capacity
         self._asked = asked
         self._heard = heard
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn and Destroy: Done means remembered and started, not ended; the end is said as a ComputeResult."""
-        await self._room()
+        await self._wait_for_capacity()
         taken: list[Spawn | Destroy] = []
         outcomes: list[Outcome] = []
         for received in batch:

@@ -26,7 +26,7 @@ def filters(config: SchedulerConfig) -> list[Filter]:
         path = enabled if enabled in available else by_name.get(enabled)
         if path is None:
             raise PluginInvalid(f"filter {enabled!r} is not available (available: {', '.join(sorted(by_name))})")
-        made.append(_instance(path, "judge"))
+        made.append(_instance(path, "filter"))
     return made
 
 

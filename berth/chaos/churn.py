@@ -66,9 +66,9 @@ class Churn:
         while (sent < len(requests) or self._early) and not self._must_stop():
             await self._delete(self._early)
             await self._delete(self._surplus())
-            room = self._room_now()
+            room = self._free_slots()
             if room <= 0 and not self._last:
-                await self._wait_for_room()
+                await self._wait_for_slots()
                 continue
             part = requests[sent : sent + min(max(room, 0), MAX_AT_ONCE)]
             await self._client.boot(part, patience_s=plan.patience_s)
@@ -77,7 +77,7 @@ class Churn:
             sent += len(part)
             self._last = sent == len(requests)  # before anything else is heard: who is marked now would never be asked
 
-    def _room_now(self) -> int:
+    def _free_slots(self) -> int:
         """How many more may be asked for: what is stuck does not count, up to a bound."""
         now, tracks = self._clock.monotonic(), self._client.tracks
         while self._young and self._young[0][0] < now - self._plan.stuck_after_s:
@@ -85,7 +85,7 @@ class Churn:
         young = sum(tracks[uuid].ended_at is None for _, uuid in self._young)
         return min(self._plan.in_flight - young, self._plan.in_flight_most - self._client.unfinished)
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_slots(self) -> None:
         before = len(self.ended)
         await self._client.until(lambda: len(self.ended) > before or bool(self._early), LOOK_AGAIN_S)
 

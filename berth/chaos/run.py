@@ -30,7 +30,7 @@ from berth.chaos.tally import counts, longest_stall, rates, recoveries, tally
 from berth.client import BuildClient
 from berth.feed_watch import FeedWatch
 from berth.gather import gather, rest
-from berth.invariants import Facts, judge
+from berth.invariants import Facts, check_invariants
 from berth.site import process_name
 from bus.contracts.build import BuildEvent, BuildState
 from bus.faults import Transient
@@ -166,7 +166,7 @@ class Run:
         """Everything that is told of the run."""
         facts, faults, events, ended = ending.facts, self.saboteur.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
-        verdicts, found = judge(facts), tally(facts)
+        verdicts, found = check_invariants(facts), tally(facts)
         stall = longest_stall(ended, faults)
         told = {(event.instance_uuid, event.sequence, event.state) for event in events}
         examples = {"lost": found.lost, "doubled": found.doubled, "leaked": found.leaked}

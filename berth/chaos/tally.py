@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from berth.chaos.churn import Ended
 from berth.chaos.faults import Injected
-from berth.invariants import Facts, judge
+from berth.invariants import Facts, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
 
 
@@ -31,7 +31,7 @@ class Tally(Struct, frozen=True, kw_only=True):
 
 def tally(facts: Facts) -> Tally:
     """Count from the outside: databases, hosts' reports, the event stream."""
-    capacity = next(verdict for verdict in judge(facts) if verdict.name == "capacity")
+    capacity = next(verdict for verdict in check_invariants(facts) if verdict.name == "capacity")
     return Tally(
         lost=tuple(sorted(_lost(facts))),
         doubled=tuple(sorted(_doubled(facts))),

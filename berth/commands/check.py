@@ -9,7 +9,7 @@ import typer
 
 from berth.commands.common import EXIT_AWAY, EXIT_NO, AsJson, Stop, database_of, err, out, print_json, run, settings_of
 from berth.gather import gather, rest
-from berth.invariants import judge
+from berth.invariants import check_invariants
 from berth.render import render_verdicts
 
 # Past the wait for rest: reading the databases and hearing every compute service.
@@ -28,7 +28,7 @@ def check(
         try:
             async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
                 at_rest = await rest(site, timeout_s=wait)
-                verdicts = judge(await gather(site))
+                verdicts = check_invariants(await gather(site))
         except TimeoutError as fault:
             raise Stop(EXIT_AWAY, "check.unanswered", "bus or database did not answer in time") from fault
         if as_json:

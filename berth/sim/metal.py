@@ -150,8 +150,10 @@ class SimIronic:
         self._harm: HarmWatch | None = None
         broker.declare_exchange(EXCHANGE)
 
-    def judge(self, harm: HarmWatch, attempt_on: Callable[[str, str], int], fail: Callable[[Breach], None]) -> None:
-        """Have every request of ours looked at."""
+    def watch_requests(
+        self, harm: HarmWatch, attempt_on: Callable[[str, str], int], fail: Callable[[Breach], None]
+    ) -> None:
+        """Check every request of our processes from now on; `fail` takes what breaks an invariant."""
         self._harm, self._attempt_on, self._fail = harm, attempt_on, fail
 
     async def answer(self, request: httpx.Request, process: str) -> httpx.Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, judge
+from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, check_invariants
 from berth.sim.company import NONE_ALLOWED
 from berth.sim.company_watch import OVER_QUOTA, asked_of
 from berth.sim.draw import PROJECTS
@@ -196,7 +196,7 @@ def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
 
 
 def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Facts:
-    """Everything `berth.invariants.judge` wants to know, from stores and machines; not of the lost."""
+    """Everything `berth.invariants.check_invariants` wants to know, from stores and machines; not of the lost."""
     book, builds = world.book, world.builds
     return Facts(
         inventories=[
@@ -300,5 +300,5 @@ def _breaches(facts: Facts) -> list[str]:
 
     Not of capacity: inventories shrink here, and `BookWatch` has seen that no usage rose past its capacity.
     """
-    verdicts = [verdict for verdict in judge(facts) if not verdict.holds and verdict.name != "capacity"]
+    verdicts = [verdict for verdict in check_invariants(facts) if not verdict.holds and verdict.name != "capacity"]
     return [f"{verdict.name}: {example}" for verdict in verdicts for example in verdict.examples]

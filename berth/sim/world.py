@@ -374,7 +374,7 @@ class World:
         ironic.farm.occupy(metal.foreign, CLASSES)
         ironic.farm.deployed = self.machines.deployed
         ironic.farm.changed_hands = self.harm.changed_hands
-        ironic.judge(self.harm, self.attempt_on, self.fail)
+        ironic.watch_requests(self.harm, self.attempt_on, self.fail)
         return ironic
 
     def _broker(self, name: str) -> Broker:

@@ -56,7 +56,7 @@ class OutcomeHandler:
                 continue
             if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
                 continue
-            await self._bus.publisher.room()
+            await self._bus.publisher.wait_for_capacity()
             if isinstance(outcome, Done):
                 self._reply(received.meta, outcome.reply, replies)
             elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):

@@ -274,7 +274,7 @@ class Relay:
             log.error("outbox.unknown_bus", row=row_id, bus=bus)
         return True
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Return when `send` would keep a row in memory."""
         while len(self._tickets) >= self._max_rows:
             await self._change()
@@ -399,7 +399,7 @@ class Relay:
                     log.error("outbox.unreadable", row=row_id, reason=str(error))
                     continue
                 _swept.inc()
-                await self.room()
+                await self.wait_for_capacity()
                 self.send(row_id, outgoing)
             if len(found) < SWEEP_BATCH:
                 await self._clock.sleep(self._sweep_every_s)

@@ -140,7 +140,7 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
     Waits first while the relay holds as many rows as it may.
     """
     assert relay is not None, "publish_through() first"
-    await relay.room()
+    await relay.wait_for_capacity()
     async with unit as begun:
         yield begun
     relay.send(begun.row, begun.outbox)

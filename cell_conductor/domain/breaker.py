@@ -54,7 +54,7 @@ class BreakerVerdict(Struct, frozen=True):
     tripped: Breaker | None = None
 
 
-def judge(
+def assess(
     service: str,
     findings: Sequence[Finding],
     quarantined: Sequence[Unexplained],

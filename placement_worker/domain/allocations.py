@@ -85,7 +85,7 @@ class AllocationLedger:
         touched = self.used.get(uuid)
         if touched is not None and name in touched:
             return touched[name]
-        return self.providers[uuid].rooms[name].used
+        return self.providers[uuid].inventories[name].used
 
     def move(self, before: Holding, after: Holding) -> None:
         """Usage follows a holding; generations stay."""
@@ -131,7 +131,7 @@ def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> Alloca
         refusal = _check_generation(write, known[write.consumer])
         if refusal is not None:
             return refusal
-    refusal = _check_names(ledger, writes) or _check_room(ledger, writes, known)
+    refusal = _check_names(ledger, writes) or _check_capacity(ledger, writes, known)
     if refusal is not None:
         return refusal
     written: dict[str, None] = {}  # each provider once, in a stated order
@@ -202,7 +202,7 @@ def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> A
     return None
 
 
-def _check_room(
+def _check_capacity(
     ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
 ) -> AllocationOutcome:
     """Checks capacity and the amount rules over the sum of what all the consumers hold before and after."""
@@ -215,17 +215,17 @@ def _check_room(
                     more[uuid, name] = more.get((uuid, name), 0) + sign * amount
     for write in writes:
         for uuid, resources in write.holding.items():
-            rooms = ledger.providers[uuid].rooms
+            inventories = ledger.providers[uuid].inventories
             for name, amount in resources.items():
-                room = rooms.get(name)
-                if room is None:
+                inventory = inventories.get(name)
+                if inventory is None:
                     return WriteRefusal(
                         Why.DOES_NOT_FIT, f"Inventory for '{name}' on resource provider '{uuid}' invalid.", uuid
                     )
-                if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+                if amount < inventory.min_unit or amount > inventory.max_unit or amount % inventory.step_size:
                     return _does_not_fit(name, uuid, "violate inventory constraints")
                 extra = more[uuid, name]
-                if extra > 0 and ledger.used_of(uuid, name) + extra > room.capacity:
+                if extra > 0 and ledger.used_of(uuid, name) + extra > inventory.capacity:
                     return _does_not_fit(name, uuid, "exceed the capacity")
     return None
 

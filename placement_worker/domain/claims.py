@@ -195,7 +195,7 @@ class _Ledger:
         touched = self.used.get(uuid)
         if touched is not None and name in touched:
             return touched[name]
-        return self.providers[uuid].rooms[name].used
+        return self.providers[uuid].inventories[name].used
 
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         if self.projects:
@@ -236,7 +236,7 @@ class _Ledger:
         if touched is None:
             touched = self.used[uuid] = {}
         for name, amount in resources.items():
-            used = touched[name] if name in touched else provider.rooms[name].used
+            used = touched[name] if name in touched else provider.inventories[name].used
             touched[name] = used + sign * amount
         if not again:
             self.generations[uuid] = self.generations.get(uuid, provider.generation) + 1
@@ -417,23 +417,23 @@ def _fits(ledger: _Ledger, option: ClaimOption, held: Holding, source: Holding =
         if uuid in shapes and shapes[uuid] != provider.shape:
             raced = True
     for uuid, resources in option.allocations.items():
-        rooms = ledger.providers[uuid].rooms
+        inventories = ledger.providers[uuid].inventories
         before = held.get(uuid, _NO_AMOUNTS)
         for name, amount in resources.items():
             more = (max(amount, amount_of(source, uuid, name)) if source else amount) - before.get(name, 0)
             if more <= 0:
                 continue  # over capacity or not, what does not worsen it is allowed
-            room = rooms.get(name)
-            if room is None:
+            inventory = inventories.get(name)
+            if inventory is None:
                 known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
                 # Gone since it was chosen, perhaps to a child of the same host: raced, not full.
                 if known and shapes.get(uuid, shape) == shape:
                     return _FULL
                 invalid = invalid or not known
                 continue
-            if ledger.used_of(uuid, name) + more > room.capacity:
+            if ledger.used_of(uuid, name) + more > inventory.capacity:
                 return _FULL
-            if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+            if amount < inventory.min_unit or amount > inventory.max_unit or amount % inventory.step_size:
                 invalid = True
     if raced:
         return ClaimOutcome.RACED
@@ -533,12 +533,12 @@ def _fits_swap(ledger: _Ledger, wanted: Holding, before: Holding, after: Holding
             more = after[uuid][name] - before.get(uuid, {}).get(name, 0)
             if more <= 0:
                 continue
-            room = provider.rooms.get(name)
-            if room is None:
+            inventory = provider.inventories.get(name)
+            if inventory is None:
                 return _FULL if name in ledger.known_classes else ClaimOutcome.INVALID
-            if ledger.used_of(uuid, name) + more > room.capacity:
+            if ledger.used_of(uuid, name) + more > inventory.capacity:
                 return _FULL
-            if amount < room.min_unit or amount > room.max_unit or amount % room.step_size:
+            if amount < inventory.min_unit or amount > inventory.max_unit or amount % inventory.step_size:
                 return ClaimOutcome.INVALID
     return _CLAIMED
 

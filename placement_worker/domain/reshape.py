@@ -12,7 +12,7 @@ from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider, Room, Stock
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, Provider, Stock
 
 
 class Reshape(Caused, frozen=True):
@@ -86,8 +86,10 @@ def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapp
 
 
 def _claimed(provider: Provider) -> ClaimedProvider:
-    rooms = {
-        name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
+    inventories = {
+        name: InventoryUsage(
+            stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0)
+        )
         for name, stock in provider.stocks.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, rooms, provider.root)
+    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)

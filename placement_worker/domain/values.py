@@ -23,7 +23,7 @@ MAX_CAPACITY = 2**53
 ABOVE_CELLS = "api"
 
 
-class Room(Struct, frozen=True, gc=False):
+class InventoryUsage(Struct, frozen=True, gc=False):
     """What a claim must respect of one inventory, and how much of it was used when it was read."""
 
     capacity: int
@@ -38,7 +38,7 @@ class ClaimedProvider(Struct, frozen=True):
 
     generation: int
     shape: int
-    rooms: dict[str, Room]
+    inventories: dict[str, InventoryUsage]
     root: str
 
 

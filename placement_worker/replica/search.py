@@ -17,7 +17,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
 from placement_worker.replica.query import Found, Query
 from placement_worker.replica.request import Slot
-from placement_worker.replica.verdicts import RootVerdicts, kept_verdicts, verdicts_of
+from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, verdicts_of
 
 __all__ = ["Found", "Query", "options", "search"]
 
@@ -56,7 +56,7 @@ def options(book: Book, query: Query, root_row: int, *, limit: int = 4) -> list[
     Best: from few providers, then from those with most room. The provider with the widest choice changes first from
     option to option, so that the second option is a real alternative to the first.
     """
-    verdicts = kept_verdicts(book, query)
+    verdicts = cached_verdicts(book, query)
     slots = verdicts.compiled.slots
     return [_option(book, slots, rows) for rows in verdicts.assignments(root_row, min(limit, MAX_OPTIONS))]
 

@@ -118,8 +118,8 @@ class RootVerdicts:
         self._by_shape = np.zeros(self.book.size, dtype=np.uint16)
         self.verdicts = np.zeros(self.book.size, dtype=np.uint16)
         roots = self.book.rows_of_roots()
-        self._judge_shapes(roots)
-        self.verdicts[roots] = self._judge(roots)
+        self._evaluate_shapes(roots)
+        self.verdicts[roots] = self._evaluate(roots)
         self.counts = np.bincount(self.verdicts[roots], minlength=self.passes + 1)
         self._roots = None
 
@@ -129,8 +129,8 @@ class RootVerdicts:
             self.verdicts = np.concatenate([self.verdicts, np.zeros(more, dtype=np.uint16)])
         if len(shaped):
             self._by_shape[shaped] = NOT_A_ROOT
-            self._judge_shapes(shaped[self.book.is_root[shaped]])
-        self._set(moved, self._judge(moved))
+            self._evaluate_shapes(shaped[self.book.is_root[shaped]])
+        self._set(moved, self._evaluate(moved))
 
     def _set(self, rows: Rows, after: Codes) -> None:
         """Change these rows' verdicts, their counts and the list of passing roots."""
@@ -155,23 +155,23 @@ class RootVerdicts:
         roots.flags.writeable = False
         self._roots = roots
 
-    def _judge_shapes(self, roots: Rows) -> None:
+    def _evaluate_shapes(self, roots: Rows) -> None:
         """What inventory, traits and aggregates alone say of lone roots; trees are judged whole each time."""
         lone = self.compiled.stand_alone(roots)
         self._by_shape[roots] = np.where(lone, self.reasons.unexplained, self._tree)
         fit = self.compiled.lone_by_shape(roots[lone])
         self._by_shape[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
 
-    def _judge(self, rows: Rows) -> Codes:
+    def _evaluate(self, rows: Rows) -> Codes:
         """Verdicts of rows that are, or were, roots."""
         codes = self._by_shape[rows]
         codes[~self.compiled.lone_has_room(rows) & (codes == self.passes)] = self.reasons.unexplained
         trees = codes == self._tree
         if trees.any():
-            codes[trees] = self._judge_trees(rows[trees])
+            codes[trees] = self._evaluate_trees(rows[trees])
         return codes
 
-    def _judge_trees(self, roots: Rows) -> Codes:
+    def _evaluate_trees(self, roots: Rows) -> Codes:
         """Verdicts of trees: what the root itself says, then what the tree can give."""
         codes = self.compiled.anchor_codes(roots)
         open_ones = np.flatnonzero(codes == self.passes)
@@ -185,12 +185,12 @@ class VerdictsCache(OrderedDict[object, RootVerdicts]):
 
 def verdicts_of(book: Book, query: Query) -> RootVerdicts:
     """The query's verdicts, refreshed."""
-    verdicts = kept_verdicts(book, query)
+    verdicts = cached_verdicts(book, query)
     verdicts.refresh()
     return verdicts
 
 
-def kept_verdicts(book: Book, query: Query) -> RootVerdicts:
+def cached_verdicts(book: Book, query: Query) -> RootVerdicts:
     """The query's verdicts as they were last."""
     key = (
         tuple(sorted(query.resources.items())),

@@ -27,7 +27,14 @@ from bus.contracts.placement import (
 from bus.faults import BrokenInvariant
 from placement_worker.domain.claims import ClaimVerdict, Decision, changes_of, decide
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.values import ABOVE_CELLS, NOTHING, ClaimedProvider, ConsumerState, Room, is_closed
+from placement_worker.domain.values import (
+    ABOVE_CELLS,
+    NOTHING,
+    ClaimedProvider,
+    ConsumerState,
+    InventoryUsage,
+    is_closed,
+)
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import ClaimItem, ClaimReply
@@ -98,7 +105,7 @@ async def lock(
     said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids)
     consumers, held, providers = _locked(said)
     used_classes = {row[2] for row in held}
-    used_classes.update(room[0] for row in providers for room in row[6] or ())
+    used_classes.update(inventory[0] for row in providers for inventory in row[6] or ())
     class_names = await names.names_of(connection, used_classes)
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
@@ -110,7 +117,10 @@ async def lock(
         ids={row[1]: row[0] for row in providers},
         providers={
             row[1]: ClaimedProvider(
-                row[2], row[3], {class_names[room[0]]: Room(*room[1:]) for room in row[6] or ()}, root=row[4]
+                row[2],
+                row[3],
+                {class_names[inventory[0]]: InventoryUsage(*inventory[1:]) for inventory in row[6] or ()},
+                root=row[4],
             )
             for row in providers
         },

@@ -40,8 +40,8 @@ from placement_worker.domain.values import (
     ABOVE_CELLS,
     ClaimedProvider,
     GroupKey,
+    InventoryUsage,
     Provider,
-    Room,
     is_closed,
     state_of,
 )
@@ -379,8 +379,10 @@ def _keys(updates: Sequence[InventoryUpdate]) -> list[Key]:
 
 
 def _claimed(provider: Provider) -> ClaimedProvider:
-    rooms = {
-        name: Room(stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0))
+    inventories = {
+        name: InventoryUsage(
+            stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0)
+        )
         for name, stock in provider.stocks.items()
     }
-    return ClaimedProvider(provider.generation, provider.shape, rooms, provider.root)
+    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)

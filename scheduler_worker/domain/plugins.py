@@ -26,22 +26,22 @@ class Filter(Protocol):
 
     name: ClassVar[str]
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """A verdict over all hosts of the view at once."""
 
 
 class HostFilter:
-    """Base of a filter that looks at one host at a time: override `reason_against`. Slow beyond 1,000 hosts."""
+    """Base of a filter that looks at one host at a time: override `rejection_reason`. Slow beyond 1,000 hosts."""
 
     name: ClassVar[str] = ""
 
-    def reason_against(self, host: HostView, spec: RequestSpec) -> str | None:
+    def rejection_reason(self, host: HostView, spec: RequestSpec) -> str | None:
         """The reason why this host may not take the build (a stable code), or None when it may."""
         raise NotImplementedError
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Check every host in turn."""
-        reasons = [self.reason_against(view.host(row), spec) for row in range(len(view))]
+        reasons = [self.rejection_reason(view.host(row), spec) for row in range(len(view))]
         passed = np.array([reason is None for reason in reasons], dtype=np.bool_)
         return Verdict(passed, dict(Counter(reason for reason in reasons if reason is not None)))
 
@@ -83,7 +83,7 @@ def applies_to(plugin: Filter | Weigher, spec: RequestSpec) -> bool:
 NONE_REJECTED: Mapping[str, int] = {}
 
 
-def one_reason(passed: Mask, reason: str) -> Verdict:
+def verdict_of(passed: Mask, reason: str) -> Verdict:
     """A verdict that rejects all hosts for the same reason."""
     rejected = int(passed.size - np.count_nonzero(passed))
     return Verdict(passed, {reason: rejected} if rejected else NONE_REJECTED)

@@ -149,20 +149,20 @@ class Selector:
             before = len(view)
             view = view.subset(known)
             funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
-        for judge in self.filters:
-            if spec.forced or not applies_to(judge, spec):
+        for host_filter in self.filters:
+            if spec.forced or not applies_to(host_filter, spec):
                 continue
             before = len(view)
-            verdict = judge.judge(view, spec)
+            verdict = host_filter.filter(view, spec)
             if not verdict.passed.all():
                 view = view.subset(verdict.passed)
             # A plug-in may count carelessly; the funnel must add up all the same.
             rejected = (
                 verdict.rejected
                 if sum(verdict.rejected.values()) == before - len(view)
-                else {judge.name: before - len(view)}
+                else {host_filter.name: before - len(view)}
             )
-            funnel.append(step(judge.name, before, rejected))
+            funnel.append(step(host_filter.name, before, rejected))
         return view, tuple(funnel)
 
     def _index_of(self, rows: Rows) -> Rows:

@@ -28,7 +28,7 @@ class AggregateInstanceExtraSpecsFilter:
         """Only to flavors with such extra specs."""
         return bool(asked(spec.extra_specs, SCOPE))
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each key in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()

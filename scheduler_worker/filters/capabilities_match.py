@@ -20,7 +20,7 @@ class ComputeCapabilitiesFilter:
 
     name: ClassVar[str] = "ComputeCapabilitiesFilter"
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each attribute in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -18,7 +18,7 @@ class AggregateTypeAffinityFilter:
 
     name: ClassVar[str] = "AggregateTypeAffinityFilter"
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By the flavor's name, in comma lists."""
         listing = view.membership.with_key(KEY)
         if not listing:
@@ -30,4 +30,4 @@ class AggregateTypeAffinityFilter:
             restricted |= members
             if spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
                 allowed |= members
-        return one_reason(~restricted | allowed, "flavor.not_listed")
+        return verdict_of(~restricted | allowed, "flavor.not_listed")

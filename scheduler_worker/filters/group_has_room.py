@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from bus.contracts.groups import GroupPolicy
-from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.plugins import Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -19,9 +19,9 @@ class ServerGroupAntiAffinityFilter:
         """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.ANTI_AFFINITY)
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where the members were when placement was asked; the claim checks again."""
         assert spec.peers is not None
         assert spec.peers.server_group is not None
         most = spec.peers.server_group.max_per_host
-        return one_reason(view.counted(spec.peers.members) < most, "group.no_room")
+        return verdict_of(view.counted(spec.peers.members) < most, "group.no_room")

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from bus.contracts.groups import GroupPolicy
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -21,9 +21,9 @@ class ServerGroupAffinityFilter:
         """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.AFFINITY)
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where the members were when placement was asked; the claim checks again."""
         assert spec.peers is not None
         if not spec.peers.members:
             return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
-        return one_reason(view.counted(spec.peers.members) > 0, "group.elsewhere")
+        return verdict_of(view.counted(spec.peers.members) > 0, "group.elsewhere")

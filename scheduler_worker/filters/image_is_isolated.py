@@ -25,7 +25,7 @@ class AggregateImagePropertiesIsolation:
         """Only to images with properties."""
         return bool(spec.image_properties)
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each property in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()

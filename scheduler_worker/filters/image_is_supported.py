@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.plugins import Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -29,12 +29,12 @@ class ImagePropertiesFilter:
         """Only to images with one of these properties."""
         return any(spec.image_properties.get(key) for key in PROPERTIES)
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Hosts announce the same few lists, so each distinct one is compared once."""
         asked = [spec.image_properties.get(key, "").lower() for key in PROPERTIES]
         words = view.attribute(SUPPORTED)
         verdicts = {word: supports(word, asked) for word in set(words)}
-        return one_reason(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")
+        return verdict_of(np.array([verdicts[word] for word in words], dtype=np.bool_), "image.not_supported")
 
 
 def supports(announced: str | None, asked: list[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from scheduler_worker.domain.plugins import Verdict, one_reason
+from scheduler_worker.domain.plugins import Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -18,7 +18,7 @@ class SameHostFilter:
         """Only to requests with the hint."""
         return spec.peers is not None and spec.peers.same_hosts is not None
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """By where they were when placement was asked."""
         assert spec.peers is not None
-        return one_reason(view.among(spec.peers.same_hosts or ()), "hint.same_host")
+        return verdict_of(view.among(spec.peers.same_hosts or ()), "hint.same_host")

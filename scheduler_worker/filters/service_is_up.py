@@ -16,7 +16,7 @@ class ComputeFilter:
 
     name: ClassVar[str] = "ComputeFilter"
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """A host that is disabled and down counts as disabled."""
         del spec
         enabled, up = view.enabled, view.up

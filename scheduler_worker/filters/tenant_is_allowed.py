@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, one_reason
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 
@@ -21,7 +21,7 @@ class AggregateMultiTenancyIsolation:
 
     name: ClassVar[str] = "AggregateMultiTenancyIsolation"
 
-    def judge(self, view: HostsView, spec: RequestSpec) -> Verdict:
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Restricted hosts pass when any of their aggregates names the project."""
         restricting = view.membership.with_prefix(KEY)
         if not restricting:
@@ -33,7 +33,7 @@ class AggregateMultiTenancyIsolation:
             restricted |= members
             if spec.project_id in tenants(aggregate.metadata):
                 allowed |= members
-        return one_reason(~restricted | allowed, "tenant.not_allowed")
+        return verdict_of(~restricted | allowed, "tenant.not_allowed")
 
 
 def tenants(metadata: dict[str, str]) -> set[str]:

@@ -262,11 +262,11 @@ async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database:
     task = asyncio.create_task(relay.run())
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(40):
-            await relay.room()
+            await relay.wait_for_capacity()
             relay.send(await commit(database, to_cell), to_cell)
             while not cell.calls:  # noqa: ASYNC110  (a counter has no event)
                 await asyncio.sleep(0)
-        await relay.room()
+        await relay.wait_for_capacity()
         relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await api.until(1)
     task.cancel()
@@ -386,9 +386,9 @@ async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Datab
             await commit(database, [OutboxMessage("api", event(sequence=n))]), [OutboxMessage("api", event(sequence=n))]
         )
     assert relay.held == 2
-    room = asyncio.create_task(relay.room())
+    waiting = asyncio.create_task(relay.wait_for_capacity())
     api.open.set()
-    await asyncio.wait_for(room, PATIENCE_S)
+    await asyncio.wait_for(waiting, PATIENCE_S)
     await relay.drain(PATIENCE_S)
     assert (len(api.got), await rows(database)) == (2, 1)
     task.cancel()

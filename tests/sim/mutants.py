@@ -163,11 +163,13 @@ def capacity_off_by_one() -> AbstractContextManager[Any]:
 
     def with_one_more(provider: Any) -> Any:
         found = claimed(provider)
-        rooms = {
-            name: room.__class__(room.capacity + 1, room.min_unit, room.max_unit, room.step_size, room.used)
-            for name, room in found.rooms.items()
+        inventories = {
+            name: inventory.__class__(
+                inventory.capacity + 1, inventory.min_unit, inventory.max_unit, inventory.step_size, inventory.used
+            )
+            for name, inventory in found.inventories.items()
         }
-        return replace(found, rooms=rooms)
+        return replace(found, inventories=inventories)
 
     return patch.object(book_store, "_claimed", with_one_more)
 

@@ -124,11 +124,13 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
 
     def with_more(provider: Any) -> Any:
         found = claimed(provider)
-        rooms = {
-            name: room.__class__(room.capacity + 3, room.min_unit, room.max_unit, room.step_size, room.used)
-            for name, room in found.rooms.items()
+        inventories = {
+            name: inventory.__class__(
+                inventory.capacity + 3, inventory.min_unit, inventory.max_unit, inventory.step_size, inventory.used
+            )
+            for name, inventory in found.inventories.items()
         }
-        return replace(found, rooms=rooms)
+        return replace(found, inventories=inventories)
 
     def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
         providers = self._table.providers

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import compute_sim.app
 from berth.client import BuildClient, Track
 from berth.gather import gather, rest
-from berth.invariants import Facts, judge
+from berth.invariants import Facts, check_invariants
 from berth.settings import CellSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
 from berth.up import LocalSystem, site
@@ -93,7 +93,7 @@ class Example:
     async def looked_at(self) -> Facts:
         """Everything from outside, the invariants judged."""
         facts = await gather(self.system.site, accepted=list(self.client.tracks), events=self.client.events)
-        assert [verdict for verdict in judge(facts) if not verdict.holds] == []
+        assert [verdict for verdict in check_invariants(facts) if not verdict.holds] == []
         return facts
 
     async def where(self, tracks: list[Track]) -> Counter[tuple[str, str, int]]:

@@ -11,7 +11,7 @@ import pytest
 
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import judge
+from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.servers import start_all
 from berth.site import process_name
@@ -58,7 +58,7 @@ async def load_while_the_database_restarts(small: Small) -> None:
         report: LoadReport = await loading
         assert (report.active, report.unfinished, report.more_than_one_terminal) == (BOOTS, 0, 0), report
         assert await rest(site, timeout_s=PATIENCE_S)
-        verdicts = judge(await gather(site, accepted=list(client.tracks), events=client.events))
+        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=client.events))
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()

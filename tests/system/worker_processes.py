@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from berth.client import BuildClient
 from berth.gather import gather, rest
-from berth.invariants import InvariantVerdict, judge
+from berth.invariants import InvariantVerdict, check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import RealServers, SystemPlan, real_servers, running_crew
+from berth.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
 
@@ -38,7 +38,7 @@ class Rig(Struct):
         """Wait for rest and judge the invariants from the outside."""
         assert await rest(self.site, timeout_s=REST_TIMEOUT_S), "the system does not come to rest"
         facts = await gather(self.site, accepted=list(self.client.tracks), events=self.client.events)
-        return judge(facts)
+        return check_invariants(facts)
 
     async def assert_invariants(self) -> None:
         """Every invariant holds."""
@@ -52,7 +52,7 @@ async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
     servers_context = real_servers(plan.cells, durable=plan.durable)
     servers = await asyncio.to_thread(servers_context.__enter__)
     try:
-        async with running_crew(servers, plan) as (processes, site):
+        async with running_processes(servers, plan) as (processes, site):
             process = process_name("test")
             client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
             await client.open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from cell_conductor.domain.breaker import Breaker, Finding, judge
+from cell_conductor.domain.breaker import Breaker, Finding, assess
 from cell_conductor.domain.events import HostMissing, HostRuns
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
@@ -25,12 +25,12 @@ def unknown(*numbers: int) -> list[Unexplained]:
 
 def test_a_few_go_on() -> None:
     found = [*lost(1, 2), *over(3)]
-    verdict = judge("s", found, unknown(4, 5), None, limit=5, now=7.0)
+    verdict = assess("s", found, unknown(4, 5), None, limit=5, now=7.0)
     assert verdict.go == tuple(found) and verdict.tripped is None and verdict.held == 0
 
 
 def test_more_than_a_few_trip_it_and_none_of_them_goes_on() -> None:
-    verdict = judge("s", [*lost(1, 2), *over(3)], unknown(4, 5, 6), None, limit=5, now=7.0)
+    verdict = assess("s", [*lost(1, 2), *over(3)], unknown(4, 5, 6), None, limit=5, now=7.0)
     assert verdict.go == () and verdict.held == 3
     tripped = verdict.tripped
     assert tripped is not None and tripped.is_open and tripped.tripped_at == 7.0
@@ -41,7 +41,7 @@ def test_more_than_a_few_trip_it_and_none_of_them_goes_on() -> None:
 def test_while_it_is_open_nothing_goes_on() -> None:
     is_open = Breaker(service="s", tripped_at=1.0, machines=(f"i1@{HOST}",))
     for found in (lost(1), over(9)):
-        verdict = judge("s", found, [], is_open, limit=5, now=7.0)
+        verdict = assess("s", found, [], is_open, limit=5, now=7.0)
         assert verdict.go == () and verdict.held == 1 and verdict.tripped is None
 
 
@@ -49,7 +49,7 @@ def test_go_is_for_the_machines_that_tripped_it_and_no_others() -> None:
     keys = tuple(f"i{n}@{HOST}" for n in range(1, 7))
     gone = Breaker(service="s", tripped_at=1.0, machines=keys, reset_at=2.0, reset_by="op")
     found = [*lost(*range(1, 7)), *lost(7, 8, 9)]
-    assert judge("s", found, [], gone, limit=3, now=7.0).go == tuple(found)
-    more = judge("s", lost(*range(1, 11)), [], gone, limit=3, now=7.0)
+    assert assess("s", found, [], gone, limit=3, now=7.0).go == tuple(found)
+    more = assess("s", lost(*range(1, 11)), [], gone, limit=3, now=7.0)
     assert more.go == () and more.tripped is not None and more.tripped.lost == 4
-    assert judge("s", lost(1), [], replace(gone, reset_at=0.0), limit=3, now=7.0).go == ()
+    assert assess("s", lost(1), [], replace(gone, reset_at=0.0), limit=3, now=7.0).go == ()

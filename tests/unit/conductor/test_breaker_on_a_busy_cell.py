@@ -69,7 +69,7 @@ async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look
     found = differences(report, briefs, now=101.0, seen_at=100.0, grace_s=30.0, deployment=store.deployment)
     assert len(found.harmful) == MANY, "compared without locks, all of them are missing"
 
-    assert await guard.judge(report, found) == (() if not lost else [])
+    assert await guard.assess(report, found) == (() if not lost else [])
 
     breakers = await store.safety.breakers()
     assert [breaker.lost for breaker in breakers] == ([MANY] if lost else [])

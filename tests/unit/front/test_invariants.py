@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.invariants import BreakerFact, Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact, judge
+from berth.invariants import (
+    BreakerFact,
+    Facts,
+    InstanceFact,
+    InventoryFact,
+    QuarantineFact,
+    RunningFact,
+    check_invariants,
+)
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.placement import Change
 
@@ -45,11 +53,11 @@ SOUND = Facts(
 
 
 def broken(facts: Facts) -> set[str]:
-    return {verdict.name for verdict in judge(facts) if not verdict.holds}
+    return {verdict.name for verdict in check_invariants(facts) if not verdict.holds}
 
 
 def test_sound_facts_break_nothing_and_every_invariant_is_judged() -> None:
-    verdicts = judge(SOUND)
+    verdicts = check_invariants(SOUND)
     assert [verdict for verdict in verdicts if not verdict.holds] == []
     assert len(verdicts) == 11
     assert all(verdict.checked for verdict in verdicts)
@@ -116,7 +124,7 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "wrong"), [row[1:] for row in BREACHES], ids=[row[0] for row in BREACHES])
 def test_one_wrong_thing_breaks_its_invariant(name: str, wrong: dict[str, Any]) -> None:
-    verdicts = {verdict.name: verdict for verdict in judge(replace(SOUND, **wrong))}
+    verdicts = {verdict.name: verdict for verdict in check_invariants(replace(SOUND, **wrong))}
     assert not verdicts[name].holds
     assert verdicts[name].breaches >= len(verdicts[name].examples) > 0
 
@@ -140,5 +148,5 @@ NOT_ALWAYS = ("events", "changes", "connections", "breakers", "quarantine")
 
 
 def test_what_nobody_listened_to_is_not_judged() -> None:
-    names = {verdict.name for verdict in judge(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
+    names = {verdict.name for verdict in check_invariants(replace(SOUND, **dict.fromkeys(NOT_ALWAYS)))}
     assert names.isdisjoint({"generations_rise", "no_upcall"}) and len(names) == 7

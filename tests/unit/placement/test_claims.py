@@ -16,7 +16,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, Room
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
 
 A, B, NOWHERE = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abf")
 VM, OTHER, MIGRATION = (f"0000000{n}-0000-4000-8000-000000000000" for n in (1, 2, 3))
@@ -24,12 +24,12 @@ CLASSES = {"VCPU": 1, "DISK_GB": 2, "VGPU": 3}
 Hold = Mapping[str, Mapping[str, int]]
 
 
-def provider(shape: int = 1, generation: int = 10, **rooms: Room) -> ClaimedProvider:
-    return ClaimedProvider(generation, shape, rooms, root=A)
+def provider(shape: int = 1, generation: int = 10, **inventories: InventoryUsage) -> ClaimedProvider:
+    return ClaimedProvider(generation, shape, inventories, root=A)
 
 
-def room(capacity: int, used: int = 0, *, low: int = 1, high: int = 1000, step: int = 1) -> Room:
-    return Room(capacity, low, high, step, used)
+def room(capacity: int, used: int = 0, *, low: int = 1, high: int = 1000, step: int = 1) -> InventoryUsage:
+    return InventoryUsage(capacity, low, high, step, used)
 
 
 def holder(hold: Hold, *, generation: int = 1, attempt: int = 1) -> ConsumerState:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claims import ClaimItem, decide
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, Room
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
 
 PROVIDERS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
 CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(4)]
@@ -44,8 +44,8 @@ class Model:
     """What is written down after each group, as a database would have it."""
 
     def __init__(self) -> None:
-        rooms = {name: Room(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}
-        self.providers = {uuid: ClaimedProvider(0, 0, dict(rooms), root=uuid) for uuid in PROVIDERS}
+        inventories = {name: InventoryUsage(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}
+        self.providers = {uuid: ClaimedProvider(0, 0, dict(inventories), root=uuid) for uuid in PROVIDERS}
         self.consumers: dict[str, ConsumerState] = {}
 
     def write(self, items: Sequence[ClaimItem]) -> list[str]:
@@ -58,11 +58,11 @@ class Model:
         for uuid, generation in decision.generations.items():
             old = self.providers[uuid]
             assert generation > old.generation
-            rooms = {
-                name: Room(r.capacity, 1, 100, 1, decision.used[uuid].get(name, r.used))
-                for name, r in old.rooms.items()
+            inventories = {
+                name: InventoryUsage(r.capacity, 1, 100, 1, decision.used[uuid].get(name, r.used))
+                for name, r in old.inventories.items()
             }
-            self.providers[uuid] = ClaimedProvider(generation, old.shape, rooms, root=uuid)
+            self.providers[uuid] = ClaimedProvider(generation, old.shape, inventories, root=uuid)
         assert set(decision.used) == set(decision.generations)
         return [verdict.outcome for verdict in decision.verdicts]
 
@@ -82,7 +82,7 @@ def test_usage_is_what_is_held_and_never_more_than_there_is(work: list[list[Clai
         model.write(items)
         held = model.held()
         for uuid, provider in model.providers.items():
-            for name, room in provider.rooms.items():
+            for name, room in provider.inventories.items():
                 assert room.used == held.get((uuid, name), 0)
                 assert 0 <= room.used <= room.capacity
 

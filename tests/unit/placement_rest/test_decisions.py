@@ -20,7 +20,7 @@ from placement_worker.domain.trees import (
     SetTraits,
     UpdateProvider,
 )
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, Provider, Room, Stock
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, Provider, Stock
 
 CLASSES = {"VCPU": 1, "DISK_GB": 2}
 TRAITS = {"CUSTOM_T": 1}
@@ -138,7 +138,9 @@ def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
 
 def claimed(**used: int) -> dict[str, ClaimedProvider]:
     return {
-        uuid: ClaimedProvider(5, 5, {"VCPU": Room(10, 1, 8, 1, amount), "DISK_GB": Room(10, 2, 10, 2, 0)}, root=uuid)
+        uuid: ClaimedProvider(
+            5, 5, {"VCPU": InventoryUsage(10, 1, 8, 1, amount), "DISK_GB": InventoryUsage(10, 2, 10, 2, 0)}, root=uuid
+        )
         for uuid, amount in used.items()
     }
 
@@ -210,13 +212,13 @@ def test_a_group_is_what_its_members_are_one_after_the_other(asked: list[tuple[s
             if after is not None:
                 consumers[uuid] = after
         for uuid, used in step.used.items():
-            rooms = {
-                n: Room(r.capacity, r.min_unit, r.max_unit, r.step_size, used.get(n, r.used))
-                for n, r in providers[uuid].rooms.items()
+            inventories = {
+                n: InventoryUsage(r.capacity, r.min_unit, r.max_unit, r.step_size, used.get(n, r.used))
+                for n, r in providers[uuid].inventories.items()
             }
-            providers[uuid] = ClaimedProvider(step.generations[uuid], 5, rooms, root=uuid)
+            providers[uuid] = ClaimedProvider(step.generations[uuid], 5, inventories, root=uuid)
     assert together == apart
     assert {u: c for u, c in decision.consumers.items() if c is not None} == consumers
     for uuid, used in decision.used.items():
-        assert used["VCPU"] == providers[uuid].rooms["VCPU"].used <= 10
+        assert used["VCPU"] == providers[uuid].inventories["VCPU"].used <= 10
         assert decision.generations[uuid] == providers[uuid].generation

@@ -62,14 +62,14 @@ def test_extra_spec_operators(value: str | None, wanted: str, passes: bool) -> N
 def test_compute_filter_wants_enabled_and_heard_from_recently() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c1", "c2"], reports={0: {"enabled": False}})
     spec = hosts.spec()
-    verdict = ComputeFilter().judge(hosts.view(), spec)
+    verdict = ComputeFilter().filter(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
     hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
-    verdict = ComputeFilter().judge(hosts.view(now_s=70.0), spec)
+    verdict = ComputeFilter().filter(hosts.view(now_s=70.0), spec)
     assert verdict.passed.tolist() == [False, False, True]
     assert verdict.rejected == {"host.disabled": 1, "service.down": 1}
     hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
-    assert ComputeFilter().judge(hosts.view(now_s=70.0), spec).passed.tolist() == [False, False, False]
+    assert ComputeFilter().filter(hosts.view(now_s=70.0), spec).passed.tolist() == [False, False, False]
 
 
 def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
@@ -95,10 +95,10 @@ def test_tenant_isolation() -> None:
     second = aggregate("second", filter_tenant_id_2="third")
     config = SchedulerConfig(aggregates=(mine, second))
     hosts = Hosts([PLENTY] * 4, config=config, members={mine.uuid: [0], second.uuid: [1, 2], "x": [3]})
-    judge = AggregateMultiTenancyIsolation().judge
-    assert judge(hosts.view(), hosts.spec(project_id="demo")).passed.tolist() == [True, False, False, True]
-    assert judge(hosts.view(), hosts.spec(project_id="third")).passed.tolist() == [False, True, True, True]
-    nobody = judge(hosts.view(), hosts.spec(project_id="nobody"))
+    host_filter = AggregateMultiTenancyIsolation().filter
+    assert host_filter(hosts.view(), hosts.spec(project_id="demo")).passed.tolist() == [True, False, False, True]
+    assert host_filter(hosts.view(), hosts.spec(project_id="third")).passed.tolist() == [False, True, True, True]
+    nobody = host_filter(hosts.view(), hosts.spec(project_id="nobody"))
     assert nobody.passed.tolist() == [False, False, False, True] and nobody.rejected == {"tenant.not_allowed": 3}
 
 
@@ -122,7 +122,7 @@ def test_capabilities() -> None:
             2: {"attributes": {"cpu_arch": "arm", "gpus": "4"}},
         },
     )
-    verdict = ComputeCapabilitiesFilter().judge(hosts.view(), hosts.spec("f"))
+    verdict = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
     assert verdict.passed.tolist() == [True, False, False, False]
     assert verdict.rejected == {"capability.cpu_arch": 2, "capability.gpus": 1}
 
@@ -132,7 +132,7 @@ class OnlyEven(HostFilter):
 
     name: ClassVar[str] = "OnlyEven"
 
-    def reason_against(self, host: HostView, spec: RequestSpec) -> str | None:
+    def rejection_reason(self, host: HostView, spec: RequestSpec) -> str | None:
         """By name."""
         assert host.free("VCPU") == 16 and host.cell == "c1" and host.up
         return None if int(host.name[1:]) % 2 == 0 else "odd"

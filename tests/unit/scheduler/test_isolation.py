@@ -22,8 +22,8 @@ def passing(hosts: Hosts, **request: Any) -> list[str]:
 def test_two_aggregates_that_list_the_same_flavor_both_take_it() -> None:
     one, two = aggregate("one", instance_type="m1.small"), aggregate("two", instance_type="m1.small,m1.large")
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(aggregates=(one, two)), members={one.uuid: [0], two.uuid: [1]})
-    judge = AggregateTypeAffinityFilter().judge
-    assert judge(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, True]
+    host_filter = AggregateTypeAffinityFilter().filter
+    assert host_filter(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, True]
 
 
 def test_of_several_extra_specs_a_host_must_meet_each_and_falls_for_the_first() -> None:
@@ -31,7 +31,7 @@ def test_of_several_extra_specs_a_host_must_meet_each_and_falls_for_the_first() 
     flavor = Flavor(vcpus=1, extra_specs={"aggregate_instance_extra_specs:ssd": "true", "rack": "7"})
     config = SchedulerConfig(flavors={"f": flavor}, aggregates=(ssd, rack))
     hosts = Hosts([PLENTY] * 4, config=config, members={ssd.uuid: [0, 2], rack.uuid: [1, 2]})
-    verdict = AggregateInstanceExtraSpecsFilter().judge(hosts.view(), hosts.spec("f"))
+    verdict = AggregateInstanceExtraSpecsFilter().filter(hosts.view(), hosts.spec("f"))
     assert verdict.passed.tolist() == [False, False, True, False]
     assert sum(verdict.rejected.values()) == 3
 
@@ -50,7 +50,7 @@ def test_each_property_of_an_image_is_compared_with_its_own_part_of_the_triple(
     here, there = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/qemu/xen"}
     hosts = Hosts([PLENTY] * 2, reports={0: {"attributes": here}, 1: {"attributes": there}})
     found = [
-        ImagePropertiesFilter().judge(hosts.view(), hosts.spec(image_properties={name: value})).passed.tolist()
+        ImagePropertiesFilter().filter(hosts.view(), hosts.spec(image_properties={name: value})).passed.tolist()
         for value in values
     ]
     assert found == [[True, False], [False, True]]
@@ -63,16 +63,16 @@ def test_of_several_properties_an_image_must_meet_each_that_an_aggregate_names()
     members = {windows.uuid: [0, 3], linux.uuid: [1, 3], arm.uuid: [1, 2], either.uuid: [5]}
     hosts = Hosts([PLENTY] * 6, config=config, members=members)
 
-    def judged(**properties: str) -> list[int]:
-        judge = AggregateImagePropertiesIsolation()
-        verdict = judge.judge(hosts.view(), hosts.spec(image_properties=properties))
+    def passing(**properties: str) -> list[int]:
+        host_filter = AggregateImagePropertiesIsolation()
+        verdict = host_filter.filter(hosts.view(), hosts.spec(image_properties=properties))
         return [at for at, passed in enumerate(verdict.passed.tolist()) if passed]
 
     # Host 3 is in an aggregate of each kind: one that meets is enough. Host 4 is in none.
-    assert judged(os_type="windows", arch="x86") == [0, 3, 4, 5]
-    assert judged(os_type="linux", arch="arm") == [1, 2, 3, 4, 5]
-    assert judged(os_type="linux", arch="x86") == [3, 4, 5]
-    assert judged(os_type="plan9") == [2, 4]
+    assert passing(os_type="windows", arch="x86") == [0, 3, 4, 5]
+    assert passing(os_type="linux", arch="arm") == [1, 2, 3, 4, 5]
+    assert passing(os_type="linux", arch="x86") == [3, 4, 5]
+    assert passing(os_type="plan9") == [2, 4]
 
 
 def tenants(*aggregates: Aggregate, **members: list[int]) -> Hosts:

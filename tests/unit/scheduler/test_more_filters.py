@@ -30,12 +30,12 @@ def test_aggregates_say_what_extra_specs_ask() -> None:
     config = SchedulerConfig(flavors={"f": flavor, "plain": Flavor(vcpus=1)}, aggregates=(fast, slow, both))
     members = {fast.uuid: [0, 3], slow.uuid: [1, 3], both.uuid: [2]}
     hosts = Hosts([PLENTY] * 5, config=config, members=members)
-    judge = AggregateInstanceExtraSpecsFilter()
-    verdict = judge.judge(hosts.view(), hosts.spec("f"))
+    host_filter = AggregateInstanceExtraSpecsFilter()
+    verdict = host_filter.filter(hosts.view(), hosts.spec("f"))
     # One of several values is enough (host 3 is in two aggregates); a host without the key (4) falls.
     assert verdict.passed.tolist() == [True, False, True, True, False]
     assert verdict.rejected == {"aggregate.ssd": 2}
-    assert not applies_to(judge, hosts.spec("plain"))
+    assert not applies_to(host_filter, hosts.spec("plain"))
 
 
 def test_an_unscoped_extra_spec_with_an_operator_is_the_aggregates_too() -> None:
@@ -45,19 +45,19 @@ def test_an_unscoped_extra_spec_with_an_operator_is_the_aggregates_too() -> None
         "five": Flavor(vcpus=1, extra_specs={"disks": ">= 5"}),
     }
     hosts = Hosts([PLENTY] * 2, config=SchedulerConfig(flavors=flavors, aggregates=(rack,)), members={rack.uuid: [1]})
-    judge = AggregateInstanceExtraSpecsFilter()
-    assert judge.judge(hosts.view(), hosts.spec("four")).passed.tolist() == [False, True]
-    assert judge.judge(hosts.view(), hosts.spec("five")).passed.tolist() == [False, False]
+    host_filter = AggregateInstanceExtraSpecsFilter()
+    assert host_filter.filter(hosts.view(), hosts.spec("four")).passed.tolist() == [False, True]
+    assert host_filter.filter(hosts.view(), hosts.spec("five")).passed.tolist() == [False, False]
 
 
 def test_an_aggregate_lists_the_flavors_that_it_takes() -> None:
     small, large = aggregate("small", instance_type="m1.tiny, m1.small"), aggregate("large", instance_type="m1.large")
     config = SchedulerConfig(aggregates=(small, large))
     hosts = Hosts([PLENTY] * 4, config=config, members={small.uuid: [0, 2], large.uuid: [1, 2]})
-    judge = AggregateTypeAffinityFilter().judge
-    assert judge(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, False, True, True]
-    assert judge(hosts.view(), hosts.spec("m1.large")).passed.tolist() == [False, True, True, True]
-    nobody = judge(hosts.view(), hosts.spec("m1.medium"))
+    host_filter = AggregateTypeAffinityFilter().filter
+    assert host_filter(hosts.view(), hosts.spec("m1.small")).passed.tolist() == [True, False, True, True]
+    assert host_filter(hosts.view(), hosts.spec("m1.large")).passed.tolist() == [False, True, True, True]
+    nobody = host_filter(hosts.view(), hosts.spec("m1.medium"))
     assert nobody.passed.tolist() == [False, False, False, True]
     assert nobody.rejected == {"flavor.not_listed": 3}
 
@@ -82,25 +82,25 @@ def test_what_an_image_is_made_for(announced: str | None, asked: list[str], runs
 def test_images_run_where_they_can() -> None:
     intel, arm = {"supported_instances": "x86_64/kvm/hvm"}, {"supported_instances": "aarch64/kvm/hvm"}
     hosts = Hosts([PLENTY] * 3, reports={0: {"attributes": intel}, 1: {"attributes": arm}})
-    judge = ImagePropertiesFilter()
+    host_filter = ImagePropertiesFilter()
     asked = hosts.spec(image_properties={"hw_architecture": "AARCH64", "os_type": "linux"})
-    verdict = judge.judge(hosts.view(), asked)
+    verdict = host_filter.filter(hosts.view(), asked)
     assert verdict.passed.tolist() == [False, True, False]
     assert verdict.rejected == {"image.not_supported": 2}
-    assert not applies_to(judge, hosts.spec(image_properties={"os_type": "linux"}))
+    assert not applies_to(host_filter, hosts.spec(image_properties={"os_type": "linux"}))
 
 
 def test_an_aggregate_is_kept_for_images_with_its_values() -> None:
     windows, any_os = aggregate("w", os_type="windows, reactos"), aggregate("n", rack="7")
     config = SchedulerConfig(aggregates=(windows, any_os))
     hosts = Hosts([PLENTY] * 3, config=config, members={windows.uuid: [0], any_os.uuid: [1]})
-    judge = AggregateImagePropertiesIsolation()
-    linux = judge.judge(hosts.view(), hosts.spec(image_properties={"os_type": "linux"}))
+    host_filter = AggregateImagePropertiesIsolation()
+    linux = host_filter.filter(hosts.view(), hosts.spec(image_properties={"os_type": "linux"}))
     assert linux.passed.tolist() == [False, True, True]
     assert linux.rejected == {"image.os_type": 1}
-    assert judge.judge(hosts.view(), hosts.spec(image_properties={"os_type": "windows"})).passed.all()
-    assert judge.judge(hosts.view(), hosts.spec(image_properties={"hw_architecture": "x"})).passed.all()
-    assert not applies_to(judge, hosts.spec())
+    assert host_filter.filter(hosts.view(), hosts.spec(image_properties={"os_type": "windows"})).passed.all()
+    assert host_filter.filter(hosts.view(), hosts.spec(image_properties={"hw_architecture": "x"})).passed.all()
+    assert not applies_to(host_filter, hosts.spec())
 
 
 def test_they_are_enabled_by_name_and_explain_themselves() -> None:

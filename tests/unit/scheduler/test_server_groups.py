@@ -52,13 +52,13 @@ def test_hard_rules(
     assert [f"h{at}" in passed for at in range(3)] == passes
 
 
-@pytest.mark.parametrize("judge", [ServerGroupAntiAffinityFilter(), ServerGroupAffinityFilter()])
-def test_members_on_hosts_that_the_book_lost_rule_nobody_out(judge: Filter) -> None:
+@pytest.mark.parametrize("host_filter", [ServerGroupAntiAffinityFilter(), ServerGroupAffinityFilter()])
+def test_members_on_hosts_that_the_book_lost_rule_nobody_out(host_filter: Filter) -> None:
     hosts = Hosts([PLENTY] * 2)
     group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
     spec = hosts.spec().with_peers(Peers(server_group=group, members={new_uuid(hosts.rng): 1}), "me")
-    if applies_to(judge, spec):
-        assert judge.judge(hosts.view(), spec).passed.all()
+    if applies_to(host_filter, spec):
+        assert host_filter.filter(hosts.view(), spec).passed.all()
 
 
 def test_wishes_are_weights_of_the_others() -> None:
@@ -81,17 +81,17 @@ def test_hints() -> None:
     here, there, nowhere = (new_uuid(hosts.rng) for _ in range(3))
     page = WherePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "somebody's pool")})
 
-    def judged(judge: Filter, **hints: tuple[str, ...]) -> list[bool]:
+    def passing(host_filter: Filter, **hints: tuple[str, ...]) -> list[bool]:
         request = hosts.request(**hints)
         assert has_peers(request)
         spec = hosts.spec().with_peers(peers_of(request, page), "me")
-        assert applies_to(judge, spec)
-        return [bool(passed) for passed in judge.judge(hosts.view(), spec).passed]
+        assert applies_to(host_filter, spec)
+        return [bool(passed) for passed in host_filter.filter(hosts.view(), spec).passed]
 
-    assert judged(DifferentHostFilter(), different_host=(here, there)) == [False, True, False]
-    assert judged(DifferentHostFilter(), different_host=(nowhere,)) == [True, True, True]
-    assert judged(SameHostFilter(), same_host=(here, nowhere)) == [True, False, False]
-    assert judged(SameHostFilter(), same_host=(nowhere,)) == [False, False, False]
+    assert passing(DifferentHostFilter(), different_host=(here, there)) == [False, True, False]
+    assert passing(DifferentHostFilter(), different_host=(nowhere,)) == [True, True, True]
+    assert passing(SameHostFilter(), same_host=(here, nowhere)) == [True, False, False]
+    assert passing(SameHostFilter(), same_host=(nowhere,)) == [False, False, False]
 
 
 def test_who_names_nobody_is_not_asked_after_and_pays_for_no_filter() -> None:

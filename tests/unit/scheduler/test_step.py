@@ -11,7 +11,7 @@ from bus.contracts.base import MAX_AMOUNT
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
 from placement_worker.domain.claims import decide
-from placement_worker.domain.values import ClaimedProvider, Room
+from placement_worker.domain.values import ClaimedProvider, InventoryUsage
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import (
     Attempt,
@@ -141,7 +141,9 @@ def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     probing = nothing_fits(replace(scene.attempt, choice=None, refreshed=True), scene.hosts.selector, 0.0)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
-    rooms = {name: Room(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
+    inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
     for shape in (1, 2):
-        decided = decide([probe], {}, {host: ClaimedProvider(1, shape, rooms, root=host)}, dict.fromkeys(resources, 1))
+        decided = decide(
+            [probe], {}, {host: ClaimedProvider(1, shape, inventories, root=host)}, dict.fromkeys(resources, 1)
+        )
         assert decided.verdicts[0].outcome == ClaimOutcome.RACED

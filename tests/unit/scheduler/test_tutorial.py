@@ -22,8 +22,8 @@ def test_the_filter_of_the_tutorial_passes_odd_hosts() -> None:
     module: dict[str, object] = {"__name__": "my_filters"}
     exec(block("python"), module)
     tried = module["OddHostsOnly"]()  # type: ignore[operator]
-    assert tried.reason_against(SimpleNamespace(name="c1-00003"), None) is None
-    assert tried.reason_against(SimpleNamespace(name="c1-00004"), None) == "host.even"
+    assert tried.rejection_reason(SimpleNamespace(name="c1-00003"), None) is None
+    assert tried.rejection_reason(SimpleNamespace(name="c1-00004"), None) == "host.even"
 
 
 def test_the_settings_of_the_tutorial_are_settings(tmp_path: Path) -> None:
