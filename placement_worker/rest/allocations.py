@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
+
+import msgspec
 
 from placement_worker.domain.allocations import Remove, Replace
 from placement_worker.domain.refusal import Why, WriteRefusal
@@ -14,7 +17,7 @@ from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.usages import UNKNOWN
-from placement_worker.store.rest_reads import allocations_of_consumer, allocations_of_provider
+from placement_worker.store.rest_reads import AllocationRow, allocations_of_consumer, allocations_of_provider
 
 SINCE_OWNERS = 12
 SINCE_CONSUMER_GENERATIONS = 28
@@ -46,15 +49,18 @@ async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET of one provider."""
     words = "Resource provider '{uuid}' not found: {0}"
     generation, rows = await api.of_provider(request.parts[1], allocations_of_provider, words=words)
-    held: dict[str, Any] = {}
-    for row in rows:
-        of_consumer = held.setdefault(row.consumer, {"resources": {}})
-        of_consumer["resources"][row.resource_class] = row.amount
-        if request.version >= SINCE_CONSUMER_GENERATIONS:
-            of_consumer["consumer_generation"] = row.consumer_generation
-    data = {"allocations": held, "resource_provider_generation": generation}
+    with_generation = request.version >= SINCE_CONSUMER_GENERATIONS
+
+    def text(consumer: list[AllocationRow]) -> bytes:
+        held: dict[str, Any] = {"resources": {row.resource_class: row.amount for row in consumer}}
+        if with_generation:
+            held["consumer_generation"] = consumer[0].consumer_generation
+        return f'"{consumer[0].consumer}":'.encode() + msgspec.json.encode(held)
+
+    listed = await api.listed([list(each) for _, each in groupby(rows, lambda row: row.consumer)], text)
     modified = max((row.updated_at for row in rows), default=api.clock.time())
-    return json_response(data).modified(request, modified)
+    body = b'{"allocations":{%b},"resource_provider_generation":%d}' % (listed, generation)
+    return Response(200, body).modified(request, modified)
 
 
 async def put(api: Api, request: HttpRequest) -> Response:
@@ -63,7 +69,7 @@ async def put(api: Api, request: HttpRequest) -> Response:
     if not is_uuid(consumer):
         raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
     consumer = canonical(consumer)
-    body = at(bodies.PUT_ALLOCATIONS, request.version).parse(request.body)
+    body = await api.parse(at(bodies.PUT_ALLOCATIONS, request.version), request.body)
     write = consumer_write(consumer, body, (api.config.incomplete_project_id, api.config.incomplete_user_id))
     outcome = await api.write_allocations(Replace((write,)))
     if outcome is not None:
@@ -73,7 +79,7 @@ async def put(api: Api, request: HttpRequest) -> Response:
 
 async def post(api: Api, request: HttpRequest) -> Response:
     """POST what several consumers are to hold, all or none."""
-    body = at(bodies.POST_ALLOCATIONS, request.version).parse(request.body)
+    body = await api.parse(at(bodies.POST_ALLOCATIONS, request.version), request.body)
     outcome = await api.write_allocations(Replace(_writes(api, body)))
     if outcome is not None:
         raise _refused(outcome, "Unable to allocate inventory {}")
@@ -93,7 +99,7 @@ async def delete(api: Api, request: HttpRequest) -> Response:
 
 async def reshape(api: Api, request: HttpRequest) -> Response:
     """POST /reshaper: inventories and the allocations that follow them, all or none."""
-    body = at(bodies.RESHAPE, request.version).parse(request.body)
+    body = await api.parse(at(bodies.RESHAPE, request.version), request.body)
     inventories = {}
     for uuid, asked in body.inventories.items():
         if not is_canonical(uuid):

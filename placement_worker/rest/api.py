@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -19,6 +19,7 @@ from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import Provider
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.aside import Aside
+from placement_worker.rest.bodies import Body
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
@@ -27,6 +28,11 @@ from placement_worker.store.rest import RestStore
 from placement_worker.store.rest_reads import Listing, ProviderRow, providers
 
 T = TypeVar("T")
+Row = TypeVar("Row")
+
+# Bytes of a body whose flaw is looked for on the event loop, and rows of an answer that is written there: 5 ms of it.
+EXPLAINED_AT_ONCE = 8 * 2**10
+LISTED_AT_ONCE = 500
 
 # One transaction of each kind at a time: what gathers meanwhile makes a larger group, and that saves more than a
 # second one beside it would gain (measured: 30 % less CPU). More processes serve more.
@@ -52,7 +58,8 @@ class Api:
     ) -> None:
         self.store = store
         self.replica = replica
-        self.aside = Aside()
+        self.searches = Aside("search")
+        self.texts = Aside("text")  # bodies that are wrong, and long answers
         self.classes_seen = 0  # how many classes the replica had when names were last read for its sake
         self.config = config
         self.clock = clock
@@ -79,7 +86,25 @@ class Api:
         """Until nothing is under way."""
         await self._trees.drain()
         await self._allocations.drain()
-        self.aside.close()
+        self.searches.close()
+        self.texts.close()
+
+    async def parse(self, kind: Body[T], body: bytes) -> T:
+        """A body as its type; what is wrong with a long one is found out aside. Raises HttpFault 400, TooBusy."""
+        parsed = kind.decode(body)
+        if parsed is not None:
+            return parsed
+        if len(body) <= EXPLAINED_AT_ONCE:
+            return kind.explain(body)
+        return await self.texts.run(lambda: kind.explain(body))
+
+    async def listed(self, rows: Sequence[Row], text: Callable[[Row], bytes]) -> bytes:
+        """The rows' texts with commas between; those of many are made aside. Raises TooBusy."""
+
+        def joined() -> bytes:
+            return b",".join(map(text, rows))
+
+        return joined() if len(rows) <= LISTED_AT_ONCE else await self.texts.run(joined)
 
     async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
         """Write one provider, together with what others write at the same time."""

@@ -90,7 +90,7 @@ class Application:
             if caller is None:
                 raise HttpFault(401)
             request.caller = caller
-        request.version = version_of(headers.get(HEADER, b"").decode("latin-1"))
+        request.version = version_of(exchange.versions)
         exchange.version_known = True
         length = _length(headers)
         if length and not request.content_type:
@@ -116,7 +116,7 @@ class Application:
         """The whole body, within its bounds of bytes and of time."""
         limit = self._api.config.max_body_bytes
         if length > limit:
-            raise HttpFault(413, f"At most {limit} bytes")
+            raise _too_large(limit)
         if not length:
             return b""
         message = await self._next(receive, self._api.config.body_timeout_s)
@@ -137,7 +137,7 @@ class Application:
                 size += len(part)
                 self._gather(len(part))
                 if size > config.max_body_bytes:
-                    raise HttpFault(413, f"At most {config.max_body_bytes} bytes")
+                    raise _too_large(config.max_body_bytes)
                 if self._gathering > config.max_bodies_bytes:
                     raise HttpFault(503, "Too many bodies are on their way at once.", **{"retry-after": RETRY_AFTER_S})
                 parts.append(part)
@@ -187,6 +187,8 @@ class _Exchange:
         self.version_known = False
         self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
         self.route = "none"
+        # A header that comes several times is one with commas, here for each service's version.
+        self.versions = b",".join(value for name, value in scope["headers"] if name == HEADER).decode("latin-1")
         said = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
         self._global_id = said if _GLOBAL_ID.fullmatch(said) else ""
 
@@ -222,6 +224,10 @@ def _length(headers: Mapping[bytes, bytes]) -> int:
     if not said.strip().isdigit():
         raise HttpFault(400, "content-length header must be an integer")
     return int(said)
+
+
+def _too_large(limit: int) -> HttpFault:
+    return HttpFault(413, f"At most {limit} bytes of body are taken (max_body_bytes).")
 
 
 def _check_types(route: Route, request: HttpRequest) -> None:

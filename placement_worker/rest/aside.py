@@ -1,15 +1,16 @@
-"""Reads of the book that take too long for the event loop: on a copy, in a thread, one at a time.
+"""What takes too long for the event loop: in a thread, one at a time.
 
-The copy makes them see one state however much is written meanwhile. The interpreter lets others go on every so often,
-so that nobody else's answer waits for theirs.
+Reads of the book go there with a copy of it, and so see one state however much is written meanwhile. The interpreter
+lets others go on every so often, so that nobody else's answer waits for theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bus.faults import Transient
@@ -19,50 +20,74 @@ from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
-# Long reads that may wait for the one under way; whoever comes then is told to try again.
+# How much may wait for what is under way; whoever comes then is told to try again.
 MAX_WAITING = 16
 
-# How long the thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
+# How long a thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
 # database), each of which waits so long for it; the interpreter's usual 5 ms would add up.
 SWITCH_S = 0.0005
 
 
 class TooBusy(Transient):
-    """More long reads are waiting than may."""
+    """More is waiting than may."""
 
     code = "rest.too_busy"
 
 
 class Aside:
-    """Where long reads go."""
+    """One thread, and who waits for it. name: what goes there."""
 
-    def __init__(self) -> None:
+    _busy = 0  # of all of them; they belong to one event loop
+    _usual_s = 0.0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._one = asyncio.Semaphore(1)
         self._present = 0
         self._closed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rest-aside")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
 
     async def read(self, book: Book, work: Callable[[Book], Result]) -> Result:
         """What the work says of the book as it is when its turn comes. Raises TooBusy."""
+
+        def begin() -> Callable[[], Result]:
+            copy = copy_of(book)  # nobody writes meanwhile: no await, and the loop is the only writer
+            return lambda: work(copy)
+
+        return await self._run(begin)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """What the work returns or raises, when its turn has come. Raises TooBusy."""
+        return await self._run(lambda: work)
+
+    async def _run(self, begin: Callable[[], Callable[[], Result]]) -> Result:
         if self._present > MAX_WAITING:
-            raise TooBusy(f"{MAX_WAITING} long searches are waiting")
+            raise TooBusy(f"{MAX_WAITING} wait for what takes long: {self._name}")
         self._present += 1
         try:
             async with self._one:
                 if self._closed:
                     raise TooBusy("the service is stopping")
-                metrics.LONG_READS.inc()
-                copy = copy_of(book)  # nobody writes meanwhile: no await, and the loop is the only writer
-                usual = sys.getswitchinterval()
-                sys.setswitchinterval(SWITCH_S)
-                try:
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, work, copy)
-                finally:
-                    sys.setswitchinterval(usual)
+                metrics.ASIDE.labels(self._name).inc()
+                with self._quick_switches():
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, begin())
         finally:
             self._present -= 1
 
+    @contextmanager
+    def _quick_switches(self) -> Iterator[None]:
+        if not Aside._busy:
+            Aside._usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_S)
+        Aside._busy += 1
+        try:
+            yield
+        finally:
+            Aside._busy -= 1
+            if not Aside._busy:
+                sys.setswitchinterval(Aside._usual_s)
+
     def close(self) -> None:
-        """Take nothing more; what is under way ends by its own bound of time."""
+        """Take nothing more; what is under way ends by its own bound."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -84,7 +84,7 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     default_limit: Annotated[int, Bound(ge=-1)] = -1
     group_max: Annotated[int, Bound(ge=1, le=1000)] = 64
     waiting_max: Annotated[int, Bound(ge=1)] = 4096
-    max_body_bytes: Annotated[int, Bound(ge=1024)] = 16 * 2**20
+    max_body_bytes: Annotated[int, Bound(ge=1024, le=16 * 2**20)] = 2**20
     max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10
     body_timeout_s: Annotated[float, Bound(gt=0)] = 30.0

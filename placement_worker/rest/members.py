@@ -27,10 +27,10 @@ async def set_aggregates(api: Api, request: HttpRequest) -> Response:
     generation: int | None = None
     try:
         if request.version >= SINCE_AGGREGATE_GENERATION:
-            body = bodies.AGGREGATES_19.parse(request.body)
+            body = await api.parse(bodies.AGGREGATES_19, request.body)
             listed, generation = body.aggregates, body.resource_provider_generation
         else:
-            listed = bodies.AGGREGATES.parse(request.body)
+            listed = await api.parse(bodies.AGGREGATES, request.body)
     except HttpFault:
         await api.provider(uuid)
         raise
@@ -54,7 +54,7 @@ async def show_traits(api: Api, request: HttpRequest) -> Response:
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:
     """PUT traits."""
-    body = bodies.PROVIDER_TRAITS.parse(request.body)
+    body = await api.parse(bodies.PROVIDER_TRAITS, request.body)
     named = [text_of(name) for name in body.traits]
     provider = written(await api.write_tree(SetTraits(request.parts[1], named, body.resource_provider_generation)))
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}

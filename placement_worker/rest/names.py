@@ -122,7 +122,7 @@ async def list_classes(api: Api, request: HttpRequest) -> Response:
 
 async def create_class(api: Api, request: HttpRequest) -> Response:
     """POST a custom one."""
-    name = bodies.RESOURCE_CLASS.parse(request.body).name
+    name = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     if not await api.store.create_name(CLASSES, name):
         raise HttpFault(409, f"Conflicting resource class already exists: {name}")
     return Response(201).location(f"/resource_classes/{name}")
@@ -137,7 +137,7 @@ async def show_class(api: Api, request: HttpRequest) -> Response:
 async def rename_class(api: Api, request: HttpRequest) -> Response:
     """PUT below 1.7: a custom class gets another name."""
     old = request.parts[1]
-    new = bodies.RESOURCE_CLASS.parse(request.body).name
+    new = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     await _class(api, old)
     if old in STANDARD_CLASSES:
         raise HttpFault(400, f"Cannot update standard resource class {old}")

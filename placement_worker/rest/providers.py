@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import asyncpg
+import msgspec
 from msgspec import UNSET
 
 from bus.clock import new_uuid
@@ -16,7 +19,7 @@ from placement_worker.rest.bodies import at, text_of
 from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
 from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
-from placement_worker.store.rest_reads import Listing, ProviderRow, providers
+from placement_worker.store.rest_reads import Listing, ProviderRow, provider_records
 
 SINCE_PARENTS = 14
 SINCE_BODY = 20
@@ -46,7 +49,7 @@ def shown(provider: Provider | ProviderRow, version: int) -> dict[str, Any]:
 async def create(api: Api, request: HttpRequest) -> Response:
     """POST: 201 without a body, from 1.20 200 with it."""
     kind = bodies.POST_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.POST_PROVIDER
-    body = kind.parse(request.body)
+    body = await api.parse(kind, request.body)
     uuid = new_uuid(api.rng) if body.uuid is UNSET else body.uuid
     parent = None
     if isinstance(body, bodies.PostProvider14) and isinstance(body.parent_provider_uuid, str):
@@ -81,7 +84,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
     uuid = request.parts[1]
     kind = bodies.PUT_PROVIDER_14 if request.version >= SINCE_PARENTS else bodies.PUT_PROVIDER
     try:
-        body = kind.parse(request.body)
+        body = await api.parse(kind, request.body)
     except HttpFault:
         await api.provider(uuid)  # one that is not there is said first
         raise
@@ -123,14 +126,13 @@ async def list_all(api: Api, request: HttpRequest) -> Response:
     query = request.query
     at(_LIST, request.version).check(query)
     listing = await _listing(api, query, request.version)
-    rows: list[ProviderRow] = []
+    rows: Sequence[asyncpg.Record] = ()
     if listing is not None:
         async with api.read() as connection:
-            rows = await providers(connection, listing)
-    modified = max((row.updated_at for row in rows), default=api.clock.time())
-    return json_response({"resource_providers": [shown(row, request.version) for row in rows]}).modified(
-        request, modified
-    )
+            rows = await provider_records(connection, listing)
+    listed = await api.listed(rows, lambda row: msgspec.json.encode(shown(ProviderRow(*row), request.version)))
+    modified = max((row[-1] for row in rows), default=api.clock.time())
+    return Response(200, b'{"resource_providers":[' + listed + b"]}").modified(request, modified)
 
 
 async def _listing(api: Api, query: QueryString, version: int) -> Listing | None:

@@ -128,6 +128,11 @@ GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_t
 
 async def providers(connection: asyncpg.Connection, listing: Listing) -> list[ProviderRow]:
     """Providers that the listing leaves, oldest first."""
+    return [ProviderRow(*row) for row in await provider_records(connection, listing)]
+
+
+async def provider_records(connection: asyncpg.Connection, listing: Listing) -> list[asyncpg.Record]:
+    """The same as rows of the database: there may be very many."""
     arguments: list[object] = []
     conditions: list[str] = []
 
@@ -165,8 +170,8 @@ async def providers(connection: asyncpg.Connection, listing: Listing) -> list[Pr
             amount,
         )
     where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
-    rows = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
-    return [ProviderRow(*row) for row in rows]
+    rows: list[asyncpg.Record] = await connection.fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
+    return rows
 
 
 async def inventories(connection: asyncpg.Connection, uuid: str) -> tuple[int, list[InventoryRecord]] | None:

@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,7 +54,9 @@ from ironic_sync.domain.effect import effect_of
 from ironic_sync.domain.notification import Notification, Rejected
 from ironic_sync.domain.notification import parse as parse_notification
 from placement_worker.rest import bodies
+from placement_worker.rest.api import EXPLAINED_AT_ONCE
 from placement_worker.rest.candidates_query import asked_of
+from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import QueryString
 from tests.fuzz import hostile
@@ -410,6 +413,8 @@ class RestBodies:
         plain = [value for value in vars(bodies).values() if isinstance(value, bodies.Body)]
         self._bodies: list[bodies.Body[Any]] = [*plain, *(body for _, body in tables)]
         self._kinds = hostile.kinds([body._kind for body in self._bodies])
+        self._limit = RestConfig().max_body_bytes
+        self._aside = ThreadPoolExecutor(max_workers=1)
 
     def make(self, rng: random.Random) -> tuple[int, bytes]:
         if rng.random() < 0.3:
@@ -442,10 +447,17 @@ class RestBodies:
         try:
             if number < 0:
                 asked_of(QueryString(raw), -1 - number)
-            else:
-                self._bodies[number].parse(raw)
+            elif len(raw) <= self._limit:  # a longer one is 413
+                self._parse(self._bodies[number], raw)
         except HttpFault as fault:
             must(400 <= fault.status < 500, f"an answer of {fault.status}")
+
+    def _parse(self, body: bodies.Body[Any], raw: bytes) -> None:
+        """As `Api.parse`: what is wrong with a long body is found in another thread."""
+        if len(raw) <= EXPLAINED_AT_ONCE:
+            body.parse(raw)
+        elif body.decode(raw) is None:
+            self._aside.submit(body.explain, raw).result()
 
 
 DOORS: dict[str, type[Any]] = {
