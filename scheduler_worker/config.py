@@ -8,8 +8,13 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from bus.contracts.base import ClassName
+
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]
+
+# {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
+Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -115,8 +120,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters
 
     # Quota, enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
-    default_quota: dict[str, Annotated[int, Bound(ge=0, lt=2**31)]] = {}
-    quotas: dict[str, dict[str, Annotated[int, Bound(ge=0, lt=2**31)]]] = {}  # by project, instead of the default
+    default_quota: Quota = {}
+    quotas: dict[str, Quota] = {}  # by project, instead of the default
 
     # Hosts
     service_down_time_s: Seconds = 60.0

@@ -395,7 +395,8 @@ class Relay:
                     continue
                 try:
                     outgoing = [OutboxMessage(item.bus, item.message, item.cause) for item in _decode(body)]
-                except msgspec.DecodeError as error:  # written by another version; it stays for that one
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    # Written by another version: it stays for that one.
                     log.error("outbox.unreadable", row=row_id, reason=str(error))
                     continue
                 _swept.inc()

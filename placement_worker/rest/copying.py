@@ -155,6 +155,8 @@ class CopySource:
             except httpx.TransportError as error:
                 said = f"{type(error).__name__} {error}"
                 continue
+            except (httpx.InvalidURL, httpx.RequestError) as error:  # of an answer's uuid; of what it is packed with
+                raise ImageError(f"{path[:200]!r}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 said = f"{answer.status_code} {answer.reason_phrase}"
                 continue
@@ -164,7 +166,7 @@ class CopySource:
                 raise ImageError(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
             try:
                 return msgspec.json.decode(answer.content)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ImageError(f"{answer.url}: {error}") from error
         raise ImageError(f"{self._client.base_url.join(path)}: {said}")
 

@@ -339,5 +339,5 @@ def _format(row: bytes) -> str:
 def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
     try:
         return decoder.decode(row)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ImageError(f"line {number + 1}: {error}") from error

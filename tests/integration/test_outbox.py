@@ -405,9 +405,17 @@ async def test_draining_ends_with_the_grace_time_and_the_row_stays(database: Dat
     assert await rows(database) == 1
 
 
-async def test_a_row_of_another_version_is_kept_and_the_rest_goes(database: Database) -> None:
+UNREADABLE = {
+    "of another version": msgspec.json.encode([{"bus": "api", "message": {"type": "from.the.future.v9"}}]),
+    "not UTF-8": b'[{"bus":"\xff"}]',
+    "nested without end": b'[{"x":' + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE.values(), ids=UNREADABLE)
+async def test_a_row_that_cannot_be_read_is_kept_and_the_rest_goes(database: Database, unreadable: bytes) -> None:
     async with database.raw() as connection:
-        body = msgspec.json.encode([{"bus": "api", "message": {"type": "from.the.future.v9"}}])
+        body = unreadable
         await connection.execute("INSERT INTO outbox (buses, body) VALUES ('{api}', $1)", body)
         await outbox.add(connection, [OutboxMessage("api", event())])
     api = StubBus("api")

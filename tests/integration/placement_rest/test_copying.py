@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -57,3 +59,58 @@ async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch
     await stranger.close()
     with pytest.raises((ImageError, httpx.HTTPError)):
         await CopySource("gopher://x", "").read()
+
+
+HOSTILE = {
+    "not UTF-8": b'{"versions":[{"max_version":"\xff"}]}',
+    "nested without end": b"[" * 100_000,
+    "no version": b'{"versions":[{"max_version":7}]}',
+    "half an answer": b'{"versions":',
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+async def test_hostile_answers_are_no_placement(body: bytes) -> None:
+    async with answering(lambda _: body) as url:
+        await refused(url)
+
+
+@pytest.mark.parametrize("uuid", ["\\u0000", "\\n", "x" * 70_000], ids=["NUL", "a line end", "too long for a URL"])
+async def test_a_provider_whose_uuid_is_no_part_of_a_url_is_no_placement(uuid: str) -> None:
+    row = f'{{"uuid":"{uuid}","name":"n","parent_provider_uuid":null,"root_provider_uuid":"r","generation":1}}'
+    answers = {
+        "/": '{"versions":[{"max_version":"1.39"}]}',
+        "/traits": '{"traits":[]}',
+        "/resource_classes": '{"resource_classes":[]}',
+        "/resource_providers": f'{{"resource_providers":[{row}]}}',
+    }
+    async with answering(lambda path: answers.get(path, "{").encode()) as url:
+        await refused(url)
+
+
+async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
+    async with answering(lambda _: b"{}", b"content-encoding: gzip\r\n") as url:
+        await refused(url)
+
+
+async def refused(url: str) -> None:
+    source = CopySource(url, "admin")
+    with pytest.raises(ImageError):
+        await source.read()
+    await source.close()
+
+
+@asynccontextmanager
+async def answering(body: Callable[[str], bytes], headers: bytes = b"") -> AsyncIterator[str]:
+    """Somebody who answers every request with 200 and whatever the path has."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        content = body(head.split()[1].decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n" % (headers, len(content)))
+        writer.write(content)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**20)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

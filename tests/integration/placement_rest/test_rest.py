@@ -283,3 +283,14 @@ async def test_what_projects_hold_follows_every_write_of_allocations(placement: 
     assert await held() == {"p": {vcpu: 5, -1: 1}, "r": {vcpu: 2, -1: 1}}
     await placement.call("DELETE", f"/allocations/{consumers[1]}", status=204)
     assert await held() == {"r": {vcpu: 2, -1: 1}}
+
+
+@pytest.mark.parametrize("other", ["compute 2.1", "placement 1.0"])
+async def test_of_several_version_headers_the_last_that_speaks_of_placement_counts(
+    placement: Placement, other: str
+) -> None:
+    newest = ("openstack-api-version", "placement 1.39")
+    for said in ([newest, (newest[0], other)], [(newest[0], other), newest]):
+        answer = await placement.client.get("/resource_providers", headers=[("x-auth-token", "admin"), *said])
+        mine = [value for _, value in said if value.startswith("placement")]
+        assert answer.headers["openstack-api-version"] == mine[-1]

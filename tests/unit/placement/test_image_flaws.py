@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from placement_worker.domain.values import ConsumerState, Provider, Stock
-from placement_worker.store.image import Image, ImageError, checked
+from placement_worker.store.image import Image, ImageError, checked, lines, parse
 from placement_worker.store.image_members import Member
 
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
@@ -92,3 +92,20 @@ def test_unusual_books_are_books() -> None:
 def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(stock: Stock, capacity: int) -> None:
     edited = checked(book(stocks={"VCPU": replace(stock, capacity=10_000)}))
     assert edited.providers[A].stocks["VCPU"].capacity == capacity
+
+
+HOSTILE = {
+    "not UTF-8": b'{"resource_class":"\xff"}',
+    "a name that is not UTF-8": b'{"\xff":1}',
+    "nested without end": b'{"x":' + b"[" * 100_000,
+    "of other types": b'{"provider":[]}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("number", [0, 1], ids=["the first line", "a later one"])
+def test_hostile_bytes_are_no_book_and_say_in_which_line(line: bytes, number: int) -> None:
+    rows = [*lines(book())]
+    with pytest.raises(ImageError, match=f"line {number + 1}"):
+        parse([*rows[:number], line, *rows[number:]])
