@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +21,7 @@ from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, OF_PROJECT, QUEUES, QueueKind, QueueRow, Where
+from bus.rabbitmq import parse_bus_url
 from bus.topology import QueueNames
 from bus.wire import REPLY_PREFIX
 
@@ -274,9 +274,8 @@ def _ironic(settings: Settings, place: Place, user: str) -> Grant:
 def _place(name: str, url: str, prefix: str) -> Place:
     if url == MEMORY:
         return Place("the broker", name, prefix)
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return Place(host or "the broker", unquote(parts.path[1:]) or "/", prefix)
+    address = parse_bus_url(url)
+    return Place(",".join(map(str, address.hosts)), address.vhost, prefix)
 
 
 def _filled(template: str, by: str = WORD) -> str:

@@ -11,6 +11,9 @@ from msgspec import Meta as Bound
 from msgspec import Struct, field
 
 from bus.contracts.base import Word
+from bus.faults import DatabaseForbidden
+from bus.persistence.address import parse_database_url
+from bus.rabbitmq import BadBusUrl, parse_bus_url
 from bus.service.settings import SettingsError, load
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig
@@ -24,7 +27,8 @@ FILE_NAME = "berth.toml"
 
 
 class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bus. url: `memory://` (one process, see `berth up`) or `amqp://user:password@host:port/vhost`.
+    """A bus. url: `memory://` (one process, see `berth up`) or `amqp://user:password@host:port/vhost`; nodes of one
+    cluster with a comma between: `host:port,host:port`. `amqps://` is with TLS (`?cacertfile=...`).
 
     prefix: put before every exchange and queue name, so that several systems can share one virtual host.
     """
@@ -41,7 +45,9 @@ class CellSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DatabaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """PostgreSQL. url: `embedded` (a private server below state_dir) or `postgresql://user:password@host/name`."""
+    """PostgreSQL. url: `embedded` (a private server below state_dir) or `postgresql://user:password@host:port/name`;
+    a primary and its stand-bys with a comma between: `host:port,host:port`. TLS: `?sslmode=...&sslrootcert=...`.
+    """
 
     url: str = EMBEDDED
     pool_size: Annotated[int, Bound(ge=2, le=200)] = 8
@@ -97,6 +103,28 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def socket(self) -> Path:
         """The socket at which `berth up` serves its memory bus."""
         return self.state / "bus.sock"
+
+
+def check_urls(settings: Settings) -> None:
+    """Parse what names a server: waiting for one at an address that can be none would never end.
+
+    Raises SettingsError (`bus.url`, `database.url`) with the setting's name, and no part of the URL.
+    """
+    for name, url in (("bus.url", settings.bus.url), *_cell_urls(settings)):
+        try:
+            if url != MEMORY:
+                parse_bus_url(url)
+        except BadBusUrl as error:
+            raise SettingsError(error.code, f"{name}, unless `{MEMORY}`: {error}") from None
+    try:
+        if settings.database.url != EMBEDDED:
+            parse_database_url(settings.database.url)
+    except DatabaseForbidden as error:
+        raise SettingsError(error.code, f"database.url, unless `{EMBEDDED}`: {error}") from None
+
+
+def _cell_urls(settings: Settings) -> list[tuple[str, str]]:
+    return [(f"cells.{name}.url", cell.url) for name, cell in settings.cells.items() if cell.url]
 
 
 def read_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:

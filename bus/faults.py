@@ -39,6 +39,12 @@ class Forbidden(Fault):
     code = "fault.forbidden"
 
 
+class DatabaseForbidden(Forbidden):
+    """These credentials or this database name are wrong. Waiting does not help."""
+
+    code = "database.forbidden"
+
+
 class RequestRefused(Fault):
     """The other side answered with a Refusal; `code` is its code."""
 

@@ -99,7 +99,7 @@ def _at(url: str, port: int) -> str:
 def _tcp(url: str, port: int) -> str:
     """A URL through a Unix socket as one through the proxy, which speaks to that socket (and so needs no password)."""
     parts = urlsplit(url)
-    return f"postgresql://{quote(parts.username or '')}@127.0.0.1:{port}{parts.path}?ssl=disable"
+    return f"postgresql://{quote(parts.username or '')}@127.0.0.1:{port}{parts.path}?sslmode=disable"
 
 
 def _socket_of(url: str) -> str:

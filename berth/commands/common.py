@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
-from urllib.parse import urlsplit
 
 import asyncpg
 import msgspec
@@ -24,13 +23,13 @@ from berth.client import BuildClient
 from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from berth.in_process import WorkerEnded
 from berth.render import printable_lines
-from berth.settings import MEMORY, Settings, read_settings
+from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
-from bus.faults import DatabaseUnavailable, Fault, RequestTimeout, Transient
-from bus.persistence.database import DatabaseForbidden
+from bus.faults import DatabaseForbidden, DatabaseUnavailable, Fault, RequestTimeout, Transient
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
+from bus.rabbitmq import BrokerUntrusted
 from bus.service.environment import NotConfigured
-from bus.service.settings import SettingsError, hide_password
+from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 
 EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
@@ -62,26 +61,8 @@ def settings_of(context: typer.Context, *, bus: str | None = None) -> Settings:
     settings = read_settings(path)
     if bus is not None:
         settings = msgspec.structs.replace(settings, bus=msgspec.structs.replace(settings.bus, url=bus))
-    _check_bus("bus.url", settings.bus.url)
-    for name, cell in settings.cells.items():
-        _check_bus(f"cells.{name}.url", cell.url or settings.bus.url)
+    check_urls(settings)
     return settings
-
-
-def _check_bus(name: str, url: str) -> None:
-    """Waiting for a broker at an address that can be none would never end."""
-    if url == MEMORY:
-        return
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in {"amqp", "amqps"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        shown = hide_password(url)
-        raise SettingsError(
-            "bus.url", f"{name} is `memory://` or `amqp://user:password@host:port/vhost`, not {shown!r}"
-        )
 
 
 def make_directory(state: Path) -> None:
@@ -137,6 +118,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (SettingsError, EXIT_USAGE, "{}"),
     (Unroutable, EXIT_AWAY, "the bus has no queue for this yet: has a scheduler ever been started?"),
     (PublishRefused, EXIT_AWAY, "the queue is full: publish more slowly"),
+    (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_AWAY, "the bus is out of reach: {}"),
     (RequestTimeout, EXIT_TIME, "nobody answered in time: is a scheduler running?"),

@@ -210,7 +210,7 @@ def run_role(
         here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
         build = _build(role, here, cell, service, health_with_rest=served.with_rest)
         listen = _listen(asked, settings)
-        _join(settings)
+        _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
         if served.sentence:
             err.print(served.sentence, soft_wrap=True, markup=False)
     except (Stop, SettingsError) as fault:
@@ -288,9 +288,12 @@ def _with_lasting_machines(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, compute=compute)
 
 
-def _join(settings: Settings) -> None:
-    """On the memory bus a worker is a guest of a running `berth up`. Raises Stop when none runs."""
-    if settings.bus.url != MEMORY:
+def _join(settings: Settings, cell: str | None) -> None:
+    """On the memory bus a worker is a guest of a running `berth up`. Raises Stop when none runs.
+
+    cell: the one on whose bus alone the worker speaks.
+    """
+    if settings.bus.url != MEMORY or (cell is not None and settings.cells[cell].url not in ("", MEMORY)):
         return
     if read_runtime(settings.state) is None:
         raise Stop(EXIT_AWAY, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")

@@ -9,6 +9,7 @@ from aio_pika.abc import AbstractExchange, AbstractRobustConnection
 
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport
+from bus.rabbitmq import parse_bus_url
 
 EXCHANGE = "ironic"
 CONNECT_TIMEOUT_S = 10.0
@@ -63,7 +64,8 @@ class MemoryAnnouncer:
 
 
 class AmqpAnnouncer:
-    """Into RabbitMQ. The exchange is not durable, as Ironic's is not; after a reconnection it is declared again."""
+    """Into RabbitMQ, at the first node of the URL. The exchange is not durable, as Ironic's is not; after a
+    reconnection it is declared again."""
 
     def __init__(self, url: str, exchange: str = EXCHANGE) -> None:
         self._url = url
@@ -73,7 +75,10 @@ class AmqpAnnouncer:
 
     async def open(self) -> None:
         """Connect and declare the exchange."""
-        self._connection = await aio_pika.connect_robust(self._url, timeout=CONNECT_TIMEOUT_S)
+        broker = parse_bus_url(self._url)
+        self._connection = await aio_pika.connect_robust(
+            broker.url(broker.hosts[0]), timeout=CONNECT_TIMEOUT_S, ssl_context=broker.tls()
+        )
         channel = await self._connection.channel(publisher_confirms=True)
         self._exchange = await channel.declare_exchange(self._name, aio_pika.ExchangeType.TOPIC, durable=False)
 

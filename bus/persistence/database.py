@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, NoReturn
 from uuid import UUID
 from weakref import WeakKeyDictionary
@@ -17,20 +18,20 @@ from weakref import WeakKeyDictionary
 import asyncpg
 import structlog
 from sqlalchemy import event, text
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidatePoolError, InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError, InvalidRequestError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from bus.faults import DatabaseUnavailable, Forbidden, Transient
+from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import migrations
+from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.migrations import UnsupportedSchema
 
 log = structlog.get_logger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0  # one attempt to connect, the handshake included
+CONNECT_TIMEOUT_S = 10.0  # one attempt to connect to one server, the handshake included
 STATEMENT_TIMEOUT_S = 25.0  # the server gives a statement up after this ...
 COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server says nothing at all
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
@@ -54,12 +55,13 @@ SCHEMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,62}")
 
 # SQLSTATE (or its class) -> code of the Transient that it becomes. A longer key wins.
 _AWAY = "database.unavailable"
+READ_ONLY = "25006"
 TRANSIENT_STATES = {
     "08": _AWAY,  # connection exceptions
     "53": _AWAY,  # out of connections, memory or disk
     "57P": _AWAY,  # shut down, crashed, starting up, database dropped
     "58": _AWAY,  # system errors of the server's machine
-    "25006": _AWAY,  # read-only: we are talking to a standby, a fail-over is under way
+    READ_ONLY: _AWAY,  # we are talking to a stand-by, a fail-over is under way
     "25P03": _AWAY,  # idle in transaction for too long: the connection is gone
     "40001": "database.serialization",
     "40P01": "database.deadlock",
@@ -67,16 +69,6 @@ TRANSIENT_STATES = {
     "57014": "database.timeout",
 }
 FORBIDDEN_STATES = ("28", "3D000", "42501")
-
-# What asyncpg raises when a session ends under a statement. InternalClientError: the server's last word arrived in the
-# very moment of our next statement, where no answer is expected.
-CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
-
-
-class DatabaseForbidden(Forbidden):
-    """These credentials or this database name are wrong. Waiting does not help."""
-
-    code = "database.forbidden"
 
 
 class _Held:
@@ -97,7 +89,7 @@ class Database:
         if not SCHEMA_NAME.fullmatch(schema):
             raise DatabaseForbidden(f"not a schema name: {schema!r}", code="database.schema_name")
         self.schema = schema
-        self._url = parse_url(url)
+        self._address = parse_database_url(url)
         self._application_name = application_name or schema
         self._engine = self._make_engine(
             pool_size=pool_size,
@@ -214,12 +206,16 @@ class Database:
     async def _checked_out(self, *, by_key: bool = False) -> AsyncIterator[_Held]:
         """A pooled connection. One that died in our hands is thrown away instead of being kept."""
         await self._slot()
+        fenced = False
         try:
             held = await self._take(by_key=by_key)
             try:
                 yield held
+            except (DBAPIError, asyncpg.PostgresError) as error:
+                fenced = _sqlstate(error) == READ_ONLY  # a server that was made read-only while we were connected
+                raise
             finally:
-                if self._closed or held.driver.is_closed() or held.driver.is_in_transaction():
+                if self._closed or fenced or held.driver.is_closed() or held.driver.is_in_transaction():
                     await asyncio.shield(self._drop(held))  # a cancelled caller must not leak the connection
                 else:
                     self._spare.append(held)
@@ -327,7 +323,9 @@ class Database:
         try:
             async with engine.begin() as connection:
                 await connection.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:key, 0))"), self._lock())
-                await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{self.schema}"'))
+                # Not `IF NOT EXISTS`: that asks for the right to make schemas, though this one is there.
+                if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
+                    await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
                 if package is not None:
                     async with _alembic():
                         await connection.run_sync(migrations.upgrade, package, self.schema)
@@ -345,7 +343,7 @@ class Database:
         error = state.outcome.exception() if state.outcome else None
         log.warning(
             "database.waiting",
-            database=self._url.render_as_string(hide_password=True),
+            database=str(self._address),
             attempt=state.attempt_number,
             reason=str(error),
         )
@@ -363,12 +361,13 @@ class Database:
             "jit": "off",  # our statements are short; compiling one costs more than running it
         }
         engine = create_async_engine(
-            self._url,
-            connect_args={
-                "timeout": CONNECT_TIMEOUT_S,
-                "command_timeout": None if patient else COMMAND_TIMEOUT_S,
-                "server_settings": settings,
-            },
+            "postgresql+asyncpg://",
+            async_creator=partial(
+                self._address.connect,
+                timeout_s=CONNECT_TIMEOUT_S,
+                command_timeout_s=None if patient else COMMAND_TIMEOUT_S,
+                settings=settings,
+            ),
             **pool,
         )
         event.listen(engine.sync_engine, "connect", _on_connect)
@@ -385,21 +384,12 @@ def _alembic() -> asyncio.Lock:
     return _MIGRATING.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
 
-def parse_url(url: str) -> URL:
-    """A PostgreSQL URL for SQLAlchemy with asyncpg; `postgres://`, `postgresql://` and `+driver` are all taken."""
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise DatabaseForbidden("the database URL cannot be read", code="database.url") from error
-    if parsed.get_backend_name() not in {"postgres", "postgresql"}:
-        raise DatabaseForbidden(f"not a PostgreSQL URL: {parsed.drivername}://", code="database.url")
-    return parsed.set(drivername="postgresql+asyncpg")
-
-
 def raise_fault(error: Exception, *, closed: bool = False) -> NoReturn:
     """Raise what a database error means for us; an error of our own making is raised as it is."""
     state = _sqlstate(error)
     code = _transient_code(state)
+    if isinstance(error, ServerUntrusted) and not closed:
+        raise DatabaseForbidden(str(error), code="database.certificate") from error
     if isinstance(error, PoolTimeout):
         raise Transient("no free database connection", code="database.busy") from error
     if isinstance(error, asyncpg.InvalidCachedStatementError):

@@ -4,8 +4,10 @@ aio-pika's own message and queue objects cost several times what aiormq does per
 """
 
 from bus.rabbitmq import tolerant
+from bus.rabbitmq.address import BadBusUrl, parse_bus_url
+from bus.rabbitmq.errors import BrokerUntrusted
 from bus.rabbitmq.transport import RabbitTransport
 
 tolerant.install()
 
-__all__ = ["RabbitTransport"]
+__all__ = ["BadBusUrl", "BrokerUntrusted", "RabbitTransport", "parse_bus_url"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ NOT_ALLOWED = 530
 BROKEN_OFF = (EOFError, StopAsyncIteration)
 
 
+class BrokerUntrusted(BusForbidden):
+    """The certificate of the broker is not of a CA that we know, or not for the name that we called it by."""
+
+    code = "bus.certificate"
+
+
 @contextmanager
 def translated(about: str = "") -> Iterator[None]:
     """Raise what aiormq raises as the port's errors. `about`: the name of the exchange or queue meant."""
@@ -56,6 +63,8 @@ def translated(about: str = "") -> Iterator[None]:
 
 def meaning(error: BaseException, about: str = "") -> BusError:
     """The port's error for one of aiormq's."""
+    if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+        return BrokerUntrusted(f"its certificate is refused: {error.__cause__.verify_message}")
     text = _text(error)
     if isinstance(error, InvalidFrameError):
         return _refused_connection(error, text)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import aio_pika
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
-from yarl import URL
 
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
-from bus.port import BusError, Outgoing, QueueMissing
+from bus.port import BusError, BusForbidden, Outgoing, QueueMissing
+from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
+from bus.server_url import Endpoint
 from bus.topology import QueueNames, QueuePlan
 
 CONNECT_TIMEOUT_S = 10.0
@@ -41,10 +43,25 @@ class Session:
         self._publishing = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, url: str, names: QueueNames, connection_name: str) -> Session:
-        """Connect. Raises BusUnavailable or BusForbidden."""
-        target = URL(url).update_query(heartbeat=str(HEARTBEAT_S), name=connection_name)
-        pika = aio_pika.Connection(target)
+    async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
+        """Connect to one of the broker's nodes, tried in no order. Raises BusUnavailable or BusForbidden.
+
+        A node may come back and a login stays wrong, so what is raised of several is that one is away.
+        """
+        errors: list[BusError] = []
+        for host in random.sample(address.hosts, len(address.hosts)):
+            try:
+                return await cls._connect_to(address, host, names, connection_name)
+            except BusError as error:
+                errors.append(error)
+        raise next((error for error in errors if not isinstance(error, BusForbidden)), errors[-1])
+
+    @classmethod
+    async def _connect_to(
+        cls, address: BrokerAddress, host: Endpoint, names: QueueNames, connection_name: str
+    ) -> Session:
+        target = address.url(host, heartbeat=str(HEARTBEAT_S), name=connection_name)
+        pika = aio_pika.Connection(target, ssl_context=address.tls())
         with translated():
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -13,6 +13,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus.contracts.catalogue import QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
+from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
@@ -97,11 +98,12 @@ class RabbitSubscription:
 
 
 class RabbitTransport:
-    """One connection to one virtual host of RabbitMQ."""
+    """One connection to one virtual host of RabbitMQ: to one of the nodes that the URL names, and to another when it
+    is lost. Raises BadBusUrl."""
 
     def __init__(self, url: str, *, name: str, prefix: str = "", connection_name: str = "") -> None:
         self.name = name
-        self._url = url
+        self._address = parse_bus_url(url)
         self._names = QueueNames(prefix)
         self._connection_name = connection_name or f"berth {name}"
         self._session: Session | None = None
@@ -246,7 +248,9 @@ class RabbitTransport:
             if self._aside is None or self._aside.lost.is_set():
                 if self._aside is not None:
                     await self._aside.close()
-                self._aside = await Session.connect(self._url, self._names, f"{self._connection_name} direct replies")
+                self._aside = await Session.connect(
+                    self._address, self._names, f"{self._connection_name} direct replies"
+                )
             if current.lost.is_set():  # closed meanwhile, and this one must not stay behind
                 await self._aside.close()
             return self._aside
@@ -280,7 +284,7 @@ class RabbitTransport:
         while not self._closing:
             session: Session | None = None
             try:
-                session = await Session.connect(self._url, self._names, self._connection_name)
+                session = await Session.connect(self._address, self._names, self._connection_name)
                 await self._bring_back(session)
                 if self._closing:
                     raise asyncio.CancelledError

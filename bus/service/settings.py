@@ -7,13 +7,13 @@ An unknown name is an error that offers the nearest known one; so is a value of 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,9 @@ PREFIX = "BERTH_"
 CONFIG_VARIABLE = "CONFIG"  # BERTH_CONFIG names the file; it is no setting itself
 MAX_FILE_BYTES = 2**20
 HIDDEN = "***"
+
+# Given as a parameter, as libpq takes it.
+_PASSWORD = re.compile(r"(?<=[?&]password=)[^&]+")
 
 _SECRET = "secret"
 Secret = Annotated[str, msgspec.Meta(extra={_SECRET: True})]
@@ -75,16 +78,15 @@ def redact(settings: Struct) -> dict[str, Any]:
 
 def hide_password(text: str) -> str:
     """A URL without its password; any other text as it is."""
-    if "://" not in text:
+    scheme, found, rest = text.partition("://")
+    if not found:
         return text
-    try:
-        parts = urlsplit(text)
-        if parts.password is None:
-            return text
-    except ValueError:
-        return HIDDEN  # something like a URL that cannot be taken apart may hold anything
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:{HIDDEN}@{host}"))
+    # A server's password may hold a / or ? that is not encoded; what a path of HTTP holds is none.
+    head, slash, path = rest.partition("/") if scheme in {"http", "https"} else (rest, "", "")
+    login, at, place = head.rpartition("@")
+    user, colon, _ = login.partition(":")
+    shown = f"{user}:{HIDDEN}@{place}" if at and colon else head
+    return f"{scheme}://{_PASSWORD.sub(HIDDEN, shown + slash + path)}"
 
 
 def _check_names(kind: Any, tree: Any, path: Sequence[str], where: str) -> None:

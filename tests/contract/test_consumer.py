@@ -19,8 +19,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.contracts.cell import CellDelete
-from bus.faults import BrokenInvariant, DatabaseUnavailable
-from bus.persistence.database import DatabaseForbidden
+from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled

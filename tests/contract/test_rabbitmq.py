@@ -26,7 +26,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.catalogue import COMMANDS, EVENTS
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueMissing
-from bus.rabbitmq import RabbitTransport
+from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.topology import QueueNames
 from tests.contract.rig import until
@@ -247,7 +247,7 @@ def test_an_attempt_to_connect_that_failed_leaves_nothing_to_be_closed_later(
 
     try:
         try:
-            loop.run_until_complete(Session.connect("amqp://127.0.0.1:1/", QueueNames("n"), "nobody"))
+            loop.run_until_complete(Session.connect(parse_bus_url("amqp://127.0.0.1:1/"), QueueNames("n"), "nobody"))
         except BusUnavailable as error:
             kept.append(error)
         assert kept

@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import text
 
 from berth.embedded.postgres import Postgres
-from bus.faults import DatabaseUnavailable, Transient
+from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
-from bus.persistence.database import Database, DatabaseForbidden
+from bus.persistence.database import Database
 
 pytestmark = pytest.mark.postgres
 

@@ -375,7 +375,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "at least one cell is needed under [cells]", ("config",), {"BERTH_CELLS": "{}"}),
     (USAGE, "'NoSuchFilter' is not available", ("config",), {"BERTH_SCHEDULER__ENABLED_FILTERS": '["NoSuchFilter"]'}),
     (USAGE, "amqp://user:password@host", ("list",), {"BERTH_BUS__URL": "http://x"}),
-    (USAGE, "not a PostgreSQL URL", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
+    (USAGE, "a database is at", ("check",), {"BERTH_DATABASE__URL": "mysql://x"}),
     (AWAY, "no berth is up", ("list",), {"BERTH_STATE_DIR": "/nonexistent"}),
     (AWAY, "start `berth up`", ("check",), {"BERTH_STATE_DIR": "/nonexistent"}),
     (AWAY, "out of reach", ("check",), {"BERTH_DATABASE__URL": "postgresql://127.0.0.1:1/x"}),
@@ -387,7 +387,7 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "not a service name", ("run", "compute", "--cell", "cell1", "--service", "a b"), {}),
     (USAGE, "HOST:PORT", ("run", "scheduler", "--http", "here"), {}),
     (USAGE, "'placement'", ("run", "nope"), {}),
-    (USAGE, "not a PostgreSQL URL", ("run", "placement"), {"BERTH_DATABASE__URL": "mysql://x"}),
+    (USAGE, "a database is at", ("run", "placement"), {"BERTH_DATABASE__URL": "mysql://x"}),
     (AWAY, "no bus", ("run", "compute", "--cell", "cell1"), {"BERTH_STATE_DIR": "/nonexistent"}),
 ]
 

@@ -1,0 +1,156 @@
+"""Where PostgreSQL is: one server, or a primary and its stand-bys; the login, the database, and TLS."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from urllib.parse import urlencode
+
+import asyncpg
+from asyncpg.exceptions import TargetServerAttributeNotMatched
+from msgspec import Struct
+
+from bus.faults import DatabaseForbidden
+from bus.server_url import BadUrl, Endpoint, ServerUrl, parse_hosts, parse_port, parse_server_url
+
+SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
+SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+TLS = ("sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl")
+# Which of several servers is the one: libpq's words. Every worker writes, so no other value makes sense.
+TARGETS = ("read-write", "primary")
+PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_session_attrs")
+
+
+class ServerUntrusted(ConnectionError):
+    """The server's certificate is not what sslmode asks for."""
+
+
+class TakesNoWrites(ConnectionError):
+    """The server is a stand-by, or was made read-only."""
+
+
+# What asyncpg raises when no connection can be made, or a session ends under a statement. InternalClientError: the
+# server's last word arrived in the very moment of our next statement, where no answer is expected.
+CONNECTION_LOST = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+
+
+class DatabaseAddress(Struct, frozen=True, kw_only=True):
+    """Servers of one database and how to enter it. hosts (): asyncpg's default, as libpq's."""
+
+    hosts: tuple[Endpoint, ...]
+    user: str | None
+    password: str | None
+    database: str | None
+    tls: dict[str, str]
+    target: str
+
+    def __str__(self) -> str:
+        """For logs: no password."""
+        return f"{self.user or ''}@{','.join(map(str, self.hosts))}/{self.database or ''}"
+
+    async def connect(
+        self, *, timeout_s: float, command_timeout_s: float | None, settings: Mapping[str, str]
+    ) -> asyncpg.Connection:
+        """A connection to the first of the servers that takes writes, each given `timeout_s`.
+
+        Raises what asyncpg raises, ServerUntrusted, TakesNoWrites; of several what may pass by itself.
+        """
+        errors: list[Exception] = []
+        for host in self.hosts or (None,):
+            try:
+                return await self._one(host, timeout_s, command_timeout_s, settings)
+            except CONNECTION_LOST as error:
+                errors.append(error)
+        raise next((error for error in errors if not _lasting(error)), errors[-1])
+
+    async def _one(
+        self, host: Endpoint | None, timeout_s: float, command_timeout_s: float | None, settings: Mapping[str, str]
+    ) -> asyncpg.Connection:
+        try:
+            return await asyncpg.connect(
+                f"postgresql://?{urlencode(self.tls)}" if self.tls else None,
+                host=host.name if host else None,
+                port=host.port if host else None,
+                user=self.user,
+                password=self.password,
+                database=self.database,
+                timeout=timeout_s,
+                command_timeout=command_timeout_s,
+                server_settings=dict(settings),
+                target_session_attrs=self.target,
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise ServerUntrusted(f"the certificate of {host} is refused: {error.verify_message}") from error
+        except TargetServerAttributeNotMatched as error:
+            raise TakesNoWrites(f"{host or 'the server'} takes no writes") from error
+
+
+def parse_database_url(text: str) -> DatabaseAddress:
+    """`postgresql://user:password@host:port,host:port/database?sslmode=...`, as libpq has it.
+
+    Raises DatabaseForbidden (`database.url`), which shows no part of it.
+    """
+    try:
+        url = parse_server_url(text, schemes=SCHEMES, parameters=PARAMETERS)
+        address = _address(url)
+        _check_files(address.tls)
+    except BadUrl as error:
+        form = "postgresql://user:password@host:port/database"
+        raise DatabaseForbidden(
+            f"a database is at `{form}`, hosts with a comma between: {error}", code="database.url"
+        ) from None
+    return address
+
+
+def _address(url: ServerUrl) -> DatabaseAddress:
+    given = url.parameters
+    target = given.get("target_session_attrs", TARGETS[0])
+    if target not in TARGETS:
+        raise BadUrl(f"target_session_attrs is one of {', '.join(TARGETS)}: every worker writes")
+    tls = {name: given[name] for name in TLS if name in given}
+    if tls.get("sslmode", SSL_MODES[0]) not in SSL_MODES:
+        raise BadUrl(f"sslmode is one of {', '.join(SSL_MODES)}")
+    if tls.get("sslmode", "").startswith("verify-") and "sslrootcert" not in tls:
+        raise BadUrl("sslmode=verify-ca and verify-full need sslrootcert, the file of the CA")
+    return DatabaseAddress(
+        hosts=_hosts(url),
+        user=given.get("user", url.user),
+        password=given.get("password", url.password),
+        database=given.get("dbname", url.name),
+        tls=tls,
+        target=target,
+    )
+
+
+def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
+    """Those of the authority, else of the parameter `host`; `port` is one for all, or one for each."""
+    given = url.parameters
+    hosts = url.hosts or parse_hosts(given.get("host", ""))
+    ports = [parse_port(port) for port in given.get("port", "").split(",") if port]
+    if not ports:
+        return hosts
+    if not hosts or len(ports) not in (1, len(hosts)):
+        raise BadUrl("port needs a host; it is one for all hosts, or one for each")
+    each = ports * len(hosts) if len(ports) == 1 else ports
+    return tuple(Endpoint(host.name, host.port or port) for host, port in zip(hosts, each, strict=True))
+
+
+def _check_files(tls: Mapping[str, str]) -> None:
+    """Read them once: asyncpg would say of a missing one what it says of a server that is away."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    name = ""
+    try:
+        for name in ("sslrootcert", "sslcrl"):
+            if name in tls:
+                context.load_verify_locations(cafile=tls[name])
+        name = "sslcert"
+        if name in tls:
+            context.load_cert_chain(tls[name], tls.get("sslkey"), password=lambda: "")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadUrl(f"its {name} (or the key to it) cannot be used: {why}") from None
+
+
+def _lasting(error: Exception) -> bool:
+    """Whether waiting does not help: the login or the certificate is wrong."""
+    return isinstance(error, ServerUntrusted | asyncpg.InvalidAuthorizationSpecificationError)

@@ -1,0 +1,96 @@
+"""Where RabbitMQ is: one broker or the nodes of a cluster, the login, the virtual host, and TLS."""
+
+from __future__ import annotations
+
+import ssl
+from urllib.parse import quote
+
+from msgspec import Struct
+from yarl import URL
+
+from bus.port import BusForbidden
+from bus.server_url import BadUrl, Endpoint, parse_server_url
+
+SCHEMES = ("amqp", "amqps")
+PORTS = {"amqp": 5672, "amqps": 5671}
+# RabbitMQ's own names (its "URI query parameters"); cafile is aio-pika's word for cacertfile.
+PARAMETERS = ("cacertfile", "cafile", "certfile", "keyfile", "verify")
+VERIFY = ("verify_peer", "verify_none")
+
+
+class BadBusUrl(BusForbidden):
+    """The URL of a bus cannot be used: it is none, or a file that it names cannot be read."""
+
+    code = "bus.url"
+
+
+class BrokerAddress(Struct, frozen=True, kw_only=True):
+    """The nodes of one broker and how to enter it. Any of them will do: they hold the same queues."""
+
+    scheme: str
+    hosts: tuple[Endpoint, ...]
+    user: str
+    password: str
+    vhost: str
+    parameters: dict[str, str]
+
+    def url(self, host: Endpoint, **query: str) -> URL:
+        """The URL of one node, as aio-pika takes it."""
+        login = ":".join(quote(word, safe="") for word in (self.user, self.password))
+        where = Endpoint(host.name, host.port or PORTS[self.scheme])
+        return URL(f"{self.scheme}://{login}@{where}/{quote(self.vhost, safe='')}", encoded=True).with_query(query)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The client's side of TLS; None for amqp://. Raises BadBusUrl: a file that it needs cannot be read."""
+        if self.scheme != "amqps":
+            return None
+        given = self.parameters
+        name = "cafile" if "cafile" in given else "cacertfile"
+        try:
+            context = ssl.create_default_context(cafile=given.get(name))
+            name = "certfile"
+            if name in given:
+                context.load_cert_chain(given[name], given.get("keyfile"), password=_no_password)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            raise BadBusUrl(f"its {name} (or the key to it) cannot be used: {_why(error)}") from error
+        if given.get("verify") == "verify_none":
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+def parse_bus_url(text: str) -> BrokerAddress:
+    """`amqp://user:password@host:port,host:port/vhost`, or amqps://. Raises BadBusUrl, which shows no part of it."""
+    try:
+        url = parse_server_url(text, schemes=SCHEMES, parameters=PARAMETERS)
+        if not url.hosts or any(host.name.startswith("/") for host in url.hosts):
+            raise BadUrl("a host is missing, or is no host name")
+        given = url.parameters
+        if given and url.scheme != "amqps":
+            raise BadUrl(f"{', '.join(given)}: for amqps:// only")
+        if given.get("verify", VERIFY[0]) not in VERIFY:
+            raise BadUrl(f"verify is one of {', '.join(VERIFY)}")
+        if "keyfile" in given and "certfile" not in given:
+            raise BadUrl("keyfile without certfile")
+    except BadUrl as error:
+        form = "amqp://user:password@host:port/vhost"
+        raise BadBusUrl(f"a bus is at `{form}`, hosts with a comma between, or at amqps://: {error}") from None
+    address = BrokerAddress(
+        scheme=url.scheme,
+        hosts=url.hosts,
+        user=url.user or "guest",
+        password="guest" if url.password is None else url.password,
+        vhost=url.name or "/",
+        parameters=url.parameters,
+    )
+    address.tls()
+    return address
+
+
+def _no_password() -> str:
+    """A key under a password would have OpenSSL ask for it at the terminal."""
+    raise ValueError("the key is encrypted")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,134 @@
+"""URLs of servers: `scheme://user:password@host:port,host:port/name?parameter=value`, one or several hosts.
+
+Several hosts are written as libpq has them: one login, one name, hosts with a comma between. No sentence here shows a
+part of a URL: where one stands in the wrong place it may be the password.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+MAX_URL = 8_192
+MAX_HOSTS = 16
+MAX_PORT = 65_535
+
+# What getaddrinfo can be asked for without an error of its own.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+_MAX_NAME = 253
+
+_ENCODE = "in a user, password or name each of @ : / ? # % and , is percent-encoded (@ is %40)"
+
+
+class BadUrl(ValueError):
+    """A text that is no URL of a server. The text says why, and shows nothing of it."""
+
+
+class Endpoint(Struct, frozen=True):
+    """One server: a name, an address, or the directory of a Unix socket. port None: the protocol's."""
+
+    name: str
+    port: int | None = None
+
+    def __str__(self) -> str:
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.port is None else f"{name}:{self.port}"
+
+
+class ServerUrl(Struct, frozen=True, kw_only=True):
+    """A URL taken apart, its parts percent-decoded. user, password, name None: not given."""
+
+    scheme: str
+    user: str | None
+    password: str | None
+    hosts: tuple[Endpoint, ...]
+    name: str | None
+    parameters: dict[str, str]
+
+
+def parse_server_url(text: str, *, schemes: Collection[str], parameters: Collection[str]) -> ServerUrl:
+    """Take a URL apart. parameters: those that may stand behind `?`. Raises BadUrl."""
+    if len(text) > MAX_URL:
+        raise BadUrl(f"it is longer than {MAX_URL} characters")
+    if any(not letter.isprintable() or letter.isspace() for letter in text):
+        raise BadUrl("it contains a blank or a control character")
+    scheme, _, rest = text.partition("://")
+    if scheme not in schemes:
+        raise BadUrl(f"it starts with none of {', '.join(f'{one}://' for one in schemes)}")
+    rest, _, query = rest.partition("?")
+    authority, slash, path = rest.partition("/")
+    if "#" in text or "@" in path or "@" in query:
+        raise BadUrl(_ENCODE)
+    login, at, hosts = authority.rpartition("@")
+    user, colon, password = login.partition(":")
+    return ServerUrl(
+        scheme=scheme,
+        user=_decoded(user) if at and user else None,
+        password=_decoded(password) if colon else None,
+        hosts=parse_hosts(hosts),
+        name=_decoded(path) if slash and path else None,
+        parameters=_parameters(query, parameters),
+    )
+
+
+def parse_hosts(text: str) -> tuple[Endpoint, ...]:
+    """`host:port,host:port`; nothing is no host. Raises BadUrl."""
+    if not text:
+        return ()
+    parts = text.split(",")
+    if len(parts) > MAX_HOSTS:
+        raise BadUrl(f"it names more than {MAX_HOSTS} hosts")
+    return tuple(_host(part) for part in parts)
+
+
+def parse_port(text: str) -> int:
+    """A TCP port. Raises BadUrl."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PORT)) and 0 < int(text) <= MAX_PORT):
+        raise BadUrl(f"a port is a number from 1 to {MAX_PORT}")
+    return int(text)
+
+
+def _host(text: str) -> Endpoint:
+    if text.startswith("["):
+        address, bracket, port = text[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            raise BadUrl("an IPv6 address stands between [ and ]")
+        try:
+            name = str(ipaddress.IPv6Address(address))
+        except ValueError:
+            raise BadUrl("between [ and ] stands no IPv6 address") from None
+        return Endpoint(name, parse_port(port[1:]) if port else None)
+    name, colon, port = text.partition(":")
+    name = _decoded(name)
+    if not name.startswith("/") and (len(name) > _MAX_NAME or not _NAME.fullmatch(name)):
+        raise BadUrl("a host is missing, or is no host name")
+    if ":" in port:
+        raise BadUrl(f"an IPv6 address stands between [ and ]; {_ENCODE}")
+    return Endpoint(name, parse_port(port) if colon else None)
+
+
+def _parameters(query: str, known: Collection[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in query.split("&") if query else ():
+        name, _, value = part.partition("=")
+        if name not in known:
+            raise BadUrl(f"it has a parameter that is not known; known are {', '.join(known)}")
+        if name in found or not value:
+            raise BadUrl(f"it has {name} twice, or without a value")
+        found[name] = _decoded(value)
+    return found
+
+
+def _decoded(text: str) -> str:
+    try:
+        decoded = unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise BadUrl("a percent-encoded part is not UTF-8") from None
+    if not decoded.isprintable():
+        raise BadUrl("a percent-encoded part holds a control character")
+    return decoded
