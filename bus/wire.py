@@ -196,7 +196,7 @@ class Codec:
 
     def _read(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         if delivery.content_type == BATCH and len(delivery.body) <= MAX_BODY_BYTES:
-            return self._read_batch(delivery.body, _id(delivery, new_id), key)
+            return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return [self._unanswerable(delivery.body, meta, key)]
@@ -207,27 +207,34 @@ class Codec:
             return [self._malformed(delivery.body, INVALID, problem, meta, key)]
         return [self._read_one(delivery.body, meta, delivery.type, key)]
 
-    def _read_batch(self, body: bytes, new_id: str, key: str) -> list[Read | Malformed]:
+    def _read_batch(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         try:
-            items = self._batch.decode(body)
+            items = self._batch.decode(delivery.body)
             if len(items) <= MAX_BATCH_ITEMS and all(_is_sound(item.meta, item.body, key) for item in items):
                 return [Read(item.body, item.meta) for item in items]
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         except RecursionError:
-            return [self._malformed(body, MALFORMED, "nested too deeply", Meta(id=new_id), key)]
-        return self._read_apart(body, new_id, key)
+            return [self._malformed_batch(delivery, MALFORMED, "nested too deeply", new_id, key)]
+        return self._read_apart(delivery, new_id, key)
 
-    def _read_apart(self, body: bytes, new_id: str, key: str) -> list[Read | Malformed]:
+    def _read_apart(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         """The slow way, when one item at least is bad: its neighbours must not suffer."""
         try:
-            items = _decode_raw(body)
+            items = _decode_raw(delivery.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return [self._malformed(body, MALFORMED, str(error), Meta(id=new_id), key)]
+            return [self._malformed_batch(delivery, MALFORMED, str(error), new_id, key)]
         if len(items) > MAX_BATCH_ITEMS:
             reason = f"the batch has {len(items)} items, {MAX_BATCH_ITEMS} are allowed"
-            return [self._malformed(b"", TOO_LARGE, reason, Meta(id=new_id), key)]
-        return [self._read_item(item, f"{new_id}.{number}", key) for number, item in enumerate(items)]
+            return [self._malformed_batch(delivery, TOO_LARGE, reason, new_id, key)]
+        return [self._read_item(item, f"{_id(delivery, new_id)}.{number}", key) for number, item in enumerate(items)]
+
+    def _malformed_batch(self, delivery: Delivery, code: str, reason: str, new_id: str, key: str) -> Malformed:
+        """What says that it is a batch and is none: its properties say whom to answer, as of a single message."""
+        meta, _ = _meta(delivery, new_id)
+        if not _may_be_answered(meta):
+            return self._unanswerable(delivery.body, meta, key)
+        return self._malformed(b"" if code == TOO_LARGE else delivery.body, code, reason, meta, key)
 
     def _read_item(self, item: _RawItem, new_id: str, key: str) -> Read | Malformed:
         body = bytes(item.body)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -204,31 +204,25 @@ class SchedulingEngine:
         for pending in builds:
             firsts.setdefault(pending.instance_uuid, pending)
 
-        async def insert(unit: BuildUnit) -> tuple[set[str], dict[str, BuildStatus]]:
+        async def insert(unit: BuildUnit) -> list[Admission]:
             author = Author(self._who, now)
             new = await unit.insert([new_build(pending, author) for pending in firsts.values()], now)
             known = await unit.read([uuid for uuid in firsts if uuid not in new])
             for uuid, pending in firsts.items():
                 if uuid in new:
                     unit.emit(to_clients(first_event(pending, now)))
-            return new, known
+            found = [self._admit(pending, firsts, new, known) for pending in builds]
+            for admission in found:
+                if admission.event is not None:
+                    unit.emit(to_clients(admission.event))
+            return found
 
         # Not durable: until a decision is on disk, the unacknowledged message itself survives a crash.
-        new, known = await run_optimistic(
+        admissions = await run_optimistic(
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), insert
         )
-        admissions: list[Admission] = []
-        for pending in builds:
-            uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
-            if first is not pending:
-                admission = admit_repeated(pending, first)
-            elif uuid in new:
-                # The record of an earlier run may be lost, but not its claim: they may be in two databases.
-                admission = admit_new(pending, fresh=not self._may_have_run(pending))
-            else:
-                admission = admit_known(pending, known.get(uuid))
+        for admission in admissions:
             metrics.request("build", admission.label)
-            admissions.append(admission)
         self._in_hand.update(dict.fromkeys(firsts))
         for oldest in list(itertools.islice(self._in_hand, max(0, len(self._in_hand) - MAX_IN_HAND))):
             del self._in_hand[oldest]
@@ -238,6 +232,21 @@ class SchedulingEngine:
             [pending for pending, one in zip(builds, admissions, strict=True) if one.release]
         )
         return admissions
+
+    def _admit(
+        self,
+        pending: PendingBuild,
+        firsts: Mapping[str, PendingBuild],
+        new: Collection[str],
+        known: Mapping[str, BuildStatus],
+    ) -> Admission:
+        uuid, first = pending.instance_uuid, firsts[pending.instance_uuid]
+        if first is not pending:
+            return admit_repeated(pending, first)
+        if uuid in new:
+            # The record of an earlier run may be lost, but not its claim: they may be in two databases.
+            return admit_new(pending, fresh=not self._may_have_run(pending))
+        return admit_known(pending, known.get(uuid))
 
     def _may_have_run(self, pending: PendingBuild) -> bool:
         """Whether an earlier delivery may have come as far as its claim, here or in another scheduler."""

@@ -18,7 +18,7 @@ import aio_pika
 async def main():
     connection = await aio_pika.connect(os.environ["AMQP_URL"])
     async with connection:
-        channel = await connection.channel()
+        channel = await connection.channel(on_return_raises=True)  # a key that no queue takes is an error
         events = await channel.declare_queue(exclusive=True)
         await events.bind("berth.events", "build.event.*.demo")
         order = {"instance_uuid": str(uuid.uuid4()), "flavor": "m1.small", "project_id": "demo"}
@@ -27,8 +27,10 @@ async def main():
         async with events.iterator() as stream:
             async for event in stream:
                 body = json.loads(event.body)
-                print(body["instance_uuid"], body["state"], body.get("host", ""), body.get("reason", ""))
                 await event.ack()
+                if body["instance_uuid"] != order["instance_uuid"]:
+                    continue  # of another request of this project
+                print(body["instance_uuid"], body["state"], body.get("host", ""), body.get("reason", ""))
                 if body.get("terminal"):
                     return
 
@@ -63,10 +65,11 @@ A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).
 
-What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. Without it, a build or
-delete request whose `instance_uuid` could be read is answered on the event stream of the project in its routing key,
-by state `refused`. Everything else is parked in the queue's `.dead` queue with the headers `berth-code` and
-`berth-reason` (`berth dead-letters list`).
+What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. With or without it, a
+build or delete request whose `instance_uuid` could be read is answered on the event stream of the project in its
+routing key, by state `refused`; so is one under a uuid that is on record with other content (`request.duplicate`). The
+`sequence` of such an event is 0: old news to whoever follows the request on record. What nobody was told of is parked
+in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
 
 ## Publish a build request, follow its events
 

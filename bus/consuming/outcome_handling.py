@@ -155,13 +155,14 @@ class OutcomeHandler:
         await park(self._bus, self.queue, letter)
 
     async def refuse_malformed(self, item: InFlightMessage) -> None:
-        """Answer what could not be read: on the reply queue, as the owner says, or as a dead letter."""
+        """Answer what could not be read: as the owner says, and on the reply queue; else it is a dead letter."""
         bad = item.received
         assert isinstance(bad, Malformed)
-        answers = self._answers(structs.replace(bad, queue=self.queue)) if bad.meta.reply_to is None else ()
+        answers = self._answers(structs.replace(bad, queue=self.queue))
         if answers:
             await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
-            return
+            if bad.meta.reply_to is None:
+                return
         moves, replies = Waiter(), Waiter()
         parked = self._give_up(item, bad.code, bad.reason, replies)
         self._bus.publisher.pump()

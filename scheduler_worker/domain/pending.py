@@ -8,15 +8,16 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
-from scheduler_worker.domain.builds import ACCEPTED, DECIDED, Author, BuildStatus, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import ACCEPTED, DECIDED, MALFORMED, Author, BuildStatus, NewBuild, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 
 TOO_OLD = "request.too_old"
+DUPLICATE = "request.duplicate"
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -49,7 +50,8 @@ class Admission(Struct, frozen=True, kw_only=True):
     """What the record says of a pending build: its outcome, or how to go on.
 
     label: for the metrics. fresh: this delivery put it on record, so nothing can be claimed for it. cancelled: a delete
-    came before the decision. release: an earlier run may hold a claim that no cell will use.
+    came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the project
+    is told, because nothing else of this request will be.
     """
 
     outcome: Outcome | None = None
@@ -57,6 +59,7 @@ class Admission(Struct, frozen=True, kw_only=True):
     fresh: bool = False
     cancelled: bool = False
     release: bool = False
+    event: BuildEvent | None = None
 
 
 def pending_build(
@@ -131,7 +134,7 @@ def admit_new(pending: PendingBuild, *, fresh: bool) -> Admission:
 
 def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
     """The same instance twice in one batch: the first request counts."""
-    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash()
+    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
@@ -147,7 +150,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         # Its delete came first and was answered "no such instance", which stays true.
         return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True)
     if known.digest != pending.digest:
-        return _clash()
+        return _clash(pending)
     if known.state is BuildState.REFUSED and refusal is not None:
         return Admission(outcome=Done(reply=refusal))
     if known.state is not BuildState.ACCEPTED or refusal is not None:
@@ -156,9 +159,20 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     return Admission(cancelled=known.delete_requested)
 
 
-def _clash() -> Admission:
-    reason = "this instance_uuid is on record with other content"
-    return Admission(outcome=Refuse("request.duplicate", reason), label="duplicate")
+def _clash(pending: PendingBuild) -> Admission:
+    """Its event has the sequence of what could not be read: old news to whoever follows the request on record."""
+    refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
+    event = BuildEvent(
+        instance_uuid=pending.instance_uuid,
+        project_id=pending.request.project_id,
+        state=BuildState.REFUSED,
+        sequence=MALFORMED,
+        terminal=True,
+        code=refusal.code,
+        reason=refusal.reason,
+        at=pending.taken_at,
+    )
+    return Admission(outcome=Done(reply=refusal), label="duplicate", event=event)
 
 
 def is_unused(known: BuildStatus) -> bool:

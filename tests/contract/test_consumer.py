@@ -22,6 +22,7 @@ from bus.contracts.cell import CellDelete
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH
+from scheduler_worker.domain.decisions import refused_event
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
 
@@ -129,6 +130,36 @@ async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House)
     (event,) = await events.wait(1)
     assert json.loads(event.body)["code"] == "message.invalid"
     await settled(bus, dead=1)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", BATCH])
+async def test_who_asks_for_a_reply_gets_it_beside_the_event_also_of_a_batch_that_is_none(
+    house: House, content_type: str
+) -> None:
+    bus = await house.bus()
+    queue = await bus.declare("client.builds.{process}")
+    events, answers = Collector(), Collector()
+    await bus.transport.consume(queue, events, prefetch=10)
+    await bus.transport.declare_reply_queue("client.reply.somebodys")
+    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
+    await house.consume(bus, REQUESTS, Answering(), on_malformed=refused_event)
+    await bus.transport.publish(
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key="build.request.p",
+            body=json.dumps({"instance_uuid": boot().instance_uuid, "flavour": "m1.small", "project_id": "p"}).encode(),
+            content_type=content_type,
+            reply_to="client.reply.somebodys",
+            correlation_id="1",
+        )
+    )
+    (answer,) = await answers.wait(1)
+    (event,) = await events.wait(1)
+    assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
+    told = json.loads(event.body)
+    assert (told["state"], told["instance_uuid"], told["terminal"]) == ("refused", boot().instance_uuid, True)
+    assert told["code"] == json.loads(answer.body)["code"]
+    await settled(bus)
 
 
 async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:

@@ -26,7 +26,9 @@ from msgspec import Struct
 from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
 from berth.worker_processes import WorkerProcesses
+from bus.local import LocalTransport
 from bus.persistence.database import Database
+from bus.port import Outgoing
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.safety import PostgresSafety
@@ -154,6 +156,14 @@ def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
         assert time.monotonic() < deadline, letters
 
 
+async def publish(berth: Berth, body: bytes) -> None:
+    """As any program might, at the socket of `berth up`."""
+    transport = LocalTransport(berth.directory / "state" / "bus.sock", name="api")
+    await transport.open()
+    await transport.publish(Outgoing(exchange="berth", routing_key="build.request.p", body=body))
+    await transport.close()
+
+
 def test_fifty_machines_with_one_command(berth: Berth) -> None:
     lines = berth.first.out.splitlines()
     assert (berth.first.status, len(lines)) == (0, 50)
@@ -232,22 +242,21 @@ def test_the_same_request_twice_is_one_build_and_another_under_its_uuid_is_not_t
     ask = ("--uuid", instance, "--project", "twice")
     first, second = boot(berth, *ask), boot(berth, *ask, "--timeout", "20")
     assert first[0]["host"] and second[0]["state"] == "active"
-    clash = berth("boot", "--flavor", "m1.tiny", *ask)
-    assert clash.status == 0, "published; nobody waits for the answer"
+    clash = berth("boot", "--flavor", "m1.tiny", *ask, "--wait", "--json")
+    assert (clash.status, clash.data[0]["code"]) == (NO, "request.duplicate")
     assert berth("show", instance, "--json").data["flavor"] == "m1.small"
     assert len(berth("list", "--project", "twice", "--json").data) == 1
 
 
 def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None:
-    """A clash with a request on record has nobody to answer, so it is parked."""
+    """A request that is no JSON names nobody who could be told, so it is parked."""
     instance = str(uuid.uuid4())
-    boot(berth, "--uuid", instance)
-    berth("boot", "--flavor", "m1.tiny", "--uuid", instance)
+    asyncio.run(publish(berth, f"not JSON: {instance}\n\u202e".encode()))
     letters = ("scheduler.requests", "--json")
     mine = parked(berth, instance)
-    assert [one["code"] for one in mine] == ["request.duplicate"]
+    assert [one["code"] for one in mine] == ["message.malformed"]
     shown = berth("dead-letters", "show", "scheduler.requests", mine[0]["id"], "--json").data
-    assert json.loads(shown["body"])["flavor"] == "m1.tiny"
+    assert shown["body"] == f"not JSON: {instance}\n\u202e"
     assert instance in berth("dead-letters", "show", "scheduler.requests", mine[0]["id"]).out
     counts = berth("dead-letters", "list", "--json").data
     assert next(one for one in counts if one["queue"] == "scheduler.requests")["dead"] >= 1

@@ -21,15 +21,9 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 def test_the_example_publishes_a_build_and_receives_its_events(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     with small_processes() as small:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script],
-            env={"PATH": os.environ["PATH"], "AMQP_URL": small.amqp_url},
-            cwd=tmp_path,  # nothing of berth's own is imported
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        mistyped = run(script.replace('"build.request.demo"', '"build.reqest.demo"'), small.amqp_url, tmp_path)
+        done = run(script, small.amqp_url, tmp_path)
+    assert mistyped.returncode == 1 and "NO_ROUTE" in mistyped.stderr, "it does not wait for what never comes"
     assert done.returncode == 0, done.stderr
     events = [line.split() for line in done.stdout.splitlines()]
     states = [state for _, state, *_ in events]
@@ -37,3 +31,15 @@ def test_the_example_publishes_a_build_and_receives_its_events(tmp_path: Path) -
     assert {"scheduled", "building"} >= set(states[1:-1])  # one that was overtaken is not told any more
     assert len({instance for instance, *_ in events}) == 1
     assert events[-1][2].startswith("cell1-c1-")
+
+
+def run(script: str, amqp_url: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={"PATH": os.environ["PATH"], "AMQP_URL": amqp_url},
+        cwd=directory,  # nothing of berth's own is imported
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.build import (
@@ -23,6 +24,7 @@ from bus.contracts.build import (
 from bus.contracts.catalogue import BY_QUEUE
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
+from bus.port import dead_queue
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import Attempt, PlacementRequest
@@ -116,7 +118,24 @@ async def test_the_same_request_twice_builds_once_and_other_content_is_refused(w
     await world.until(lambda: len(world.builds) >= 3)  # on the cell's bus, which the API's events do not wait for
     built = Counter(build.spec.instance_uuid for _, build in world.builds)
     assert built == {request.instance_uuid: 1, again.instance_uuid: 1, last.instance_uuid: 1}
-    assert "refused" not in world.states(request.instance_uuid)
+    told = [event for event in world.events if event.instance_uuid == request.instance_uuid and event.code]
+    assert [(event.code, event.terminal, event.sequence) for event in told] == [("request.duplicate", True, 0)]
+
+
+async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_stream(world: World) -> None:
+    """Nobody waits for a reply: the event is all that such a client hears."""
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    first = world.request()
+    await world.ask(first)
+    await world.ended(first.instance_uuid, BuildState.SCHEDULED)
+    await world.ask(world.request("m1.large", instance_uuid=first.instance_uuid))
+    await world.until(lambda: [e for e in world.events if e.code == "request.duplicate"])
+    twin = world.request()
+    await world.ask(twin, replace(twin, name="other"))  # in one batch
+    await world.until(lambda: [e for e in world.events if e.instance_uuid == twin.instance_uuid and e.code])
+    transport = world.buses[API].transport
+    assert await transport.depth(dead_queue("scheduler.requests")) == 0
 
 
 async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world: World) -> None:

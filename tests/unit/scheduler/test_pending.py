@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Received, Refuse, Retry
+from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import (
     TOO_OLD,
+    Admission,
     PendingBuild,
     admit_known,
     admit_new,
@@ -46,12 +47,20 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
 
 def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
     assert isinstance(admit_repeated(taken(), taken()).outcome, Done)
-    assert isinstance(admit_repeated(taken(replace(REQUEST, name="other")), taken()).outcome, Refuse)
+    assert_clash(admit_repeated(taken(replace(REQUEST, name="other")), taken()))
 
 
 def test_other_content_under_a_known_instance_is_a_clash() -> None:
-    outcome = admit_known(taken(), status(digest=b"other")).outcome
-    assert isinstance(outcome, Refuse) and outcome.code == "request.duplicate"
+    assert_clash(admit_known(taken(), status(digest=b"other")))
+
+
+def assert_clash(admission: Admission) -> None:
+    """Whoever waits for a reply and whoever listens to events hear it, and it overtakes nothing."""
+    outcome, event = admission.outcome, admission.event
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and event is not None
+    assert outcome.reply.code == event.code == "request.duplicate"
+    assert (event.state, event.terminal, event.sequence) == (BuildState.REFUSED, True, 0)
+    assert (event.instance_uuid, event.project_id) == (REQUEST.instance_uuid, REQUEST.project_id)
 
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
