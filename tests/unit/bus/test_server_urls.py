@@ -25,7 +25,7 @@ SECRET = "hush"
         ("amqp://u:p@h1,h2/v", (Endpoint("h1"), Endpoint("h2")), ("u", "p"), "v"),
         (
             "amqp://u:p@h1:1,[::1]:2,[::2]/%2F",
-            (Endpoint("h1", 1), Endpoint("::1", 2), Endpoint("10.0.0.1")),
+            (Endpoint("h1", 1), Endpoint("::1", 2), Endpoint("::2")),
             ("u", "p"),
             "/",
         ),
