@@ -93,7 +93,7 @@ async def measure(
 ) -> dict[str, dict[str, float]]:
     """Measure on one bus, print and return the figures (milliseconds)."""
     ironic = IronicStandIn(announcer, clock=SystemClock(), rng=random.Random(1))
-    ironic.farm.plan(nodes)
+    ironic.pool.plan(nodes)
     url = await ironic.start()
     in_process = InProcessWorkers()
     sync = IronicSyncConfig(url=url, resync_s=3600.0, bind_retry_s=0.1)
@@ -105,16 +105,16 @@ async def measure(
     await in_process.start(("ironic-sync", ironic_sync.app.build(environment("ironic-sync"), sync)))
     watch = Watch(environment("watch"))
     await watch.open()
-    uuids = list(ironic.farm.nodes)
+    uuids = list(ironic.pool.nodes)
     for uuid in uuids:
         await watch.until(uuid, False)
     taken: list[float] = []
     given: list[float] = []
     for index in range(rounds):
-        node = ironic.farm.nodes[uuids[index % len(uuids)]]
+        node = ironic.pool.nodes[uuids[index % len(uuids)]]
         for on, times in ((True, taken), (False, given)):
             began = time.perf_counter()
-            await ironic.farm.set_maintenance(node, on, "bench", f"req-{index}")
+            await ironic.pool.set_maintenance(node, on, "bench", f"req-{index}")
             await watch.until(node["uuid"], on)
             times.append((time.perf_counter() - began) * 1000)
     found = {what: summary(times) for what, times in (("taken away", taken), ("given back", given))}

@@ -58,7 +58,7 @@ MIX = {
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
 
-class Accident(Struct):
+class ComputeCrash(Struct):
     """The compute service that dies, and when it did (the client's monotonic clock)."""
 
     service: str
@@ -141,7 +141,7 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
     names = scenario_names(recordings)
     try:
         for name in names:
-            async for _ in replay(recordings / f"{name}.jsonl", ironic.farm, voice):
+            async for _ in replay(recordings / f"{name}.jsonl", ironic.pool, voice):
                 steps += 1
     finally:
         await voice.close()
@@ -163,10 +163,10 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
 
 async def _load(
     client: BuildClient, system: LocalSystem, plan: LoadPlan, seed: int, console: Console
-) -> tuple[LoadReport, Accident]:
+) -> tuple[LoadReport, ComputeCrash]:
     """Fire everything at once; halfway one compute service dies, and comes back a little later."""
     victim = system.computes[0]
-    happened = Accident(victim)
+    happened = ComputeCrash(victim)
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console,
@@ -256,7 +256,7 @@ def _counter(name: str, label: str) -> dict[str, int]:
 def _inventory(system: LocalSystem, ironic: IronicStandIn) -> str:
     hypervisors = sum(sum(1 for _ in fleet.hosts) for fleet in system.fleets.values())
     return (
-        f"{len(system.site.cells)} cells, {hypervisors} hypervisors, {len(ironic.farm.nodes)} bare-metal nodes, "
+        f"{len(system.site.cells)} cells, {hypervisors} hypervisors, {len(ironic.pool.nodes)} bare-metal nodes, "
         f"{len(system.in_process.members)} workers"
     )
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from berth.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
-from berth.ironic_stand_in.keeping import keep, load, save
+from berth.ironic_stand_in.state_file import load, save, save_changes
 from berth.settings import MEMORY
 from berth.site import Site
 from bus.bus import API
@@ -35,18 +35,18 @@ async def simulated_ironic(
         yield None
         return
     ironic = IronicStandIn(announcer(site), clock=site.clock, rng=site.rng, behaviour=behaviour)
-    if kept is None or not load(ironic.farm, kept):
-        ironic.farm.plan(site.settings.up.nodes)
+    if kept is None or not load(ironic.pool, kept):
+        ironic.pool.plan(site.settings.up.nodes)
     await ironic.start()
-    keeping = asyncio.create_task(keep(ironic.farm, kept, site.clock)) if kept is not None else None
+    save_task = asyncio.create_task(save_changes(ironic.pool, kept, site.clock)) if kept is not None else None
     try:
         yield ironic
     finally:
         await ironic.stop()
-        if kept is not None and keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            save(ironic.farm, kept)
+        if kept is not None and save_task is not None:
+            save_task.cancel()
+            await asyncio.gather(save_task, return_exceptions=True)
+            save(ironic.pool, kept)
 
 
 def kept_in(site: Site) -> Path:

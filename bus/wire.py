@@ -356,7 +356,7 @@ def published_key(delivery: Delivery) -> str:
     """The routing key that a message was published with. Empty: it was sent to the queue itself.
 
     Only berth's workers and operators may do that: a retry, which was read before, or a dead letter that goes back and
-    says in a header under which key it came at first. On any other message that header is a stranger's.
+    says in a header under which key it came at first. On any other message that header is the sender's own.
     """
     if delivery.exchange:
         return delivery.routing_key

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import structlog
 from msgspec import Struct
 
-from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, Deck, FaultKind, PlannedFault
-from berth.chaos.scene import Scene, descendants, last_words
+from berth.chaos.deployment import Deployment, descendants, last_log_line
+from berth.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, FaultKind, FaultSchedule, PlannedFault
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import ServerFailed
 from berth.embedded.rabbitmq import RabbitMQ
@@ -41,25 +41,25 @@ class Death(Struct, frozen=True):
 
     worker: str
     status: int
-    last_words: str
+    last_log_line: str
     at: float
 
 
-class Saboteur:
-    """Injects faults into a scene. Everything random comes from `rng`."""
+class FaultInjector:
+    """Injects faults into a deployment. Everything random comes from `rng`."""
 
-    def __init__(self, scene: Scene, rng: random.Random) -> None:
+    def __init__(self, deployment: Deployment, rng: random.Random) -> None:
         self.injected: list[Injected] = []
         self.deaths: list[Death] = []
         self.connections_cut = 0
-        self._scene = scene
-        self._clock = scene.site.clock
+        self._scene = deployment
+        self._clock = deployment.site.clock
         self._rng = rng
         self._busy: dict[str, PlannedFault] = {}
         self._rests_until = dict.fromkeys(SERVERS, 0.0)
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def disturb(self, deck: Deck, every_s: float, most: int) -> None:
+    async def disturb(self, deck: FaultSchedule, every_s: float, most: int) -> None:
         """A fault every so many seconds, until cancelled or there were enough. What has begun goes on: see `settle`."""
         while len(self.injected) < most:
             await self._clock.sleep(every_s)
@@ -86,9 +86,9 @@ class Saboteur:
             for name, worker in list(self._scene.processes.workers.items()):
                 if worker.process.running or name in self._busy:
                     continue
-                death = Death(name, worker.process.status or 0, last_words(worker.log), self._clock.monotonic())
+                death = Death(name, worker.process.status or 0, last_log_line(worker.log), self._clock.monotonic())
                 self.deaths.append(death)
-                log.warning("chaos.death", worker=name, status=death.status, last_words=death.last_words)
+                log.warning("chaos.death", worker=name, status=death.status, last_log_line=death.last_log_line)
                 await self._clock.sleep(RESTART_AFTER_S)
                 if name not in self._busy:
                     await asyncio.to_thread(self._scene.processes.restart, name)

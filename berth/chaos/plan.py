@@ -35,7 +35,7 @@ class FaultKind(StrEnum):
     STALL = "stall"
 
 
-class Card(Struct, frozen=True):
+class FaultSpec(Struct, frozen=True):
     """One sort of fault: how often it is in the deck, and how long it lasts (seconds)."""
 
     kind: FaultKind
@@ -69,29 +69,29 @@ class PlannedFault(Struct, frozen=True, kw_only=True):
 # here. So a short pause is longer than the one, a long pause longer than both. Broker and database refuse everything
 # while they are away, so there are fewer of those.
 DECK = (
-    *(Card(FaultKind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(FaultKind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(FaultKind.PAUSE, role, 1, 2.0, 12.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    *(Card(FaultKind.PAUSE, role, 1, 31.0, 36.0) for role in ("scheduler", "placement", "conductor", "compute")),
-    Card(FaultKind.KILL, BROKER, 1, 0.0, 1.5),
-    Card(FaultKind.KILL, DATABASE, 2, 0.0, 1.5),
-    *(Card(FaultKind.STOP, server, 1, 0.0, 1.5) for server in SERVERS),
-    *(Card(FaultKind.PAUSE, server, 1, 2.0, 6.0) for server in SERVERS),
-    *(Card(FaultKind.CUT, server, 3) for server in SERVERS),
-    *(Card(FaultKind.DELAY, server, 1, 2.0, 8.0) for server in SERVERS),
-    *(Card(FaultKind.STALL, server, 1, 2.0, 15.0) for server in SERVERS),
+    *(FaultSpec(FaultKind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(FaultSpec(FaultKind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(FaultSpec(FaultKind.PAUSE, role, 1, 2.0, 12.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    *(FaultSpec(FaultKind.PAUSE, role, 1, 31.0, 36.0) for role in ("scheduler", "placement", "conductor", "compute")),
+    FaultSpec(FaultKind.KILL, BROKER, 1, 0.0, 1.5),
+    FaultSpec(FaultKind.KILL, DATABASE, 2, 0.0, 1.5),
+    *(FaultSpec(FaultKind.STOP, server, 1, 0.0, 1.5) for server in SERVERS),
+    *(FaultSpec(FaultKind.PAUSE, server, 1, 2.0, 6.0) for server in SERVERS),
+    *(FaultSpec(FaultKind.CUT, server, 3) for server in SERVERS),
+    *(FaultSpec(FaultKind.DELAY, server, 1, 2.0, 8.0) for server in SERVERS),
+    *(FaultSpec(FaultKind.STALL, server, 1, 2.0, 15.0) for server in SERVERS),
 )
 SHARES = (0.1, 0.3, 0.6, 1.0)
 DELAYS_S = (0.01, 0.05, 0.2)
 
 
-class Deck:
+class FaultSchedule:
     """Deals faults in random order, each card as often as the deck has it before the next shuffle."""
 
-    def __init__(self, cards: Sequence[Card], rng: random.Random) -> None:
+    def __init__(self, cards: Sequence[FaultSpec], rng: random.Random) -> None:
         self._cards = [card for card in cards for _ in range(card.copies)]
         self._rng = rng
-        self._left: list[Card] = []
+        self._left: list[FaultSpec] = []
 
     def deal(self, free: Mapping[str, Sequence[str]], *, paused: int = 0, broken: int = 0) -> PlannedFault | None:
         """The next fault for what is `free` ({role: names that nothing is done to now}), or None: enough is broken."""
@@ -106,7 +106,7 @@ class Deck:
             self._left += self._rng.sample(self._cards, len(self._cards))
         return None
 
-    def _fault(self, card: Card, names: Sequence[str]) -> PlannedFault:
+    def _fault(self, card: FaultSpec, names: Sequence[str]) -> PlannedFault:
         rng = self._rng
         return PlannedFault(
             kind=card.kind,
@@ -144,7 +144,7 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
     mix: Mapping[str, float] = msgspec.field(
         default_factory=lambda: {"m1.tiny": 4.0, "m1.small": 4.0, "m1.medium": 2.0}
     )
-    deck: tuple[Card, ...] = DECK
+    deck: tuple[FaultSpec, ...] = DECK
     processes: SystemPlan = SystemPlan(
         schedulers=2,
         placements=2,

@@ -79,7 +79,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
         return tuple(
             death
             for death in self.died
-            if death.status in BUGS and not any(code in death.last_words for code in OUTAGES)
+            if death.status in BUGS and not any(code in death.last_log_line for code in OUTAGES)
         )
 
 
@@ -102,7 +102,7 @@ def render(report: ChaosReport, console: Console) -> None:
         soft_wrap=True,
     )
     for death in report.died[:DEATHS_SHOWN]:
-        console.print(f"  {death.worker} ended with {death.status}: {escape(death.last_words)}", soft_wrap=True)
+        console.print(f"  {death.worker} ended with {death.status}: {escape(death.last_log_line)}", soft_wrap=True)
     console.rule("requests")
     render_rows(
         console,

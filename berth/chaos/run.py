@@ -22,10 +22,10 @@ from msgspec import Struct
 from rich.console import Console
 
 from berth.chaos.churn import Churn
-from berth.chaos.faults import Saboteur
-from berth.chaos.plan import ChaosPlan, Deck, FaultKind
+from berth.chaos.deployment import Deployment, connections, deployment, left_in_queues, wait_registered
+from berth.chaos.faults import FaultInjector
+from berth.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
 from berth.chaos.report import ChaosReport, render
-from berth.chaos.scene import Scene, connections, left_in_queues, scene, wait_registered
 from berth.chaos.tally import counts, longest_stall, rates, recoveries, tally
 from berth.client import BuildClient
 from berth.feed_watch import FeedWatch
@@ -58,7 +58,7 @@ class ChaosResult(Struct, frozen=True, kw_only=True):
 
 async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosReport:
     """One run. Raises ServerFailed when a server or worker cannot be brought back."""
-    async with scene(plan, directory) as stage:
+    async with deployment(plan, directory) as stage:
         run = Run(plan, stage, console)
         await run.client.open()
         await run.watch.open()
@@ -73,9 +73,9 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
 
 
 class Run:
-    """One run on a scene that stands: the storm, the calm, the sum."""
+    """One run on a running deployment: load with faults, recovery, the report."""
 
-    def __init__(self, plan: ChaosPlan, stage: Scene, console: Console) -> None:
+    def __init__(self, plan: ChaosPlan, stage: Deployment, console: Console) -> None:
         rng = random.Random(plan.seed)
         site, process = stage.site, process_name("chaos")
         self.plan = plan
@@ -83,8 +83,8 @@ class Run:
         self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
-        self.saboteur = Saboteur(stage, random.Random(rng.getrandbits(64)))
-        self._deck = Deck(plan.deck, rng)
+        self.saboteur = FaultInjector(stage, random.Random(rng.getrandbits(64)))
+        self._deck = FaultSchedule(plan.deck, rng)
         self._clock = site.clock
         self._console = console
 
@@ -107,7 +107,7 @@ class Run:
         seconds = self._clock.monotonic() - began
         watching = asyncio.create_task(self.saboteur.watch())
         try:
-            return await self._calm(seconds)
+            return await self._recover(seconds)
         finally:
             watching.cancel()
 
@@ -123,7 +123,7 @@ class Run:
             for task in others:
                 task.cancel()
 
-    async def _calm(self, seconds: float) -> ChaosResult:
+    async def _recover(self, seconds: float) -> ChaosResult:
         """No further fault: everything comes back, comes to rest and is judged."""
         plan, client, site = self.plan, self.client, self.stage.site
         self._console.print(f"the load is over after {seconds:.0f} s: undoing the last faults")

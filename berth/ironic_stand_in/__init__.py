@@ -1,7 +1,7 @@
 """A small Ironic for demonstrations and tests: real HTTP, simulated nodes, notifications of the true shape."""
 
 from berth.ironic_stand_in.announcer import EXCHANGE, AmqpAnnouncer, MemoryAnnouncer, NotificationAnnouncer, Silent
-from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
+from berth.ironic_stand_in.node_pool import Behaviour, NodePool, RequestError
 from berth.ironic_stand_in.replay import replay
 from berth.ironic_stand_in.server import IronicStandIn
 
@@ -9,9 +9,9 @@ __all__ = [
     "EXCHANGE",
     "AmqpAnnouncer",
     "Behaviour",
-    "Farm",
     "IronicStandIn",
     "MemoryAnnouncer",
+    "NodePool",
     "NotificationAnnouncer",
     "RequestError",
     "Silent",

@@ -21,7 +21,7 @@ class NotificationAnnouncer(Protocol):
     async def open(self) -> None:
         """Connect and declare the exchange as Ironic does."""
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         """Publish one notification."""
 
     async def close(self) -> None:
@@ -34,7 +34,7 @@ class Silent:
     async def open(self) -> None:
         """Nothing to connect."""
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         """Say nothing."""
 
     async def close(self) -> None:
@@ -54,7 +54,7 @@ class MemoryAnnouncer:
         self._broker.declare_exchange(self._exchange)
         await self._transport.open()
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         """Publish one notification."""
         await self._transport.publish(Outgoing(exchange=self._exchange, routing_key=routing_key, body=body))
 
@@ -82,7 +82,7 @@ class AmqpAnnouncer:
         channel = await self._connection.channel(publisher_confirms=True)
         self._exchange = await channel.declare_exchange(self._name, aio_pika.ExchangeType.TOPIC, durable=False)
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         """Publish one notification with the AMQP properties of the recorded ones."""
         assert self._exchange is not None, "not open"
         message = aio_pika.Message(

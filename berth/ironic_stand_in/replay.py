@@ -12,24 +12,24 @@ from typing import Any
 import msgspec
 
 from berth.ironic_stand_in.announcer import NotificationAnnouncer
-from berth.ironic_stand_in.farm import Farm
+from berth.ironic_stand_in.node_pool import NodePool
 
 UNCHANGED = "unchanged"
 
 
-async def replay(recording: Path, farm: Farm, announcer: NotificationAnnouncer) -> AsyncIterator[str]:
+async def replay(recording: Path, pool: NodePool, announcer: NotificationAnnouncer) -> AsyncIterator[str]:
     """Go through `<name>.jsonl` and its `<name>.nodes.json`; yields each step's name once it was said.
 
-    The farm answers with the recorded nodes beside its own. Times between messages are not kept: a consumer that
+    The pool answers with the recorded nodes beside its own. Times between messages are not kept: a consumer that
     is right at full speed is right at any.
     """
     lines, steps = await asyncio.to_thread(_load, recording)
     for step in steps:
-        _show(farm, step["nodes"])
+        _show(pool, step["nodes"])
         at = datetime.fromisoformat(step["at"]).timestamp()
         while lines and lines[0]["received"] <= at:
             line = lines.pop(0)
-            await announcer.say(line["routing_key"], json.dumps(line["body"]).encode())
+            await announcer.publish(line["routing_key"], json.dumps(line["body"]).encode())
         yield step["step"]
 
 
@@ -38,9 +38,9 @@ def _load(recording: Path) -> tuple[list[Any], list[Any]]:
     return lines, msgspec.json.decode(recording.with_suffix(".nodes.json").read_bytes())
 
 
-def _show(farm: Farm, nodes: dict[str, Any]) -> None:
+def _show(pool: NodePool, nodes: dict[str, Any]) -> None:
     for uuid, node in nodes.items():
         if node is None:
-            farm.nodes.pop(uuid, None)
+            pool.nodes.pop(uuid, None)
         elif node != UNCHANGED:
-            farm.nodes[uuid] = node
+            pool.nodes[uuid] = node

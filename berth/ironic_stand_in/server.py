@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from berth.ironic_stand_in import shapes
 from berth.ironic_stand_in.announcer import NotificationAnnouncer
-from berth.ironic_stand_in.farm import Behaviour, Farm, RequestError
+from berth.ironic_stand_in.node_pool import Behaviour, NodePool, RequestError
 from bus.clock import Clock, new_uuid
 
 MAX_BODY = 1024 * 1024
@@ -55,7 +55,7 @@ class IronicStandIn:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self.farm = Farm(announcer, clock=clock, rng=rng, behaviour=behaviour)
+        self.pool = NodePool(announcer, clock=clock, rng=rng, behaviour=behaviour)
         self.url = ""
         self.asked: deque[tuple[str, str]] = deque(maxlen=MAX_ASKED)  # (method, node) of requests that change a node
         self._announcer = announcer
@@ -92,7 +92,7 @@ class IronicStandIn:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
-        await self.farm.stop()
+        await self.pool.stop()
         await self._announcer.close()
 
     def app(self) -> Starlette:
@@ -116,7 +116,7 @@ class IronicStandIn:
     async def _list(self, request: Request) -> Response:
         query = request.query_params
         limit = min(int(query.get("limit", MAX_LIMIT)), MAX_LIMIT)
-        nodes = [node for node in self.farm.nodes.values() if _passes(node, query)]
+        nodes = [node for node in self.pool.nodes.values() if _passes(node, query)]
         if "marker" in query:
             after = next((i for i, node in enumerate(nodes) if node["uuid"] == query["marker"]), len(nodes))
             nodes = nodes[after + 1 :]
@@ -135,7 +135,7 @@ class IronicStandIn:
         return self._shown(self._node(request))
 
     async def _create(self, request: Request) -> Response:
-        return self._shown(await self.farm.create(await _json(request, dict), self._request_id()), 201)
+        return self._shown(await self.pool.create(await _json(request, dict), self._request_id()), 201)
 
     async def _patch(self, request: Request) -> Response:
         operations = await _json(request, list)
@@ -156,23 +156,23 @@ class IronicStandIn:
                 raise RequestError(400, f"Couldn't apply patch: can't remove a non-existent object '{entry}'")
             inside.pop(entry, None)
             changes[field] = inside if removes else {**inside, entry: operation["value"]}
-        await self.farm.patch(node, changes, self._request_id())
+        await self.pool.patch(node, changes, self._request_id())
         return self._shown(node)
 
     async def _delete(self, request: Request) -> Response:
-        await self.farm.delete(self._node(request), self._request_id())
+        await self.pool.delete(self._node(request), self._request_id())
         return Response(status_code=204, headers=VERSIONS)
 
     async def _maintenance(self, request: Request) -> Response:
         on = request.method == "PUT"
         body = await request.body() if on else b""
         reason = json.loads(body).get("reason") if body else None
-        await self.farm.set_maintenance(self._node(request), on, reason, self._request_id())
+        await self.pool.set_maintenance(self._node(request), on, reason, self._request_id())
         return Response(status_code=202, headers=VERSIONS)
 
     async def _traits(self, request: Request) -> Response:
         traits = (await _json(request, dict)).get("traits", [])
-        await self.farm.patch(self._node(request), {"traits": traits}, self._request_id())
+        await self.pool.patch(self._node(request), {"traits": traits}, self._request_id())
         return Response(status_code=204, headers=VERSIONS)
 
     async def _states(self, request: Request) -> Response:
@@ -182,25 +182,25 @@ class IronicStandIn:
 
     async def _provision(self, request: Request) -> Response:
         target = (await _json(request, dict)).get("target", "")
-        self.farm.provision(self._node(request), str(target), self._request_id())
+        self.pool.provision(self._node(request), str(target), self._request_id())
         return Response(status_code=202, headers=VERSIONS)
 
     async def _power(self, request: Request) -> Response:
         target = (await _json(request, dict)).get("target")
         if target not in ("power on", "power off"):
             raise RequestError(400, f"Invalid power state {target!r}")
-        await self.farm.set_power(self._node(request), target, self._request_id())
+        await self.pool.set_power(self._node(request), target, self._request_id())
         return Response(status_code=202, headers=VERSIONS)
 
     async def _allocation(self, request: Request) -> Response:
         ident = request.path_params["ident"]
-        for node in self.farm.nodes.values():
+        for node in self.pool.nodes.values():
             if node["allocation_uuid"] == ident:
                 return _answer({"uuid": ident, "state": "active", "node_uuid": node["uuid"]})
         raise RequestError(404, f"Allocation {ident} could not be found.")
 
     def _node(self, request: Request) -> dict[str, Any]:
-        node = self.farm.get(request.path_params["ident"])
+        node = self.pool.get(request.path_params["ident"])
         if request.method != "GET":
             self.asked.append((request.method, node["uuid"]))
         return node

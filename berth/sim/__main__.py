@@ -16,16 +16,16 @@ import typer
 
 from berth.sim.compare import compare, digests
 from berth.sim.draw import plan_of
+from berth.sim.event_log import EventLog
 from berth.sim.plan import Plan
 from berth.sim.run import Result, run, simulate
 from berth.sim.shrink import Shrinker
-from berth.sim.story import Story
 from berth.sim.widening import WIDENED, Widening
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 # What is told whatever the breach is about.
 ALWAYS = (
-    "blow",
+    "fault",
     "kill",
     "start",
     "stop",
@@ -60,7 +60,7 @@ def main(
     ] = None,
 ) -> None:
     """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
-    hush()
+    redirect_logs()
     kinds = frozenset() if alone else frozenset(only or WIDENED) - frozenset(without or ())
     if only_digests:
         for one, digest in digests(first_seed, seeds, kinds).items():
@@ -98,21 +98,21 @@ def _compare(others: list[str], first: int, count: int) -> None:
         raise typer.Exit(1)
 
 
-def hush(story: Story | None = None) -> None:
+def redirect_logs(event_log: EventLog | None = None) -> None:
     """Workers' logs go into the story, or nowhere."""
     logging.disable(logging.CRITICAL)
-    level = logging.CRITICAL if story is None else logging.INFO
+    level = logging.CRITICAL if event_log is None else logging.INFO
 
     def keep(_logger: Any, method: str, event: Any) -> Any:
-        assert story is not None
+        assert event_log is not None
         from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a story needs to know who speaks)
 
         process = PROCESS.get()
         words = " ".join(f"{key}={value}" for key, value in event.items() if key != "event")
-        story.say(process.name if process else "", f"{method}: {event.get('event')} {words}"[:600])
+        event_log.log(process.name if process else "", f"{method}: {event.get('event')} {words}"[:600])
         raise structlog.DropEvent
 
-    processors = [] if story is None else [keep]
+    processors = [] if event_log is None else [keep]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -127,10 +127,10 @@ def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool
     if result.breach and smaller:
         plan = _tell_smaller(plan, result)
     if trace:
-        story = Story(keep=True)
-        hush(story)
-        told = run(plan, story=story)
-        hush()
+        event_log = EventLog(keep=True)
+        redirect_logs(event_log)
+        told = run(plan, event_log=event_log)
+        redirect_logs()
         for line in readable(told):
             typer.echo(line)
     _say(result)
@@ -141,7 +141,7 @@ def readable(result: Result) -> Iterator[str]:
     """The story from the first fault to the breach: every fault, and whatever concerns who the breach names."""
     about = frozenset(UUID.findall(result.detail))
     lines = list(result.lines)
-    first = next((at for at, line in enumerate(lines) if line.split(maxsplit=2)[1] in ("blow", "kill", "store")), 0)
+    first = next((at for at, line in enumerate(lines) if line.split(maxsplit=2)[1] in ("fault", "kill", "store")), 0)
     told = [
         line
         for at, line in enumerate(lines)
@@ -183,10 +183,11 @@ def _seeds(first: int, count: int, minutes: float | None) -> Iterator[int]:
 def _tell_smaller(plan: Plan, result: Result) -> Plan:
     smaller = Shrinker(lambda one: run(one).breach == result.breach).shrink(plan)
     typer.echo(f"  among others: {' '.join(smaller.widenings) or 'alone'}")
-    words = f"{len(smaller.blows)} of {len(plan.blows)} blows, {len(smaller.orders)} of {len(plan.orders)} orders, "
+    words = f"{len(smaller.fault_events)} of {len(plan.fault_events)} faults, "
+    words += f"{len(smaller.orders)} of {len(plan.orders)} orders, "
     words += f"{smaller.load_s:.1f} of {plan.load_s:.1f} virtual seconds of load"
     typer.echo(f"  still {result.breach} with {words}; rates {smaller.rates}; computes {smaller.computes}")
-    for part in (*smaller.blows, *smaller.orders):
+    for part in (*smaller.fault_events, *smaller.orders):
         typer.echo(f"    {part}")
     return smaller
 

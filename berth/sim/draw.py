@@ -8,9 +8,22 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from berth.ironic_stand_in.farm import Behaviour
-from berth.sim.company import in_company
-from berth.sim.plan import KEEP_ALL, LOAD_S, MOST_BLOW_S, SIZES, Act, Blow, Cell, Kind, Metal, Order, Plan, Rates
+from berth.ironic_stand_in.node_pool import Behaviour
+from berth.sim.peers import with_peers
+from berth.sim.plan import (
+    KEEP_ALL,
+    LOAD_S,
+    MAX_FAULT_S,
+    SIZES,
+    Action,
+    Cell,
+    FaultEvent,
+    FaultType,
+    Metal,
+    Order,
+    Plan,
+    Rates,
+)
 from berth.sim.widening import NONE, Widening, widen
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
@@ -23,7 +36,10 @@ FLAVOR_WEIGHTS = (4, 6, 4, 2, 2, 0.2)
 METAL_SHARE, METAL_BUILDS = 0.4, 0.3
 METAL_FLAVORS = ("bm.gold", "bm.silver")
 FLAT_SHARE = 0.12
-HARDER = {Kind.FULL: MOST_BLOW_S, Kind.CLOCK: MOST_BLOW_S}  # faults that came later, and how long they last at most
+HARDER = {
+    FaultType.FULL: MAX_FAULT_S,
+    FaultType.CLOCK: MAX_FAULT_S,
+}  # faults that came later, and how long they last at most
 IRONIC_VERBS = (
     *("maintain", "return", "return", "clean") * 2,
     "blink",
@@ -50,15 +66,15 @@ def plan_of(seed: int, kinds: Collection[Widening] = NONE) -> Plan:
         skew_s=_pick(rng, (0.0, 0.2, 1.0, 30.0, 240.0)),
         computes=_computes(rng),
         orders=(),
-        blows=(),
+        fault_events=(),
         rates=_rates(rng),
     )
     plan = with_metal(rng, plan) if rng.random() < METAL_SHARE else plan
     plan = replace(plan, flat=tuple(service for _, service in plan.services if rng.random() < FLAT_SHARE))
     plan = replace(plan, orders=_orders(rng, plan))
-    plan = replace(plan, blows=_blows(rng, plan))
-    plan = _harder(random.Random(f"berth.sim.harder {seed}"), plan)
-    return widen(in_company(random.Random(f"berth.sim.company {seed}"), plan), kinds)
+    plan = replace(plan, fault_events=_fault_events(rng, plan))
+    plan = _later_faults(random.Random(f"berth.sim.harder {seed}"), plan)
+    return widen(with_peers(random.Random(f"berth.sim.peers {seed}"), plan), kinds)
 
 
 def with_metal(rng: random.Random, plan: Plan) -> Plan:
@@ -131,20 +147,20 @@ def _orders(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
         if plan.metal and rng.random() < METAL_BUILDS:
             flavor = _pick(rng, METAL_FLAVORS)
         attempts = _pick(rng, (None, None, None, 1, 5))
-        build = Order(at=at, act=Act.BUILD, uuid=uuid, flavor=flavor, project=project, max_attempts=attempts)
+        build = Order(at=at, action=Action.BUILD, uuid=uuid, flavor=flavor, project=project, max_attempts=attempts)
         orders.append(build)
         if rng.random() < 0.05:
-            orders.append(replace(build, act=Act.REPEAT, at=at + rng.uniform(0.0, 5.0)))
+            orders.append(replace(build, action=Action.REPEAT, at=at + rng.uniform(0.0, 5.0)))
         if rng.random() < 0.4:
-            orders.append(Order(at=at + rng.expovariate(0.2), act=Act.DELETE, uuid=uuid, project=project))
+            orders.append(Order(at=at + rng.expovariate(0.2), action=Action.DELETE, uuid=uuid, project=project))
     orders += [_host_order(rng, plan) for _ in range(rng.randint(0, 8))]
     for _, service in plan.services:
         if rng.random() < 0.15:
-            orders.append(Order(at=rng.uniform(5.0, 20.0), act=Act.LATE, service=service))
+            orders.append(Order(at=rng.uniform(5.0, 20.0), action=Action.LATE, service=service))
         elif rng.random() < 0.1:
             away = rng.uniform(2.0, 20.0)
-            orders.append(Order(at=rng.uniform(5.0, 40.0), act=Act.LEAVE, service=service, seconds=away))
-    orders += _farewells(rng, plan)
+            orders.append(Order(at=rng.uniform(5.0, 40.0), action=Action.LEAVE, service=service, seconds=away))
+    orders += _departures(rng, plan)
     if plan.metal:
         orders += [_node_order(rng) for _ in range(rng.randint(2, 14))]
     return tuple(sorted(orders, key=lambda order: order.at))
@@ -153,64 +169,66 @@ def _orders(rng: random.Random, plan: Plan) -> tuple[Order, ...]:
 def _host_order(rng: random.Random, plan: Plan) -> Order:
     cell = _pick(rng, plan.cells)
     service, hosts = _pick(rng, cell.services)
-    act = _pick(rng, (Act.RESIZE, Act.RESIZE, Act.DISABLE, Act.ENABLE, Act.LOSE))
+    action = _pick(rng, (Action.RESIZE, Action.RESIZE, Action.DISABLE, Action.ENABLE, Action.LOSE))
     at = rng.uniform(2.0, LOAD_S)
-    return Order(at=at, act=act, service=service, host=rng.randrange(hosts), size=rng.randrange(len(SIZES)))
+    return Order(at=at, action=action, service=service, host=rng.randrange(hosts), size=rng.randrange(len(SIZES)))
 
 
-def _farewells(rng: random.Random, plan: Plan) -> list[Order]:
+def _departures(rng: random.Random, plan: Plan) -> list[Order]:
     """Hosts and services that go, are given away, or come back as something else: each service in one way only."""
     orders: list[Order] = []
     for cell in plan.cells:
         for service, hosts in cell.services:
             at, chance = rng.uniform(10.0, LOAD_S * 0.7), rng.random()
             if service in plan.flat:
-                orders.append(Order(at=at, act=Act.UPGRADE, service=service, seconds=rng.uniform(0.0, 5.0)))
+                orders.append(Order(at=at, action=Action.UPGRADE, service=service, seconds=rng.uniform(0.0, 5.0)))
             elif chance < 0.08 and len(plan.services) > 1:
-                orders.append(Order(at=at, act=Act.DIE, service=service))
+                orders.append(Order(at=at, action=Action.DIE, service=service))
             elif chance < 0.2:
-                orders.append(Order(at=at, act=Act.DRAIN, service=service, host=rng.randrange(hosts)))
+                orders.append(Order(at=at, action=Action.DRAIN, service=service, host=rng.randrange(hosts)))
             elif chance < 0.32 and len(cell.services) > 1:
-                orders.append(Order(at=at, act=Act.REHOME, service=service, host=rng.randrange(hosts)))
+                orders.append(Order(at=at, action=Action.REHOME, service=service, host=rng.randrange(hosts)))
     return orders
 
 
 def _node_order(rng: random.Random) -> Order:
     at, verb = rng.uniform(2.0, LOAD_S), _pick(rng, IRONIC_VERBS)
-    return Order(at=at, act=Act.IRONIC, verb=verb, host=rng.randrange(1000))
+    return Order(at=at, action=Action.IRONIC, verb=verb, host=rng.randrange(1000))
 
 
-def _blows(rng: random.Random, plan: Plan) -> tuple[Blow, ...]:
-    kinds = [kind for kind in Kind if kind not in HARDER and rng.random() < 0.6]
-    kinds = [kind for kind in kinds if plan.metal or kind is not Kind.IRONIC]
+def _fault_events(rng: random.Random, plan: Plan) -> tuple[FaultEvent, ...]:
+    kinds = [kind for kind in FaultType if kind not in HARDER and rng.random() < 0.6]
+    kinds = [kind for kind in kinds if plan.metal or kind is not FaultType.IRONIC]
     if not kinds:
         return ()
     buses = ["api", *(cell.name for cell in plan.cells)]
     schemas = ["placement", "scheduler", *(f"cell_{cell.name}" for cell in plan.cells)]
     schemas += ["ironic_sync"] if plan.metal else []
-    targets = {Kind.BROKER: buses, Kind.DATABASE: schemas, Kind.IRONIC: ["ironic"]}
-    blows = []
+    targets = {FaultType.BROKER: buses, FaultType.DATABASE: schemas, FaultType.IRONIC: ["ironic"]}
+    fault_events = []
     for _ in range(rng.randint(0, 20)):
         kind = _pick(rng, kinds)
         target = _pick(rng, targets.get(kind, plan.processes))
-        seconds = rng.uniform(0.0, 25.0 if kind is Kind.PAUSE else MOST_BLOW_S)
-        blows.append(Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=target, seconds=seconds))
-    return tuple(sorted(blows, key=lambda blow: blow.at))
+        seconds = rng.uniform(0.0, 25.0 if kind is FaultType.PAUSE else MAX_FAULT_S)
+        fault_events.append(FaultEvent(at=rng.uniform(0.5, LOAD_S), kind=kind, target=target, seconds=seconds))
+    return tuple(sorted(fault_events, key=lambda fault: fault.at))
 
 
-def _harder(rng: random.Random, plan: Plan) -> Plan:
+def _later_faults(rng: random.Random, plan: Plan) -> Plan:
     """What came later, from a source of its own: the seeds that found a defect go on to find it."""
     rates = replace(plan.rates, store_crash=_sometimes(rng)(0.004))
     plan = replace(plan, rates=rates, feed_keep=_pick(rng, (KEEP_ALL, KEEP_ALL, 30)))
     plan = replace(plan, keep_s=_pick(rng, (0.0, 0.0, 50.0)), batch=_pick(rng, (0, 0, 2)))
-    targets = {Kind.FULL: ["api", *(cell.name for cell in plan.cells)], Kind.CLOCK: plan.processes}
-    blows = [
-        Blow(at=rng.uniform(0.5, LOAD_S), kind=kind, target=_pick(rng, targets[kind]), seconds=rng.uniform(0.0, most))
+    targets = {FaultType.FULL: ["api", *(cell.name for cell in plan.cells)], FaultType.CLOCK: plan.processes}
+    fault_events = [
+        FaultEvent(
+            at=rng.uniform(0.5, LOAD_S), kind=kind, target=_pick(rng, targets[kind]), seconds=rng.uniform(0.0, most)
+        )
         for kind, most in HARDER.items()
         if rng.random() < 0.4
         for _ in range(rng.randint(1, 5))
     ]
-    return replace(plan, blows=tuple(sorted((*plan.blows, *blows), key=lambda blow: blow.at)))
+    return replace(plan, fault_events=tuple(sorted((*plan.fault_events, *fault_events), key=lambda fault: fault.at)))
 
 
 def _sometimes(rng: random.Random) -> Callable[[float], float]:

@@ -1,4 +1,4 @@
-"""The load on a world: a client that never gives up, and the planned blows."""
+"""The load on a world: a client that never gives up, and the planned faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from berth.sim.loop import Process
 from berth.sim.network import REPAIR_S, SimTransport
-from berth.sim.plan import MOST_BLOW_S, Act, Blow, Kind, Order
+from berth.sim.plan import MAX_FAULT_S, Action, FaultEvent, FaultType, Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
@@ -26,13 +26,13 @@ class Client:
     def __init__(self, world: World) -> None:
         self._world = world
         self._process = Process("client")
-        transport = SimTransport(world.brokers[API], self._process, world.network_faults, world.story)
+        transport = SimTransport(world.brokers[API], self._process, world.network_faults, world.event_log)
         rng = random.Random(f"berth.sim.client {world.plan.seed}")
         self._bus = Bus(API, transport, process="client", clock=world.clock, rng=rng)
         self.confirmed: dict[str, None] = {}
         self.deleted: dict[str, None] = {}
         self.flavors: dict[str, str] = {}
-        self._projects = {order.uuid: order.project for order in world.plan.orders if order.act is Act.BUILD}
+        self._projects = {order.uuid: order.project for order in world.plan.orders if order.action is Action.BUILD}
         self._deleting: dict[str, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
@@ -41,13 +41,13 @@ class Client:
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out, in the client's own process."""
-        return self._process.spawn(self._carry_out(order), f"order {order.act} {order.uuid}")
+        return self._process.spawn(self._carry_out(order), f"order {order.action} {order.uuid}")
 
     def delete(self, uuid: str) -> None:
         """Somebody wants this instance gone; asked once, whoever asks."""
         if uuid in self._deleting:
             return
-        order = Order(at=0.0, act=Act.DELETE, uuid=uuid, project=self._projects[uuid])
+        order = Order(at=0.0, action=Action.DELETE, uuid=uuid, project=self._projects[uuid])
         self._deleting[uuid] = self.order(order)
 
     @property
@@ -55,11 +55,11 @@ class Client:
         """Deletes that are still to be asked."""
         return [task for task in self._deleting.values() if not task.done()]
 
-    async def say(self, message: Message) -> None:
+    async def publish(self, message: Message) -> None:
         """Something an operator says on the API bus."""
         await self._process.spawn(self._insist(message, "operator"), "the operator says")
 
-    async def say_together(self, messages: Sequence[Message]) -> None:
+    async def publish_batch(self, messages: Sequence[Message]) -> None:
         """The same of several messages that travel together."""
         await self._process.spawn(self._insist_together(messages), "the operator says")
 
@@ -80,7 +80,7 @@ class Client:
                 await asyncio.sleep(RETRY_S)
 
     async def _carry_out(self, order: Order) -> None:
-        if order.act is Act.DELETE:
+        if order.action is Action.DELETE:
             if order.uuid not in self._projects:
                 return  # its build was cut out of the plan
             await self._heard(order.uuid)
@@ -123,26 +123,26 @@ class Client:
 
 
 class Chaos:
-    """Carries out the planned blows, and repairs what they broke."""
+    """Carries out the planned faults, and repairs what they broke."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def blow(self, blow: Blow) -> asyncio.Task[None]:
+    def inject(self, fault: FaultEvent) -> asyncio.Task[None]:
         """One fault, from its beginning to its end."""
-        self._world.story.tell("blow", f"{blow.kind} {blow.target} {blow.seconds:.3f}")
+        self._world.event_log.record("fault", f"{fault.kind} {fault.target} {fault.seconds:.3f}")
         what = {
-            Kind.CRASH: self._crash,
-            Kind.PAUSE: self._pause,
-            Kind.SLOW: self._slow,
-            Kind.CUT: self._cut,
-            Kind.BROKER: self._broker,
-            Kind.DATABASE: self._database,
-            Kind.IRONIC: self._ironic,
-            Kind.FULL: self._full,
-            Kind.CLOCK: self._clock,
-        }[blow.kind]
-        return asyncio.create_task(what(blow.target, blow.seconds), name=f"blow {blow.kind} {blow.target}")
+            FaultType.CRASH: self._crash,
+            FaultType.PAUSE: self._pause,
+            FaultType.SLOW: self._slow,
+            FaultType.CUT: self._cut,
+            FaultType.BROKER: self._broker,
+            FaultType.DATABASE: self._database,
+            FaultType.IRONIC: self._ironic,
+            FaultType.FULL: self._full,
+            FaultType.CLOCK: self._clock,
+        }[fault.kind]
+        return asyncio.create_task(what(fault.target, fault.seconds), name=f"fault {fault.kind} {fault.target}")
 
     def one_last_change_unheard(self) -> None:
         """At rest: every scheduler is cut off while a host changes, and no other change follows to show a gap."""
@@ -196,7 +196,7 @@ class Chaos:
     async def _clock(self, name: str, seconds: float) -> None:
         life = self._world.lives.get(name)
         if life is not None:
-            life.clock.skew_s = self._world.plan.skew_s * (2 * seconds / MOST_BLOW_S - 1)
+            life.clock.skew_s = self._world.plan.skew_s * (2 * seconds / MAX_FAULT_S - 1)
 
     async def _pause(self, name: str, seconds: float) -> None:
         life = self._world.lives.get(name)

@@ -7,9 +7,9 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from berth.sim.event_log import EventLog
 from berth.sim.loop import Process
 from berth.sim.plan import Rates
-from berth.sim.story import Story
 from bus.contracts.catalogue import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, Delivery, Outgoing, Subscription, Transport
@@ -63,10 +63,10 @@ class Broker(MemoryBroker):
     """A memory broker whose every message is an event of the story."""
 
     bus = ""
-    story: Story
+    event_log: EventLog
     on_message: Callable[[str, Outgoing], None] | None = None
 
-    def let_others_in(self) -> None:
+    def add_foreign_tenant(self) -> None:
         """Another tenant of the broker has a queue with something in it, and never looks."""
         self.declare(foreign_plan(THEIRS), None)
         self.queue(THEIRS).put(Outgoing(exchange="", routing_key=THEIRS, body=THEIRS_SAYS), self.clock.monotonic())
@@ -93,7 +93,7 @@ class Broker(MemoryBroker):
     def route(self, message: Outgoing, died: str = "") -> None:
         """Put a message into its queues."""
         what = "dead" if died else "message"
-        self.story.tell(what, f"{self.bus} {message.exchange} {message.routing_key}", message.body)
+        self.event_log.record(what, f"{self.bus} {message.exchange} {message.routing_key}", message.body)
         super().route(message, died)
         if self.on_message is not None and not died:
             self.on_message(self.bus, message)
@@ -102,7 +102,7 @@ class Broker(MemoryBroker):
 class SimTransport:
     """One connection of one process. While it is cut nothing goes through, and the broker takes back what it held."""
 
-    def __init__(self, broker: Broker, process: Process, network_faults: NetworkFaults, story: Story) -> None:
+    def __init__(self, broker: Broker, process: Process, network_faults: NetworkFaults, event_log: EventLog) -> None:
         inner = MemoryTransport(broker, process.name)
         assert isinstance(inner, MemoryTransport)
         self.name = process.name
@@ -112,7 +112,7 @@ class SimTransport:
         self._broker = broker
         self._process = process
         self._network_faults = network_faults
-        self._story = story
+        self._event_log = event_log
         self._life = 0  # rises with every loss: what is under way then is lost
 
     # --- faults
@@ -122,7 +122,7 @@ class SimTransport:
         if not self._inner.connected:
             return
         self._life += 1
-        self._story.tell("cut", f"{self.name} {self._broker.bus}")
+        self._event_log.record("cut", f"{self.name} {self._broker.bus}")
         self._inner.lose()
         asyncio.get_running_loop().call_later(seconds, self._repair, context=self._broker.context)
 
@@ -193,7 +193,7 @@ class SimTransport:
         try:
             self._broker.route(message)
         except Exception as error:  # nobody waits for this one
-            self._story.say("network", f"a double went nowhere: {error}")
+            self._event_log.log("network", f"a double went nowhere: {error}")
 
     async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
         """Deliver after the latency of the way; a delay lets others overtake."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from berth.sim.load import Client
-from berth.sim.plan import SIZES, Act, Order
+from berth.sim.plan import SIZES, Action, Order
 from berth.sim.world import World
 from bus.contracts.placement import InventoryUpdate
 
@@ -19,38 +19,38 @@ class Operator:
     def __init__(self, world: World, client: Client) -> None:
         self._world = world
         self._client = client
-        self._acts: dict[Act, Callable[[Order], Awaitable[None]]] = {
-            Act.LATE: self._late,
-            Act.LEAVE: self._leave,
-            Act.UPGRADE: self._upgrade,
-            Act.DIE: self._die,
-            Act.DRAIN: self._drain,
-            Act.REHOME: self._rehome,
+        self._actions: dict[Action, Callable[[Order], Awaitable[None]]] = {
+            Action.LATE: self._late,
+            Action.LEAVE: self._leave,
+            Action.UPGRADE: self._upgrade,
+            Action.DIE: self._die,
+            Action.DRAIN: self._drain,
+            Action.REHOME: self._rehome,
         }
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order about a host or a service out."""
-        if order.act is Act.IRONIC:
+        if order.action is Action.IRONIC:
             assert self._world.ironic is not None
             return self._world.ironic.flip(order)
-        return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.service}")
+        return asyncio.create_task(self._carry_out(order), name=f"order {order.action} {order.service}")
 
     async def _carry_out(self, order: Order) -> None:
-        self._world.story.tell("order", f"{order.act} {order.service} {order.host} {order.size}")
-        act = self._acts.get(order.act)
-        if act is not None:
-            await act(order)
+        self._world.event_log.record("order", f"{order.action} {order.service} {order.host} {order.size}")
+        action = self._actions.get(order.action)
+        if action is not None:
+            await action(order)
         elif order.service not in self._world.dead and (host := self._host(order)) is not None:
             self._change(order, host)
 
     def _change(self, order: Order, host: str) -> None:
         fleet = self._world.fleets[order.service]
-        match order.act:
-            case Act.RESIZE:
+        match order.action:
+            case Action.RESIZE:
                 fleet.resize(host, SIZES[order.size])
-            case Act.DISABLE:
+            case Action.DISABLE:
                 fleet.disable(host)
-            case Act.ENABLE:
+            case Action.ENABLE:
                 fleet.enable(host)
             case _:
                 fleet.lose(host)  # what others had there, too
@@ -112,7 +112,7 @@ class Operator:
         fleet.drop(host)
         world.left[host] = "drained"
         version = fleet.records.versions(1, world.clock.time() + world.plan.skew_s)
-        await self._client.say(InventoryUpdate(source=f"compute-{order.service}", version=version, root_uuid=host))
+        await self._client.publish(InventoryUpdate(source=f"compute-{order.service}", version=version, root_uuid=host))
 
     async def _rehome(self, order: Order) -> None:
         """Empty a host and give it to the next service of its cell."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.ironic_stand_in.farm import Behaviour
+from berth.ironic_stand_in.node_pool import Behaviour
 from bus.contracts.groups import ServerGroup
 from compute_sim.config import HostSize
 from compute_sim.domain.faults import Faults
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 LOAD_S = 60.0  # requests and faults happen in this time; afterwards the system has to come to rest
 KEEP_ALL = 1000  # changes of the feed: more than a run makes
-MOST_BLOW_S = 8.0  # how long a fault lasts, but a process that stands still
+MAX_FAULT_S = 8.0  # how long a fault lasts, but a process that stands still
 SIZES = (
     HostSize(vcpus=3, memory_mb=32_768, disk_gb=400, cpu_ratio=1.0),
     HostSize(vcpus=8, memory_mb=16_896, disk_gb=200, cpu_ratio=1.5),
@@ -25,7 +25,7 @@ SIZES = (
 )
 
 
-class Act(StrEnum):
+class Action(StrEnum):
     """What clients and operators do."""
 
     BUILD = "build"
@@ -48,10 +48,10 @@ class Act(StrEnum):
     SHARES = "shares"  # a service of bare metal joins, or is away for a while: the others' shares change
     BACKUP = "backup"  # a schema's rows are copied
     RESTORE = "restore"  # ... and come back, with nothing that was written since
-    TWIN = "twin"  # a second compute service starts under a name that is taken, and is killed later
+    DUPLICATE_NAME = "duplicate-name"  # a second compute service starts under a name that is taken, and is killed later
     COPY = "copy"  # a service's hosts are copied, with what runs on them
     BRING_BACK = "bring-back"  # ... and come back as they were then, while the service is stopped
-    STRANGER = "stranger"  # another client says something strange
+    MALFORMED = "malformed"  # another client publishes malformed messages
     TREE = "tree"  # another source reports its hosts, or another consumer holds a part of them
 
 
@@ -62,7 +62,7 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     at: float
-    act: Act
+    action: Action
     uuid: str = ""
     flavor: str = ""
     project: str = ""
@@ -77,7 +77,7 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     together_with: tuple[str, ...] = ()
 
 
-class Kind(StrEnum):
+class FaultType(StrEnum):
     """What goes wrong."""
 
     CRASH = "crash"  # a process is killed, and starts again after `seconds`
@@ -91,11 +91,11 @@ class Kind(StrEnum):
     CLOCK = "clock"  # somebody sets a process's clock; `seconds` says where to
 
 
-class Blow(Struct, frozen=True, kw_only=True):
+class FaultEvent(Struct, frozen=True, kw_only=True):
     """One fault at its time. target: a process, a bus or a schema."""
 
     at: float
-    kind: Kind
+    kind: FaultType
     target: str
     seconds: float
 
@@ -149,7 +149,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     skew_s: float
     computes: Faults
     orders: tuple[Order, ...]
-    blows: tuple[Blow, ...]
+    fault_events: tuple[FaultEvent, ...]
     rates: Rates
     metal: Metal | None = None
     flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
@@ -166,7 +166,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.quotas.get(project, self.quota)
 
     @property
-    def in_company(self) -> bool:
+    def with_peers(self) -> bool:
         """Whether anybody minds where others are, or how much they hold."""
         return bool(self.quota or self.quotas) or any(
             order.group or order.apart_from or order.together_with for order in self.orders
@@ -200,22 +200,22 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def late(self) -> list[str]:
         """Processes that are started by an order."""
-        names = [f"compute-{order.service}" for order in self.orders if order.act is Act.LATE]
+        names = [f"compute-{order.service}" for order in self.orders if order.action is Action.LATE]
         names += [f"compute-{service}" for service in self.late_metal]
         return [*names, *(name for cell in self.late_cells for name in self.processes_of(cell))]
 
     @property
     def late_cells(self) -> list[str]:
         """Cells that no worker is told of before they join."""
-        return [order.service for order in self.orders if order.act is Act.CELL and order.verb == "join"]
+        return [order.service for order in self.orders if order.action is Action.CELL and order.verb == "join"]
 
     @property
     def late_metal(self) -> list[str]:
         """Services of bare metal that are not there before they join."""
-        joining = [order.service for order in self.orders if order.act is Act.SHARES and order.verb == "join"]
+        joining = [order.service for order in self.orders if order.action is Action.SHARES and order.verb == "join"]
         return [service for cell, service in self.metal_services if service in joining or cell in self.late_cells]
 
     def without_faults(self) -> Plan:
         """The same world on a good day."""
         metal = self.metal and replace(self.metal, behaviour=replace(self.metal.behaviour, deploy_fails=0.0))
-        return replace(self, blows=(), rates=Rates(), computes=Faults(), skew_s=0.0, metal=metal)
+        return replace(self, fault_events=(), rates=Rates(), computes=Faults(), skew_s=0.0, metal=metal)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from berth.invariants import Facts, InstanceFact, InventoryFact, RunningFact, check_invariants
-from berth.sim.company import NONE_ALLOWED
-from berth.sim.company_watch import OVER_QUOTA, asked_of
 from berth.sim.draw import PROJECTS
+from berth.sim.ironic_sync_watch import disagreements, is_reported
 from berth.sim.load import Client
-from berth.sim.metal_watch import disagreements, is_reported
+from berth.sim.peer_watch import OVER_QUOTA, asked_of
+from berth.sim.peers import NONE_ALLOWED
 from berth.sim.world import World
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.placement import ProviderReport
@@ -60,7 +60,7 @@ def _others(world: World) -> Iterator[str]:
     for service, fleet in world.fleets.items():
         table = world.cells[world.cell_of(service).name]
         listed = {(noted.machine.host_uuid, noted.machine.uuid) for noted in table.unexplained.values()}
-        for host, guest in fleet.guests() if service not in world.dead | world.twins.keys() else ():
+        for host, guest in fleet.guests() if service not in world.dead | world.duplicates.keys() else ():
             known = guest.instance_uuid in table.instances or not guest.complete
             if not known and (host, guest.instance_uuid) not in listed:
                 yield f"unexplained_is_listed: {guest.instance_uuid} runs on {host}, and no record or list has it"
@@ -248,8 +248,8 @@ def _running(world: World) -> Iterator[RunningFact]:
     elsewhere = {
         guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
     }
-    for twin in world.twins.values():
-        for host, guest in twin.guests():
+    for duplicate in world.duplicates.values():
+        for host, guest in duplicate.guests():
             if guest.complete and guest.instance_uuid in elsewhere:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
@@ -257,7 +257,7 @@ def _running(world: World) -> Iterator[RunningFact]:
             host = instance.host_uuid or ""
             if instance.state is State.ACTIVE and world.left.get(host) == "dead":
                 yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
-    for node in world.ironic.farm.nodes.values() if world.ironic else ():
+    for node in world.ironic.pool.nodes.values() if world.ironic else ():
         if (uuid := node["instance_uuid"]) is not None:
             yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
 

@@ -10,14 +10,14 @@ from functools import partial
 from msgspec import Struct
 
 from berth.sim import loop as virtual
-from berth.sim.company import NONE_ALLOWED
 from berth.sim.draw import PROJECTS, plan_of
+from berth.sim.event_log import EventLog
 from berth.sim.load import Chaos, Client
 from berth.sim.operator import Operator
-from berth.sim.others import OTHERS, Others
-from berth.sim.plan import Act, Order, Plan
+from berth.sim.other_tenants import OTHERS, OtherTenants
+from berth.sim.peers import NONE_ALLOWED
+from berth.sim.plan import Action, Order, Plan
 from berth.sim.rest import given_back, told_of_quota, unsettled
-from berth.sim.story import Story
 from berth.sim.watch import Breach
 from berth.sim.widening import NONE, Widening
 from berth.sim.world import World
@@ -55,15 +55,15 @@ def simulate(seed: int, kinds: Collection[Widening] = NONE) -> Result:
     return run(plan_of(seed, kinds))
 
 
-def run(plan: Plan, *, story: Story | None = None) -> Result:
+def run(plan: Plan, *, event_log: EventLog | None = None) -> Result:
     """Run one plan to its end or to the first breach."""
-    story = Story() if story is None else story
-    runner = _Runner(plan, story)
+    event_log = EventLog() if event_log is None else event_log
+    runner = _Runner(plan, event_log)
     # What libraries draw from the process's own generator (tenacity's waits) is part of the seed too.
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:
-        done = virtual.run(runner.main, on_unseen=lambda words: story.say("unseen", words))
+        done = virtual.run(runner.main, on_unseen=lambda words: event_log.log("unseen", words))
         turns, now = done.turns, done.now
     except Breach as found:
         breach, turns, now = found, 0, runner.now
@@ -73,22 +73,22 @@ def run(plan: Plan, *, story: Story | None = None) -> Result:
         seed=plan.seed,
         breach=breach.name if breach else "",
         detail=breach.detail if breach else "",
-        digest=story.digest,
+        digest=event_log.digest,
         virtual_s=now,
         rest_s=runner.rest_s,
         turns=turns,
-        requests=sum(order.act is Act.BUILD for order in plan.orders),
-        counts=dict(sorted(story.counts.items())),
-        lines=tuple(story.lines),
+        requests=sum(order.action is Action.BUILD for order in plan.orders),
+        counts=dict(sorted(event_log.counts.items())),
+        lines=tuple(event_log.lines),
         states=runner.states,
         widenings=plan.widenings,
     )
 
 
 class _Runner:
-    def __init__(self, plan: Plan, story: Story) -> None:
+    def __init__(self, plan: Plan, event_log: EventLog) -> None:
         self._plan = plan
-        self._story = story
+        self._event_log = event_log
         self.rest_s = 0.0
         self.now = 0.0
         self.states: dict[str, int] = {}
@@ -96,8 +96,8 @@ class _Runner:
 
     async def main(self) -> None:
         running = asyncio.get_running_loop()
-        self._story.now = running.time
-        self._world = world = World(self._plan, self._story)
+        self._event_log.now = running.time
+        self._world = world = World(self._plan, self._event_log)
         self._client = Client(world)
         work = asyncio.create_task(self._work(), name="the run")
         try:
@@ -117,13 +117,13 @@ class _Runner:
             if name not in late:
                 world.start(name)
         await self._client.open()
-        operator, others, chaos = Operator(world, self._client), Others(world, self._client), Chaos(world)
+        operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
-            who: Client | Others | Operator = others if order.act in OTHERS else operator
-            who = self._client if order.act in (Act.BUILD, Act.REPEAT, Act.DELETE) else who
+            who: Client | OtherTenants | Operator = others if order.action in OTHERS else operator
+            who = self._client if order.action in (Action.BUILD, Action.REPEAT, Action.DELETE) else who
             doing.append((order.at, partial(who.order, order)))
-        doing += [(blow.at, partial(chaos.blow, blow)) for blow in plan.blows]
+        doing += [(fault.at, partial(chaos.inject, fault)) for fault in plan.fault_events]
         tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
         for at, begin in sorted(doing, key=lambda one: one[0]):
@@ -131,7 +131,7 @@ class _Runner:
             tasks.append(begin())
         await asyncio.sleep(max(0.0, plan.load_s - loop.time()))
         world.network_faults.calm()
-        self._story.tell("calm")
+        self._event_log.record("calm")
         await self._rest(tasks)
 
     async def _rest(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -141,11 +141,11 @@ class _Runner:
         tasks += self._last_orders(LAST_FLAVORS, "red")
         await asyncio.sleep(POLL_S)
         await self._settled(tasks, still_s=STILL_S)
-        self._last_words()
-        if self._plan.in_company:
-            await self._farewell(tasks)
+        self._final_report()
+        if self._plan.with_peers:
+            await self._final_checks(tasks)
 
-    async def _farewell(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _final_checks(self, tasks: list[asyncio.Task[None]]) -> None:
         """All is deleted and given back; what then comes finds quotas unused, and who may hold nothing is told so."""
         for uuid in self._client.confirmed:
             if uuid not in self._client.deleted:
@@ -194,12 +194,12 @@ class _Runner:
         """The system goes on: it still takes requests, and leads none of them to what has left."""
         self._world.probing = True
         orders = [
-            Order(at=0.0, act=Act.BUILD, uuid=new_uuid(self._last), flavor=flavor, project=project)
+            Order(at=0.0, action=Action.BUILD, uuid=new_uuid(self._last), flavor=flavor, project=project)
             for flavor in flavors
         ]
         return [self._client.order(order) for order in orders]
 
-    def _last_words(self) -> None:
+    def _final_report(self) -> None:
         for standing in self._world.builds.recorded.values():
             self.states[standing.state.value] = self.states.get(standing.state.value, 0) + 1
-        self._story.tell("rest", " ".join(f"{state}={count}" for state, count in sorted(self.states.items())))
+        self._event_log.record("rest", " ".join(f"{state}={count}" for state, count in sorted(self.states.items())))

@@ -8,15 +8,15 @@ from typing import TypeVar
 from msgspec import structs
 from msgspec.structs import replace
 
-from berth.sim.metal import OF_OTHERS
-from berth.sim.others import OTHERS
-from berth.sim.plan import KEEP_ALL, Act, Kind, Plan, Rates
+from berth.sim.ironic import OF_OTHERS
+from berth.sim.other_tenants import OTHERS
+from berth.sim.plan import KEEP_ALL, Action, FaultType, Plan, Rates
 from compute_sim.domain.faults import Faults
 
 T = TypeVar("T")
 
 MAX_RUNS = 200
-OF_METAL = (Act.IRONIC, Act.SHARES)
+OF_METAL = (Action.IRONIC, Action.SHARES)
 METAL = ("ironic", "compute-m")  # processes of bare metal
 CALM_S = 1.0  # faults go on for this long after the last order
 FIRST_S = 2.0  # until then everything has started
@@ -37,13 +37,15 @@ class Shrinker:
         plan = self._try(plan, _without_metal(plan))
         plan = self._try(plan, replace(plan, skew_s=0.0))
         plan = self._try(plan, replace(plan, quota={}, quotas={}))
-        plan = self._try(plan, _without_company(plan))
+        plan = self._try(plan, _without_peers(plan))
         plan = self._try(plan, replace(plan, feed_keep=KEEP_ALL, keep_s=0.0, batch=0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
         for field in structs.fields(Faults):
             plan = self._try(plan, replace(plan, computes=replace(plan.computes, **{field.name: field.default})))
-        plan = self._fewer(plan, plan.blows, lambda one, blows: replace(one, blows=tuple(blows)))
+        plan = self._fewer(
+            plan, plan.fault_events, lambda one, fault_events: replace(one, fault_events=tuple(fault_events))
+        )
         plan = self._shorter(plan)
         plan = self._fewer(plan, plan.orders, lambda one, orders: replace(one, orders=tuple(orders)))
         plan = self._try(plan, replace(plan, schedulers=1))
@@ -54,8 +56,8 @@ class Shrinker:
 
     def _shorter(self, plan: Plan) -> Plan:
         """A run that ends soon after the last thing that happens in it; then one that begins with the first."""
-        times = [order.at for order in plan.orders] + [blow.at for blow in plan.blows]
-        ends = max([0.0, *(blow.at + blow.seconds for blow in plan.blows), *times])
+        times = [order.at for order in plan.orders] + [fault.at for fault in plan.fault_events]
+        ends = max([0.0, *(fault.at + fault.seconds for fault in plan.fault_events), *times])
         plan = self._try(plan, replace(plan, load_s=min(plan.load_s, ends + CALM_S)))
         first = min(times, default=0.0) - FIRST_S
         if first <= 0:
@@ -63,7 +65,7 @@ class Shrinker:
         earlier = replace(
             plan,
             orders=tuple(replace(order, at=order.at - first) for order in plan.orders),
-            blows=tuple(replace(blow, at=blow.at - first) for blow in plan.blows),
+            fault_events=tuple(replace(fault, at=fault.at - first) for fault in plan.fault_events),
             load_s=max(plan.load_s - first, CALM_S),
         )
         return self._try(plan, earlier)
@@ -93,7 +95,7 @@ class Shrinker:
         return plan
 
 
-def _without_company(plan: Plan) -> Plan:
+def _without_peers(plan: Plan) -> Plan:
     """Nobody minds where others are."""
     alone = (replace(order, group=None, apart_from=(), together_with=()) for order in plan.orders)
     return replace(plan, orders=tuple(alone))
@@ -101,7 +103,9 @@ def _without_company(plan: Plan) -> Plan:
 
 def _without_others(plan: Plan) -> Plan:
     """berth alone in its world."""
-    kept = (o for o in plan.orders if o.act not in OTHERS and not (o.act is Act.IRONIC and o.verb in OF_OTHERS))
+    kept = (
+        o for o in plan.orders if o.action not in OTHERS and not (o.action is Action.IRONIC and o.verb in OF_OTHERS)
+    )
     metal = plan.metal and replace(plan.metal, foreign=())
     return replace(plan, orders=tuple(kept), metal=metal, widenings=())
 
@@ -112,14 +116,16 @@ def _without_metal(plan: Plan) -> Plan:
         plan,
         metal=None,
         cells=tuple(replace(cell, metal=()) for cell in plan.cells),
-        orders=tuple(o for o in plan.orders if o.act not in OF_METAL and not o.flavor.startswith("bm.")),
-        blows=tuple(b for b in plan.blows if b.kind is not Kind.IRONIC and not b.target.startswith(METAL)),
+        orders=tuple(o for o in plan.orders if o.action not in OF_METAL and not o.flavor.startswith("bm.")),
+        fault_events=tuple(
+            b for b in plan.fault_events if b.kind is not FaultType.IRONIC and not b.target.startswith(METAL)
+        ),
     )
 
 
 def _smaller_world(plan: Plan) -> Plan:
     """One conductor a cell, and only the services that something is to happen to; at least one."""
-    named = {order.service for order in plan.orders} | {blow.target.partition("-")[2] for blow in plan.blows}
+    named = {order.service for order in plan.orders} | {fault.target.partition("-")[2] for fault in plan.fault_events}
     cells = []
     for number, cell in enumerate(plan.cells):
         kept = tuple(one for one in cell.services if one[0] in named) or (cell.services[:1] if number == 0 else ())
@@ -127,5 +133,5 @@ def _smaller_world(plan: Plan) -> Plan:
             cells.append(replace(cell, services=kept, conductors=1))
     names = {name for cell in cells for name in (cell.name, *dict(cell.services), *cell.metal)}
     gone = [cell.name for cell in plan.cells if cell.name not in names]
-    blows = tuple(blow for blow in plan.blows if not any(name in blow.target for name in gone))
-    return replace(plan, cells=tuple(cells), blows=blows)
+    fault_events = tuple(fault for fault in plan.fault_events if not any(name in fault.target for name in gone))
+    return replace(plan, cells=tuple(cells), fault_events=fault_events)

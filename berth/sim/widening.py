@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from berth.sim.plan import LOAD_S, Act, Order, Plan
+from berth.sim.plan import LOAD_S, Action, Order, Plan
 from bus.clock import new_uuid
 
 
@@ -53,7 +53,7 @@ METAL_SHARE = 0.5  # of the runs with bare metal, which are two in five
 BEGIN_S, END_S = 2.0, LOAD_S - 2.0
 NODE_STATES = ("rescue", "service", "rebuild")
 NODE_OWNERS = ("set", "clear", "clear", "swap", "undeploy")
-STRANGERS, TREES = 12, 8  # acts of these kinds in one run, at most
+MAX_MALFORMED, TREES = 12, 8  # acts of these kinds in one run, at most
 
 
 def widen(plan: Plan, kinds: Collection[Widening]) -> Plan:
@@ -84,7 +84,7 @@ def _foreign_machines(rng: random.Random, plan: Plan) -> Plan:
     for _ in range(rng.randint(1, 6)):
         service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
         began = rng.choice((0.0, _some(rng)))
-        boot = Order(at=began, act=Act.FOREIGN, verb="boot", service=service, host=rng.randrange(hosts))
+        boot = Order(at=began, action=Action.FOREIGN, verb="boot", service=service, host=rng.randrange(hosts))
         boot = replace(boot, uuid=new_uuid(rng))
         orders.append(boot)
         if rng.random() < 0.3:
@@ -97,7 +97,7 @@ def _foreign_nodes(rng: random.Random, plan: Plan) -> Plan:
     orders = []
     for _ in range(rng.randint(1, 6)):
         verb = rng.choice(("take", "take", "ambush"))
-        take = Order(at=_some(rng), act=Act.IRONIC, verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng))
+        take = Order(at=_some(rng), action=Action.IRONIC, verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng))
         orders.append(take)
         if rng.random() < 0.5:
             orders.append(replace(take, at=rng.uniform(take.at, LOAD_S), verb="free"))
@@ -112,7 +112,7 @@ def _of_nodes(verbs: tuple[str, ...], most: int) -> Callable[[random.Random, Pla
             *(
                 Order(
                     at=_some(rng),
-                    act=Act.IRONIC,
+                    action=Action.IRONIC,
                     verb=rng.choice(verbs),
                     host=rng.randrange(1000),
                     seconds=rng.choice((0.5, 8.0, 70.0)),  # 70: longer than two reports
@@ -130,9 +130,9 @@ def _cells(rng: random.Random, plan: Plan) -> Plan:
         return plan
     cell = rng.choice(plan.cells).name
     if rng.random() < 0.5:
-        return _also(plan, Order(at=rng.uniform(5.0, 30.0), act=Act.CELL, verb="join", service=cell))
+        return _also(plan, Order(at=rng.uniform(5.0, 30.0), action=Action.CELL, verb="join", service=cell))
     at = rng.uniform(5.0, 40.0)
-    return _also(plan, Order(at=at, act=Act.CELL, verb="away", service=cell, seconds=rng.uniform(2.0, 15.0)))
+    return _also(plan, Order(at=at, action=Action.CELL, verb="away", service=cell, seconds=rng.uniform(2.0, 15.0)))
 
 
 def _shares(rng: random.Random, plan: Plan) -> Plan:
@@ -140,13 +140,13 @@ def _shares(rng: random.Random, plan: Plan) -> Plan:
     services = [service for _, service in plan.metal_services]
     if len(services) > 1 and rng.random() < 0.5:
         at, away = rng.uniform(5.0, 30.0), rng.uniform(2.0, 20.0)
-        return _also(plan, Order(at=at, act=Act.SHARES, verb="away", service=rng.choice(services), seconds=away))
+        return _also(plan, Order(at=at, action=Action.SHARES, verb="away", service=rng.choice(services), seconds=away))
     name, home = f"m{len(services)}", rng.randrange(len(plan.cells))
     cells = tuple(
         replace(cell, metal=(*cell.metal, name)) if number == home else cell for number, cell in enumerate(plan.cells)
     )
     return _also(
-        replace(plan, cells=cells), Order(at=rng.uniform(5.0, 45.0), act=Act.SHARES, verb="join", service=name)
+        replace(plan, cells=cells), Order(at=rng.uniform(5.0, 45.0), action=Action.SHARES, verb="join", service=name)
     )
 
 
@@ -165,8 +165,8 @@ def _restored(schemas: Callable[[Plan], list[str]], *, empty: bool = False) -> C
         anew = rng.randrange(2) or int(empty)
         return _also(
             plan,
-            Order(at=since, act=Act.BACKUP, service=schema, uuid=uuid),
-            Order(at=at, act=Act.RESTORE, service=schema, uuid=uuid, seconds=away, size=anew),
+            Order(at=since, action=Action.BACKUP, service=schema, uuid=uuid),
+            Order(at=at, action=Action.RESTORE, service=schema, uuid=uuid, seconds=away, size=anew),
         )
 
     return draw
@@ -179,16 +179,18 @@ def _hosts_restored(rng: random.Random, plan: Plan) -> Plan:
     """
     service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
     since, at = rng.uniform(10.0, 20.0), rng.uniform(50.0, LOAD_S - 2.0)  # longer than a report
-    copied = Order(at=since, act=Act.COPY, service=service, uuid=new_uuid(rng))
-    lost = Order(at=since + 0.1, act=Act.LOSE, service=service, host=rng.randrange(hosts))
-    back = replace(copied, at=at, act=Act.BRING_BACK, size=rng.randrange(2), seconds=rng.uniform(0.1, 10.0))
+    copied = Order(at=since, action=Action.COPY, service=service, uuid=new_uuid(rng))
+    lost = Order(at=since + 0.1, action=Action.LOSE, service=service, host=rng.randrange(hosts))
+    back = replace(copied, at=at, action=Action.BRING_BACK, size=rng.randrange(2), seconds=rng.uniform(0.1, 10.0))
     return _also(plan, copied, back, *((lost,) if rng.random() < 0.5 else ()))
 
 
 def _same_name(rng: random.Random, plan: Plan) -> Plan:
     _, service = rng.choice(plan.services)
     at = rng.uniform(1.0, 40.0)
-    return _also(plan, Order(at=at, act=Act.TWIN, service=service, seconds=rng.uniform(1.0, LOAD_S - at)))
+    return _also(
+        plan, Order(at=at, action=Action.DUPLICATE_NAME, service=service, seconds=rng.uniform(1.0, LOAD_S - at))
+    )
 
 
 def _clients(rng: random.Random, plan: Plan) -> Plan:
@@ -196,8 +198,8 @@ def _clients(rng: random.Random, plan: Plan) -> Plan:
     return _also(
         plan,
         *(
-            Order(at=_some(rng), act=Act.STRANGER, service=rng.choice(buses), host=rng.randrange(10**6))
-            for _ in range(rng.randint(1, STRANGERS))
+            Order(at=_some(rng), action=Action.MALFORMED, service=rng.choice(buses), host=rng.randrange(10**6))
+            for _ in range(rng.randint(1, MAX_MALFORMED))
         ),
     )
 
@@ -206,9 +208,11 @@ def _trees(rng: random.Random, plan: Plan) -> Plan:
     verbs = ("move", "move", "again", "claim", "claim", "release")
     return _also(
         plan,
-        Order(at=1.0, act=Act.TREE, verb="report"),
+        Order(at=1.0, action=Action.TREE, verb="report"),
         *(
-            Order(at=_some(rng), act=Act.TREE, verb=rng.choice(verbs), host=rng.randrange(1000), uuid=new_uuid(rng))
+            Order(
+                at=_some(rng), action=Action.TREE, verb=rng.choice(verbs), host=rng.randrange(1000), uuid=new_uuid(rng)
+            )
             for _ in range(rng.randint(2, TREES))
         ),
     )
@@ -220,7 +224,7 @@ def _cell_schemas(plan: Plan) -> list[str]:
 
 # A project's quota and a group's rule are kept by the book; one that has forgotten who holds what cannot keep them.
 def _book(plan: Plan) -> list[str]:
-    return [] if plan.in_company else ["placement"]
+    return [] if plan.with_peers else ["placement"]
 
 
 OF_METAL = frozenset(

@@ -14,9 +14,9 @@ import compute_sim.app
 import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
+from berth.sim.ironic import URL, IronicTransport, SimIronic
+from berth.sim.ironic_sync_watch import IronicSyncWatch, WatchedPositions
 from berth.sim.loop import Process
-from berth.sim.metal import URL, IronicTransport, SimIronic
-from berth.sim.metal_watch import MetalWatch, WatchedPositions
 from berth.sim.network import NetworkFaults, SimTransport
 from berth.sim.plan import SIZES, Cell, Plan
 from berth.sim.watch import Breach
@@ -85,7 +85,7 @@ def scheduler(plan: Plan) -> SchedulerConfig:
     return replace(config, batch=plan.batch) if plan.batch else config
 
 
-class Seat(Struct, frozen=True):
+class ProcessContext(Struct, frozen=True):
     """What one life of one process is given besides its environment: itself, its connections, its databases."""
 
     process: Process
@@ -108,7 +108,7 @@ class WiredWorld(Protocol):
         """The machines of each compute service."""
 
     @property
-    def twins(self) -> Mapping[str, Fleet]:
+    def duplicates(self) -> Mapping[str, Fleet]:
         """The machines of second services, by the name that they share."""
 
     @property
@@ -135,7 +135,7 @@ class Wiring:
     def __init__(self, world: WiredWorld) -> None:
         self._world = world
 
-    def build(self, name: str, env: Environment, seat: Seat) -> Service:
+    def build(self, name: str, env: Environment, seat: ProcessContext) -> Service:
         """The service of one life of the process of this name."""
         world, (kind, _, rest) = self._world, name.partition("-")
         cells = list(world.known_cells)
@@ -145,7 +145,7 @@ class Wiring:
                 env, conductor(world.plan), cell, store=MemoryInstances(seat.session(f"cell_{cell}"))
             )
         if kind in ("compute", "twin"):
-            fleets = world.fleets if kind == "compute" else world.twins
+            fleets = world.fleets if kind == "compute" else world.duplicates
             return self._compute(env, rest, seat, fleets[rest])
         if kind.startswith("scheduler"):
             store = MemoryBuilds(seat.session("scheduler"))
@@ -188,7 +188,7 @@ class Wiring:
             build_limit_s=3600.0,
         )
 
-    def _compute(self, env: Environment, service: str, seat: Seat, fleet: Fleet) -> Service:
+    def _compute(self, env: Environment, service: str, seat: ProcessContext, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
         driver = None
         cell = world.cell_of(service).name
@@ -205,10 +205,10 @@ class Wiring:
             )
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
-    def _ironic(self, env: Environment, seat: Seat) -> Service:
+    def _ironic(self, env: Environment, seat: ProcessContext) -> Service:
         world = self._world
         assert world.ironic is not None
-        watch = MetalWatch(world.now, world.fail)
+        watch = IronicSyncWatch(world.now, world.fail)
         way = IronicTransport(world.ironic, seat.process, world.network_faults)
         way.answered, way.missing = watch.answered, watch.missing
         source = RestSource(

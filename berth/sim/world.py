@@ -13,15 +13,15 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from berth.sim.company_watch import CompanyWatch
+from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import HarmWatch
+from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
 from berth.sim.loop import NOBODY, PROCESS, Process
-from berth.sim.metal import CLASSES, EXCHANGE, SimIronic
 from berth.sim.network import Broker, NetworkFaults, SimTransport
+from berth.sim.peer_watch import PeerWatch
 from berth.sim.plan import Cell, Plan
-from berth.sim.story import Story
 from berth.sim.watch import BookWatch, Breach, Listener, MachineWatch, WatchedFleet
-from berth.sim.wiring import Seat, Wiring, clock_error_s
+from berth.sim.wiring import ProcessContext, Wiring, clock_error_s
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, tag_of
 from bus.contracts.build import BuildEvent
@@ -88,7 +88,7 @@ class SimClock:
         await asyncio.sleep(seconds)
 
 
-class Life(Struct):
+class Incarnation(Struct):
     """One life of one process: from a start to its end."""
 
     process: Process
@@ -114,9 +114,9 @@ def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
 class World:
     """Everything of one run but the load on it."""
 
-    def __init__(self, plan: Plan, story: Story) -> None:
+    def __init__(self, plan: Plan, event_log: EventLog) -> None:
         self.plan = plan
-        self.story = story
+        self.event_log = event_log
         self.rng = random.Random(f"berth.sim.world {plan.seed}")
         self.network_faults = NetworkFaults(plan.rates, random.Random(f"berth.sim.weather {plan.seed}"))
         self.clock = SimClock()
@@ -134,7 +134,7 @@ class World:
         self.positions = MemoryPositionTable(self.clock)
         self.away: dict[str, int] = {}  # schemas that cannot be reached, and how many faults say so
         self.fleets: dict[str, WatchedFleet] = {}
-        self.lives: dict[str, Life] = {}
+        self.lives: dict[str, Incarnation] = {}
         self.counts: dict[str, int] = {}
         self.network_faults.crash = self._crash
         self.connections: dict[tuple[str, str], None] = {}  # (process, bus): who ever connected to what
@@ -150,11 +150,11 @@ class World:
         self.taken_back: dict[str, None] = {}  # builds and consumers of which a restored database knows an old truth
         self.cells_out = set(plan.late_cells)  # that no worker above cells is told of
         self.metal_out = set(plan.late_metal)  # services that have no share
-        self.twins: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
+        self.duplicates: dict[str, WatchedFleet] = {}  # machines of second services, by the name that they share
         self.probing = False  # whether what is asked now must not lead to them any more
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
-        self.company = CompanyWatch(plan, self.book, self.cells, self.now)
+        self.company = PeerWatch(plan, self.book, self.cells, self.now)
         self.company.excused = self.taken_back
         self._book_watch = BookWatch(self.book)
         looks = _all_of(self._book_watch, self.company, self._others_hold)
@@ -172,7 +172,7 @@ class World:
 
     # --- processes
 
-    def start(self, name: str) -> Life:
+    def start(self, name: str) -> Incarnation:
         """Start a process, or start it again."""
         count = self.counts[name] = self.counts.get(name, 0) + 1
         process = Process(name)
@@ -182,7 +182,7 @@ class World:
 
         def transport(bus: str) -> SimTransport:
             self.connections[name, bus] = None
-            transports.append(SimTransport(self.brokers[bus], process, self.network_faults, self.story))
+            transports.append(SimTransport(self.brokers[bus], process, self.network_faults, self.event_log))
             return transports[-1]
 
         clock = SimClock(clock_error_s(self.plan.seed, name, self.plan.skew_s))
@@ -201,10 +201,10 @@ class World:
 
         stop = asyncio.Event()
         book, hosts = (Book(), HostTable()) if name.startswith("scheduler") else (None, None)
-        service = self.wiring.build(name, environment, Seat(process, transports, session, book, hosts))
-        self.story.tell("start", f"{name} {count}")
+        service = self.wiring.build(name, environment, ProcessContext(process, transports, session, book, hosts))
+        self.event_log.record("start", f"{name} {count}")
         task = process.spawn(service.run(stop), name)
-        life = Life(process, service, stop, task, transports, sessions, clock, book, hosts)
+        life = Incarnation(process, service, stop, task, transports, sessions, clock, book, hosts)
         self.lives[name] = life
         task.add_done_callback(partial(self._ended, name, life))
         return life
@@ -214,7 +214,7 @@ class World:
         life = self.lives.pop(name, None)
         if life is None:
             return
-        self.story.tell("kill", name)
+        self.event_log.record("kill", name)
         life.process.dead = True
         life.killed.set()
         for transport in life.transports:
@@ -226,7 +226,7 @@ class World:
         """SIGTERM, and wait for its end."""
         life = self.lives.get(name)
         if life is not None:
-            self.story.tell("stop", name)
+            self.event_log.record("stop", name)
             life.stop.set()
             # Killed while it stops, none of its code runs any more: its task never ends.
             killed = asyncio.ensure_future(life.killed.wait())
@@ -235,16 +235,16 @@ class World:
             if self.lives.get(name) is life:
                 del self.lives[name]
 
-    def _ended(self, name: str, life: Life, task: asyncio.Task[None]) -> None:
+    def _ended(self, name: str, life: Incarnation, task: asyncio.Task[None]) -> None:
         """A process that nobody stopped has ended: a defect, unless what it needs to start was away for too long."""
         if life.stop.is_set() and not task.cancelled() and task.exception() is None:
             return
         if self.over or life.process.dead or self.lives.get(name) is not life:
             return
         error = None if task.cancelled() else task.exception()
-        if name.partition("-")[2] in self.twins and name.startswith(("compute", "twin")):
+        if name.partition("-")[2] in self.duplicates and name.startswith(("compute", "twin")):
             # One of two that bear one name has to go, and says so; its supervisor starts it again.
-            self.story.tell("twin", f"{name}: {type(error).__name__}: {error}")
+            self.event_log.record("twin", f"{name}: {type(error).__name__}: {error}")
             self.kill(name)
             asyncio.get_running_loop().call_later(RESTART_S, self._supervise, name)
             return
@@ -270,7 +270,7 @@ class World:
 
     def fail(self, breach: Breach) -> None:
         """An invariant is broken: the run ends here."""
-        self.story.tell("breach", str(breach))
+        self.event_log.record("breach", str(breach))
         if not self.breach.done():
             self.breach.set_exception(breach)
             self.breach.exception()
@@ -292,19 +292,19 @@ class World:
         fleet.watch, fleet.fail, fleet.destroyed = self.machines, self.fail, self.harm.destroyed
         return fleet
 
-    def twin(self, service: str) -> None:
+    def start_duplicate(self, service: str) -> None:
         """From now on two services may bear this name, each with machines of its own."""
-        if service not in self.twins:
-            self.twins[service] = self._fleet(self.cell_of(service).name, service)
+        if service not in self.duplicates:
+            self.duplicates[service] = self._fleet(self.cell_of(service).name, service)
 
     def _runs(self, host: str, instance: str) -> int | None:
         for service, fleet in self.fleets.items():
-            if service in self.twins:  # which of two hosts of one uuid is looked at, none can tell
+            if service in self.duplicates:  # which of two hosts of one uuid is looked at, none can tell
                 continue
             guest = fleet.guest(host, instance)
             if guest is not None and guest.complete:
                 return guest.attempt
-        node = self.ironic.farm.nodes.get(host) if self.ironic is not None else None
+        node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
         return self.attempt_on(host, instance) if node is not None and node["instance_uuid"] == instance else None
 
     def attempt_on(self, node: str, instance: str) -> int:
@@ -345,13 +345,13 @@ class World:
             differing = [uuid for uuid in {**before, **after} if before.get(uuid) is not after.get(uuid)]
             self.taken_back.update(dict.fromkeys(differing))
         self.listener.excused.update(self.taken_back)
-        self.story.tell("restored", f"{schema} {len(self.taken_back)}")
+        self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
 
-    def asked_by_others(self, messages: Sequence[Message]) -> None:
+    def publish_foreign(self, messages: Sequence[Message]) -> None:
         """Messages of another client that are well formed: nothing strange about them."""
-        self.story.tell("others", " ".join(tag_of(type(message)) for message in messages))
+        self.event_log.record("others", " ".join(tag_of(type(message)) for message in messages))
 
     def _others_hold(self) -> None:
         self.harm.book(self.book.consumers, self.book.providers)
@@ -365,24 +365,24 @@ class World:
         ironic = SimIronic(
             self.brokers[API],
             self.network_faults,
-            self.story,
+            self.event_log,
             self.clock,
             seed=self.plan.seed,
             behaviour=metal.behaviour,
         )
-        ironic.farm.plan(metal.nodes, CLASSES)
-        ironic.farm.occupy(metal.foreign, CLASSES)
-        ironic.farm.deployed = self.machines.deployed
-        ironic.farm.changed_hands = self.harm.changed_hands
+        ironic.pool.plan(metal.nodes, CLASSES)
+        ironic.pool.occupy(metal.foreign, CLASSES)
+        ironic.pool.deployed = self.machines.deployed
+        ironic.pool.changed_hands = self.harm.changed_hands
         ironic.watch_requests(self.harm, self.attempt_on, self.fail)
         return ironic
 
     def _broker(self, name: str) -> Broker:
         broker = Broker(self.clock)
         broker.bus = name
-        broker.story = self.story
+        broker.event_log = self.event_log
         broker.on_message = self._said
-        broker.let_others_in()
+        broker.add_foreign_tenant()
         return broker
 
     # --- what everybody meets
@@ -423,7 +423,7 @@ class World:
         before = table.taken_back
         table.crash()
         if table.taken_back != before:
-            self.story.tell("forgot", f"{schema} {table.taken_back - before} commits")
+            self.event_log.record("forgot", f"{schema} {table.taken_back - before} commits")
         self.away[schema] = self.away.get(schema, 0) + 1
 
         def up() -> None:
@@ -437,10 +437,10 @@ class World:
 
     def _hit(self, schema: str, what: str) -> None:
         process = PROCESS.get()
-        self.story.tell("store", f"{schema} {process.name if process else ''} {what}")
+        self.event_log.record("store", f"{schema} {process.name if process else ''} {what}")
 
     def _committed(self, schema: str, look: Callable[[], None]) -> None:
-        self.story.tell("commit", schema)
+        self.event_log.record("commit", schema)
         try:
             look()
         except Breach as breach:

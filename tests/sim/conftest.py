@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from berth.sim.__main__ import hush
+from berth.sim.__main__ import redirect_logs
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """A run's log is its story; nothing of it is printed."""
     configured = structlog.get_config()
-    hush()
+    redirect_logs()
     yield
     structlog.configure(**configured)
     logging.disable(logging.NOTSET)

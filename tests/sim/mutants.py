@@ -28,10 +28,10 @@ from placement_worker.replica.follower import Follower
 from placement_worker.store.group import ReportGroup
 from scheduler_worker import announcements
 from scheduler_worker.cancellations import Cancellations
-from tests.sim.mutants_of_company import MUTANTS_OF_COMPANY, UNPROVEN_OF_COMPANY
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS, UNPROVEN_OF_HOSTS
-from tests.sim.mutants_of_words import MUTANTS_OF_WORDS, UNPROVEN_OF_WORDS
+from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES
+from tests.sim.mutants_of_peers import MUTANTS_OF_PEERS, UNPROVEN_OF_PEERS
 
 Mutant = Callable[[], AbstractContextManager[Any]]
 
@@ -360,12 +360,12 @@ MUTANTS: dict[str, Mutant] = {
         no_answer_is_no,
         *MUTANTS_OF_HOSTS,
         *MUTANTS_OF_DISKS,
-        *MUTANTS_OF_WORDS,
-        *MUTANTS_OF_COMPANY,
+        *MUTANTS_OF_MESSAGES,
+        *MUTANTS_OF_PEERS,
     )
 }
 # Not judged by the tests: `python -m tests.sim.seeds_to_find NAME` looks for one.
 UNPROVEN: dict[str, Mutant] = {
     mutant.__name__: mutant
-    for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_HOSTS, *UNPROVEN_OF_WORDS, *UNPROVEN_OF_COMPANY)
+    for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_HOSTS, *UNPROVEN_OF_MESSAGES, *UNPROVEN_OF_PEERS)
 }

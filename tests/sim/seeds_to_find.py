@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from berth.sim.__main__ import hush
+from berth.sim.__main__ import redirect_logs
 from berth.sim.run import simulate
 from tests.sim.mutants import MUTANTS, UNPROVEN, Mutant
 
@@ -22,7 +22,7 @@ def seeds_to_find(mutant: Mutant, most: int = MAX_SEEDS) -> tuple[int | None, st
 
 
 def main(names: list[str]) -> None:
-    hush()
+    redirect_logs()
     sys.stdout.write("| defect | what it does | found by seed | invariant |\n|---|---|---|---|\n")
     for name in names or list(MUTANTS):
         mutant = (MUTANTS | UNPROVEN)[name]

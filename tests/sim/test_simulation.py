@@ -10,7 +10,7 @@ import pytest
 
 from berth.sim.compare import compare, differing
 from berth.sim.draw import plan_of
-from berth.sim.plan import Act, Blow, Kind, Order
+from berth.sim.plan import Action, FaultEvent, FaultType, Order
 from berth.sim.run import run, simulate
 from berth.sim.shrink import Shrinker
 from berth.sim.widening import WIDENED, Widening
@@ -86,14 +86,16 @@ def test_on_a_good_day_everything_that_fits_is_built() -> None:
 
 def test_a_failing_plan_is_shrunk_to_what_makes_it_fail() -> None:
     plan = plan_of(3)
-    assert len(plan.blows) > 3
+    assert len(plan.fault_events) > 3
 
     def fails(one: object) -> bool:
-        blows: tuple[Blow, ...] = getattr(one, "blows", ())
+        fault_events: tuple[FaultEvent, ...] = getattr(one, "fault_events", ())
         orders: tuple[Order, ...] = getattr(one, "orders", ())
-        return any(blow.kind is plan.blows[2].kind for blow in blows) and any(o.act is Act.BUILD for o in orders)
+        return any(fault.kind is plan.fault_events[2].kind for fault in fault_events) and any(
+            o.action is Action.BUILD for o in orders
+        )
 
     smaller = Shrinker(fails).shrink(plan)
-    assert [blow.kind for blow in smaller.blows] == [plan.blows[2].kind]
-    assert [order.act for order in smaller.orders] == [Act.BUILD]
-    assert isinstance(smaller.blows[0].kind, Kind)
+    assert [fault.kind for fault in smaller.fault_events] == [plan.fault_events[2].kind]
+    assert [order.action for order in smaller.orders] == [Action.BUILD]
+    assert isinstance(smaller.fault_events[0].kind, FaultType)

@@ -1,4 +1,4 @@
-"""Where a build's time went, on the whole street: every build says, also when the machines' clocks differ."""
+"""Where a build's time went, in the whole pipeline: every build reports it, also when the machines' clocks differ."""
 
 from __future__ import annotations
 

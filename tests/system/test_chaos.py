@@ -9,15 +9,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from berth.chaos.plan import BROKER, DATABASE, Card, ChaosPlan, FaultKind
+from berth.chaos.plan import BROKER, DATABASE, ChaosPlan, FaultKind, FaultSpec
 from berth.chaos.report import render
 from berth.chaos.run import chaos
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 DECK = (
-    *(Card(FaultKind.KILL, role, 1) for role in ("scheduler", "placement", "conductor", "compute", BROKER, DATABASE)),
-    *(Card(FaultKind.CUT, server, 1) for server in (BROKER, DATABASE)),
+    *(
+        FaultSpec(FaultKind.KILL, role, 1)
+        for role in ("scheduler", "placement", "conductor", "compute", BROKER, DATABASE)
+    ),
+    *(FaultSpec(FaultKind.CUT, server, 1) for server in (BROKER, DATABASE)),
 )
 
 

@@ -154,7 +154,7 @@ class Cell:
             heard = len(self.reports)
             await self.bus.publish(ReportHosts(why="test"))
             await self.until(lambda heard=heard: any(report.complete for report in self.reports[heard:]))
-        while not self.ironic.farm.idle:  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
+        while not self.ironic.pool.idle:  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
             await asyncio.sleep(0.01)
         return [report for report in self.reports if report.complete][-1]
 
@@ -206,7 +206,7 @@ async def cells(ironic: IronicStandIn) -> AsyncIterator[list[Cell]]:
 
 def carried(ironic: IronicStandIn) -> dict[str, tuple[str, str]]:
     """The nodes with an instance: which, and in which state."""
-    nodes = ironic.farm.nodes.values()
+    nodes = ironic.pool.nodes.values()
     return {n["uuid"]: (n["instance_uuid"], n["provision_state"]) for n in nodes if n["instance_uuid"]}
 
 
@@ -216,12 +216,12 @@ FOREIGN = "70000000-0000-4000-8000-000000000000"
 async def test_foreign_nodes_are_never_changed(ironic: IronicStandIn, cells: list[Cell]) -> None:
     """Item 2: an active node with an instance that berth never gave was undeployed and cleaned within seconds."""
     cell = cells[0]
-    ironic.farm.plan(2)
-    foreign, own = sorted(ironic.farm.nodes)
-    ironic.farm.nodes[foreign].update(instance_uuid=FOREIGN, provision_state="active", instance_info={"a": "b"})
-    before = dict(ironic.farm.nodes[foreign])
+    ironic.pool.plan(2)
+    foreign, own = sorted(ironic.pool.nodes)
+    ironic.pool.nodes[foreign].update(instance_uuid=FOREIGN, provision_state="active", instance_info={"a": "b"})
+    before = dict(ironic.pool.nodes[foreign])
     await cell.start()
-    assert ironic.farm.nodes[foreign] == before
+    assert ironic.pool.nodes[foreign] == before
     # A client may name its uuid, and ask for the delete of what failed.
     assert await cell.build(foreign, FOREIGN) == (FOREIGN, BuildState.FAILED)
     await cell.delete(FOREIGN)
@@ -231,7 +231,7 @@ async def test_foreign_nodes_are_never_changed(ironic: IronicStandIn, cells: lis
     await cell.look()
     await cell.stop()
     await cell.start()
-    assert ironic.farm.nodes[foreign] == before
+    assert ironic.pool.nodes[foreign] == before
     assert foreign not in {node for _, node in ironic.asked}, "no request that changes it was ever sent"
     assert carried(ironic)[own] == (uuid, "active")
 
@@ -240,11 +240,11 @@ async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(
     ironic: IronicStandIn, cells: list[Cell]
 ) -> None:
     """Item 3: of 10 active nodes 8 were cleaned when a third cell came."""
-    ironic.farm.plan(16)
+    ironic.pool.plan(16)
     for share, cell in enumerate(cells[:2]):
         await cell.start(share=share, shares=2)
     built: dict[str, str] = {}
-    for node in sorted(ironic.farm.nodes)[:10]:
+    for node in sorted(ironic.pool.nodes)[:10]:
         (cell,) = (cell for cell in cells[:2] if node in cell.hosts())
         assert (await cell.build(node))[1] is BuildState.ACTIVE
         built[node] = cell.name
@@ -257,7 +257,7 @@ async def test_a_third_cell_changes_nothing_for_nodes_with_an_instance(
         await cell.look()
     assert carried(ironic) == before and len(before) == 10
     assert all(state is State.ACTIVE for cell in cells for state in map(cell.state, cell.table.instances))
-    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in ironic.farm.nodes}
+    owners = {node: [cell.name for cell in cells if node in cell.hosts()] for node in ironic.pool.nodes}
     assert all(len(names) == 1 for names in owners.values()), owners
     assert {node: owners[node][0] for node in built} == built
     assert any(names == ["c2"] for names in owners.values()), "free ones have moved"
@@ -268,20 +268,20 @@ async def test_what_an_operator_does_to_our_machine_does_not_destroy_it(
 ) -> None:
     """Item 4: a node of ours in rescue, service or rebuild was lost, then undeployed and offered."""
     cell = cells[0]
-    ironic.farm.plan(1)
-    (node,) = ironic.farm.nodes
+    ironic.pool.plan(1)
+    (node,) = ironic.pool.nodes
     await cell.start()
     uuid, _ = await cell.build(node)
     for state in ("rescue", "rescue failed", "servicing", "service failed", "deploying", "deploy failed", "error"):
-        ironic.farm.nodes[node]["provision_state"] = state
+        ironic.pool.nodes[node]["provision_state"] = state
         await cell.look()
         assert (cell.state(uuid), carried(ironic)) == (State.ACTIVE, {node: (uuid, state)})
-    ironic.farm.nodes[node]["provision_state"] = "active"
+    ironic.pool.nodes[node]["provision_state"] = "active"
     await cell.stop()
-    ironic.farm.nodes[node]["provision_state"] = "deploying"  # ... and over a restart of both
+    ironic.pool.nodes[node]["provision_state"] = "deploying"  # ... and over a restart of both
     await cell.start()
     assert (cell.state(uuid), carried(ironic)) == (State.ACTIVE, {node: (uuid, "deploying")})
-    ironic.farm.nodes[node].update(provision_state="available", instance_uuid=None, instance_info={})
+    ironic.pool.nodes[node].update(provision_state="available", instance_uuid=None, instance_info={})
     await cell.look()
     await cell.over(uuid, BuildState.FAILED)
     assert cell.state(uuid) is State.FAILED, "carrying nobody's instance it is lost"
@@ -292,9 +292,9 @@ async def test_a_conductor_on_an_empty_or_anothers_database_destroys_nothing(
 ) -> None:
     """Item 5: it destroyed every machine of its cell within seconds."""
     cell, other = cells[:2]
-    ironic.farm.plan(4)
+    ironic.pool.plan(4)
     await cell.start()
-    for node in list(ironic.farm.nodes):
+    for node in list(ironic.pool.nodes):
         assert (await cell.build(node))[1] is BuildState.ACTIVE
     before, table = carried(ironic), cell.table
     await cell.stop()
@@ -315,8 +315,8 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
 ) -> None:
     """Item 5: what was built since the backup has no record there, and what was deleted since has one."""
     cell = cells[0]
-    ironic.farm.plan(3)
-    first, second, third = sorted(ironic.farm.nodes)
+    ironic.pool.plan(3)
+    first, second, third = sorted(ironic.pool.nodes)
     await cell.start()
     kept, deleted = (await cell.build(first))[0], (await cell.build(second))[0]
     backup = dict(cell.table.instances)
@@ -348,10 +348,10 @@ async def test_a_conductor_on_a_restored_database_destroys_nothing_newer(
 async def test_what_first_appears_unexplained_is_announced_once(ironic: IronicStandIn, cells: list[Cell]) -> None:
     """A listener on the cell's bus hears of foreign machines and of machines in quarantine: counts, and some names."""
     cell = cells[0]
-    ironic.farm.plan(MAX_NAMED_MACHINES + 2)
-    own, *others = sorted(ironic.farm.nodes)
+    ironic.pool.plan(MAX_NAMED_MACHINES + 2)
+    own, *others = sorted(ironic.pool.nodes)
     for node in others:
-        ironic.farm.nodes[node].update(instance_uuid=new_uuid(cell.rng), provision_state="active")
+        ironic.pool.nodes[node].update(instance_uuid=new_uuid(cell.rng), provision_state="active")
     await cell.start()
     (alarm,) = await cell.until(lambda: list(cell.alarms))
     assert isinstance(alarm, MachinesUnexplained)
@@ -374,10 +374,10 @@ async def test_what_first_appears_unexplained_is_announced_once(ironic: IronicSt
 async def test_many_losses_at_once_wait_for_an_operator(ironic: IronicStandIn, cells: list[Cell]) -> None:
     """Another's script clears `instance_uuid` of all nodes, or the service is pointed at the wrong Ironic."""
     cell = cells[0]
-    ironic.farm.plan(8)
+    ironic.pool.plan(8)
     await cell.start()
-    built = {(await cell.build(node))[0] for node in list(ironic.farm.nodes)}
-    for node in ironic.farm.nodes.values():
+    built = {(await cell.build(node))[0] for node in list(ironic.pool.nodes)}
+    for node in ironic.pool.nodes.values():
         node.update(instance_uuid=None, instance_info={}, provision_state="available")
     await cell.look()
     assert {cell.state(uuid) for uuid in built} == {State.ACTIVE}, "none of them is lost"

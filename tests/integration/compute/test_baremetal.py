@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from berth.ironic_stand_in import Behaviour, Farm, IronicStandIn, Silent
+from berth.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
@@ -28,7 +28,7 @@ QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.02)
 async def ironic() -> AsyncIterator[IronicStandIn]:
     stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1), behaviour=QUICK)
     await stand_in.start()
-    stand_in.farm.plan(NODES)
+    stand_in.pool.plan(NODES)
     yield stand_in
     await stand_in.stop()
 
@@ -63,11 +63,11 @@ async def test_a_node_is_deployed_listed_and_given_back(cell: Cell, ironic: Iron
     fleet = Fleet.planned(config, CELL, "c1-a")
     life = await cell.compute(config, fleet)
     page = (await cell.until(cell.announced))[0]
-    assert sorted(host.uuid for host in page.hosts) == sorted(ironic.farm.nodes) and page.complete
-    node, instance = sorted(ironic.farm.nodes)[0], cell.instance()
+    assert sorted(host.uuid for host in page.hosts) == sorted(ironic.pool.nodes) and page.complete
+    node, instance = sorted(ironic.pool.nodes)[0], cell.instance()
     await cell.spawn(node, instance)
     assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
-    assert ironic.farm.nodes[node]["provision_state"] == "active"
+    assert ironic.pool.nodes[node]["provision_state"] == "active"
     await life.kill()
     life = await cell.compute(config, fleet)  # Ironic does not know attempts: the records do
     page = (await cell.until(lambda: [p for p in cell.announced() if any(h.running for h in p.hosts)]))[0]
@@ -76,18 +76,18 @@ async def test_a_node_is_deployed_listed_and_given_back(cell: Cell, ironic: Iron
     assert cell.inventory() == []  # ironic_sync's business
     await cell.destroy(node, instance)
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    assert ironic.farm.nodes[node]["instance_uuid"] is None
+    assert ironic.pool.nodes[node]["instance_uuid"] is None
     await life.stop()
 
 
 async def test_a_build_that_is_destroyed_half_way_gives_the_node_back(cell: Cell, ironic: IronicStandIn) -> None:
     life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
-    for node in ironic.farm.nodes:
+    for node in ironic.pool.nodes:
         instance = cell.instance()
         await cell.spawn(node, instance)
         await cell.destroy(node, instance)
         await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-        assert ironic.farm.nodes[node]["instance_uuid"] is None
+        assert ironic.pool.nodes[node]["instance_uuid"] is None
     await life.stop()
 
 
@@ -103,11 +103,11 @@ async def test_a_build_that_is_destroyed_half_way_gives_the_node_back(cell: Cell
 async def test_a_node_is_looked_at_again_before_it_is_taken(
     ironic: IronicStandIn, driver: BareMetal, change: dict[str, object] | None, code: str
 ) -> None:
-    node = next(iter(ironic.farm.nodes))
+    node = next(iter(ironic.pool.nodes))
     if change is None:
-        del ironic.farm.nodes[node]
+        del ironic.pool.nodes[node]
     else:
-        ironic.farm.nodes[node].update(change)
+        ironic.pool.nodes[node].update(change)
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(node, "20000000-0000-4000-8000-000000000000"))
     assert caught.value.code == code
@@ -116,35 +116,35 @@ async def test_a_node_is_looked_at_again_before_it_is_taken(
 async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
     ironic: IronicStandIn, driver: BareMetal
 ) -> None:
-    ironic.farm.behaviour = Behaviour(deploy_s=0.001, undeploy_s=0.001, clean_s=0.001, deploy_fails=1.0)
-    node, instance = next(iter(ironic.farm.nodes)), "20000000-0000-4000-8000-000000000000"
+    ironic.pool.behaviour = Behaviour(deploy_s=0.001, undeploy_s=0.001, clean_s=0.001, deploy_fails=1.0)
+    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(node, instance))
     assert caught.value.code == "node.deploy_failed"
     await driver.destroy(node, instance, 1, DEPLOYMENT)
-    assert ironic.farm.nodes[node]["instance_uuid"] is None
+    assert ironic.pool.nodes[node]["instance_uuid"] is None
     await driver.destroy(node, instance, 1, DEPLOYMENT)  # nothing there: fine
 
 
 async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandIn, driver: BareMetal) -> None:
-    node = next(iter(ironic.farm.nodes))
+    node = next(iter(ironic.pool.nodes))
     first, second = "20000000-0000-4000-8000-000000000000", "30000000-0000-4000-8000-000000000000"
     await driver._take(build(node, first))
     with pytest.raises(Reschedule):
         await driver._take(build(node, second))
     await driver.destroy(node, second, 1, DEPLOYMENT)  # the loser's clean-up leaves the winner alone
-    assert ironic.farm.nodes[node]["instance_uuid"] == first
+    assert ironic.pool.nodes[node]["instance_uuid"] == first
 
 
 async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
-    ironic.farm.plan(50)
+    ironic.pool.plan(50)
     seen: list[str] = []
     for share in range(3):
         driver = bare_metal(settings(ironic, share=share, shares=3).ironic)
         await driver.open()
         seen += [host.uuid for host in await driver.hosts()]
         await driver.close()
-    assert sorted(seen) == sorted(ironic.farm.nodes)
+    assert sorted(seen) == sorted(ironic.pool.nodes)
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ async def test_answers_that_say_nothing_are_never_taken_for_destroyed(status: in
 class Growing(BareMetal):
     """A node appears in Ironic while the service looks what its nodes run."""
 
-    farm: Farm
+    pool: NodePool
     grown: str | None = None
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         found = await super().list(hosts)
         if hosts is None and self.grown is None and self.asked_for_a_report:
-            self.grown = self.farm.add(provision_state="available", power_state="power off")["uuid"]
+            self.grown = self.pool.add(provision_state="available", power_state="power off")["uuid"]
         return found
 
     asked_for_a_report = False
@@ -182,7 +182,7 @@ async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell
     """A node that appeared between two looks was announced, and its builds refused as host.unknown."""
     config = settings(ironic)
     driver = Growing(config.ironic, cell=CELL, service="c1-a", clock=SystemClock())
-    driver.farm = ironic.farm
+    driver.pool = ironic.pool
     life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"), driver=driver)
     first = len(await cell.until(cell.announced))
     driver.asked_for_a_report = True
@@ -200,13 +200,13 @@ async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, iro
     config = settings(ironic)
     await cell.compute(config, Fleet.planned(config, CELL, "c1-a"))
     await cell.until(cell.announced)
-    new = ironic.farm.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
+    new = ironic.pool.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
 
     def said() -> list[bool]:
         return [host.enabled for page in cell.announced() for host in page.hosts if host.uuid == new]
 
     assert await cell.until(said) == [True]
-    ironic.farm.nodes[new]["maintenance"] = True
+    ironic.pool.nodes[new]["maintenance"] = True
     await cell.until(lambda: said() == [True, False])
 
 
@@ -215,7 +215,7 @@ async def test_a_new_node_is_told_whoever_else_has_seen_it(ironic: IronicStandIn
     told: list[str] = []
     driver.on_change(told.extend)
     await driver.hosts()  # the announcement of all hosts, which a start begins with
-    new = ironic.farm.add(provision_state="available")["uuid"]
+    new = ironic.pool.add(provision_state="available")["uuid"]
     await driver.hosts()
     watching = asyncio.create_task(driver.watch())
     async with asyncio.timeout(PATIENCE_S):
@@ -234,8 +234,8 @@ ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 
 def occupy(ironic: IronicStandIn, instance: str = NOVAS, state: str = "active", info: object = None) -> str:
     """A node that carries an instance that this deployment did not put there."""
-    node = next(iter(ironic.farm.nodes))
-    ironic.farm.nodes[node].update(
+    node = next(iter(ironic.pool.nodes))
+    ironic.pool.nodes[node].update(
         instance_uuid=instance, provision_state=state, instance_info={"image_source": "x"} if info is None else info
     )
     return node
@@ -249,13 +249,13 @@ def mark(instance: str = NOVAS, **changed: object) -> dict[str, object]:
 async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
     ironic: IronicStandIn, driver: BareMetal
 ) -> None:
-    node, instance = next(iter(ironic.farm.nodes)), "20000000-0000-4000-8000-000000000000"
+    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     await driver.spawn(build(node, instance, attempt=3))
-    assert ironic.farm.nodes[node]["instance_info"] == mark(instance, attempt=3)
+    assert ironic.pool.nodes[node]["instance_info"] == mark(instance, attempt=3)
     assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "one PATCH carries both"
     assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
     await driver.destroy(node, instance, 3, DEPLOYMENT)
-    assert ironic.farm.nodes[node]["instance_info"] == {}
+    assert ironic.pool.nodes[node]["instance_info"] == {}
 
 
 @pytest.mark.parametrize(
@@ -273,13 +273,13 @@ async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(
 ) -> None:
     """A client's build request may name the uuid of another's instance: its delete undeployed that node."""
     node = occupy(ironic, info=info)
-    before = dict(ironic.farm.nodes[node])
+    before = dict(ironic.pool.nodes[node])
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(node, NOVAS))
     assert caught.value.code == "node.taken"
     with pytest.raises(NotOurs):
         await driver.destroy(node, NOVAS, 9, DEPLOYMENT)
-    assert ironic.farm.nodes[node] == before and not ironic.asked
+    assert ironic.pool.nodes[node] == before and not ironic.asked
 
 
 async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
@@ -292,7 +292,7 @@ async def test_a_refused_destroy_is_told_and_an_operators_undeployment_ends_it(
     await cell.destroy(node, NOVAS)
     refused = (await cell.until(lambda: [r for r in cell.results(NOVAS) if r.code == "destroy.not_ours"]))[0]
     assert "nothing was changed" in refused.reason and not ironic.asked
-    ironic.farm.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")
+    ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")
     await cell.destroy(node, NOVAS)
     await cell.ended(NOVAS, 1, ComputeOutcome.DESTROYED)
     await life.stop()
@@ -312,9 +312,9 @@ async def test_a_node_with_an_instance_is_listed_whatever_its_state(
 
 async def test_every_node_that_was_seen_is_listed_and_no_other(ironic: IronicStandIn, driver: BareMetal) -> None:
     listed = await driver.list()
-    assert listed == dict.fromkeys(ironic.farm.nodes, ())
-    one = next(iter(ironic.farm.nodes))
-    del ironic.farm.nodes[one]
+    assert listed == dict.fromkeys(ironic.pool.nodes, ())
+    one = next(iter(ironic.pool.nodes))
+    del ironic.pool.nodes[one]
     assert one not in await driver.list([one])
 
 
@@ -322,16 +322,16 @@ async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, i
     """Mere absence proves nothing: only a node that is there and carries another's or nobody's instance does."""
     fleet = Fleet.planned(settings(ironic), CELL, "c1-a")
     life = await cell.compute(settings(ironic), fleet)
-    node, instance = next(iter(ironic.farm.nodes)), cell.instance()
+    node, instance = next(iter(ironic.pool.nodes)), cell.instance()
     await cell.spawn(node, instance)
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
-    hidden = ironic.farm.nodes.pop(node)
+    hidden = ironic.pool.nodes.pop(node)
     first = len(cell.announced())
     await cell.ask()
     page = (await cell.until(lambda: cell.announced()[first:]))[0]
     assert node not in {host.uuid for host in page.hosts}
     assert list(fleet.records.running()) == [(node, instance)]
-    ironic.farm.nodes[node] = hidden
+    ironic.pool.nodes[node] = hidden
     first = len(cell.announced())
     await cell.ask()
     page = (await cell.until(lambda: [p for p in cell.announced()[first:] if node in {h.uuid for h in p.hosts}]))[0]
@@ -354,7 +354,7 @@ async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, ironic
 
 async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(ironic: IronicStandIn) -> None:
     """A third service took over two thirds of the nodes, machines and all, and its cell knew none of them."""
-    ironic.farm.plan(10)
+    ironic.pool.plan(10)
 
     async def told(shares: int) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -368,11 +368,11 @@ async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(iron
         return found
 
     before = await told(2)
-    assert sorted(before) == sorted(ironic.farm.nodes) and len(before) == 16
+    assert sorted(before) == sorted(ironic.pool.nodes) and len(before) == 16
     for number, node in enumerate(sorted(before)[:10]):
         instance = f"20000000-0000-4000-8000-{number:012d}"
         occupy_at = {"instance_uuid": instance, "provision_state": "active"}
-        ironic.farm.nodes[node].update(occupy_at, instance_info=mark(instance, service=before[node]))
+        ironic.pool.nodes[node].update(occupy_at, instance_info=mark(instance, service=before[node]))
     after = await told(3)
     assert sorted(after) == sorted(before)
     assert {node: after[node] for node in sorted(before)[:10]} == {node: before[node] for node in sorted(before)[:10]}

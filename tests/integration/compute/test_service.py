@@ -183,17 +183,15 @@ async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
     fleet = planned(settings)
     host = hosts_of(fleet)[0]
     life = await cell.compute(settings, fleet)
-    stranger, lost = cell.instance(), cell.instance()
-    await cell.spawn(stranger, lost)
+    foreign, lost = cell.instance(), cell.instance()
+    await cell.spawn(foreign, lost)
     assert (await cell.outcome(lost, 1)).code == "host.unknown"
-    await cell.destroy(stranger, lost)
+    await cell.destroy(foreign, lost)
     await cell.ended(lost, 1, ComputeOutcome.DESTROYED)
     elsewhere = cell.instance()
     command = spawn(host, elsewhere)
     await cell.bus.publish(
-        type(command)(
-            spec=command.spec, attempt=1, host_uuid=host, service=SERVICE, allocations={stranger: {"VCPU": 1}}
-        )
+        type(command)(spec=command.spec, attempt=1, host_uuid=host, service=SERVICE, allocations={foreign: {"VCPU": 1}})
     )
     assert (await cell.outcome(elsewhere, 1)).code == "allocation.elsewhere"
     assert await cell.bus.transport.depth(dead_queue(f"compute.{SERVICE}")) == 0

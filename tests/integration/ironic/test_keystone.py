@@ -51,7 +51,7 @@ async def keystone() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
 async def ironic(keystone: tuple[KeystoneStandIn, str]) -> AsyncIterator[IronicStandIn]:
     made = Guarded(Silent(), clock=SystemClock(), rng=random.Random(1))
     made.keystone = keystone[0]
-    made.farm.plan(3)
+    made.pool.plan(3)
     await made.start()
     yield made
     await made.stop()

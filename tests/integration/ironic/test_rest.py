@@ -34,13 +34,13 @@ def source(url: str, **settings: Any) -> RestSource:
 
 
 async def test_nodes_are_read(ironic: IronicStandIn) -> None:
-    ironic.farm.plan(7)
-    first = next(iter(ironic.farm.nodes.values()))
+    ironic.pool.plan(7)
+    first = next(iter(ironic.pool.nodes.values()))
     first["allocation_uuid"] = UUID
     reading = source(ironic.url, page_size=3)
     pages = [page async for page in reading.list_nodes()]
     assert [len(page) for page in pages] == [3, 3, 1]
-    assert [node.uuid for page in pages for node in page] == list(ironic.farm.nodes)
+    assert [node.uuid for page in pages for node in page] == list(ironic.pool.nodes)
     node = await reading.get_node(first["uuid"])
     assert isinstance(node, Node)
     assert (node.provision_state, node.resource_class, node.traits) == ("available", "baremetal-gold", ("CUSTOM_GOLD",))

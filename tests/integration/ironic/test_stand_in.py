@@ -25,7 +25,7 @@ class Heard:
     async def open(self) -> None:
         pass
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         self.said.append((routing_key, json.loads(json.loads(body)["oslo.message"])))
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ async def client(ironic: IronicStandIn) -> AsyncIterator[httpx.AsyncClient]:
 
 async def idle(ironic: IronicStandIn) -> None:
     async with asyncio.timeout(10):
-        while not ironic.farm.idle:  # noqa: ASYNC110 (the farm has no event for it)
+        while not ironic.pool.idle:  # noqa: ASYNC110 (the node pool has no event for it)
             await asyncio.sleep(0)
 
 
@@ -98,7 +98,7 @@ async def whole_life(client: httpx.AsyncClient, ironic: IronicStandIn) -> str:
     assert (await client.put(f"{node}/maintenance", json={"reason": "disk"})).status_code == 202
     assert (await client.delete(f"{node}/maintenance")).status_code == 202
     assert (await client.put(f"{node}/states/power", json={"target": "power on"})).status_code == 202
-    await ironic.farm.lose_power(ironic.farm.get(uuid))
+    await ironic.pool.lose_power(ironic.pool.get(uuid))
     assert (await client.delete(node)).status_code == 204
     assert (await client.get(node)).status_code == 404
     return uuid
@@ -144,8 +144,8 @@ async def test_the_order_of_a_life(client: httpx.AsyncClient, ironic: IronicStan
 
 
 async def test_a_locked_node_refuses(client: httpx.AsyncClient, ironic: IronicStandIn) -> None:
-    ironic.farm.plan(1)
-    (node,) = ironic.farm.nodes.values()
+    ironic.pool.plan(1)
+    (node,) = ironic.pool.nodes.values()
     node["reservation"] = "somebody"
     patch = [{"op": "remove", "path": "/instance_uuid"}]
     assert (await client.patch(f"/v1/nodes/{node['uuid']}", json=patch)).status_code == 409
@@ -155,7 +155,7 @@ async def test_a_locked_node_refuses(client: httpx.AsyncClient, ironic: IronicSt
 
 
 async def test_its_nodes_have_the_fields_of_recorded_ones(client: httpx.AsyncClient, ironic: IronicStandIn) -> None:
-    ironic.farm.plan(1)
+    ironic.pool.plan(1)
     (node,) = (await client.get("/v1/nodes", params={"detail": "True"})).json()["nodes"]
     recorded = next(iter(Recording("02-maintenance").steps[0].nodes.values()))
     assert set(recorded) - set(node) <= {"ports", "portgroups", "states", "volume"}

@@ -116,7 +116,7 @@ def environment(site: Site, process: str) -> Environment:
 async def stand_in(site: Site, nodes: int) -> AsyncIterator[IronicStandIn]:
     quick = Behaviour(verify_s=0.01, deploy_s=0.05, undeploy_s=0.01, clean_s=0.05)
     ironic = IronicStandIn(site.announcer, clock=SystemClock(), rng=random.Random(2), behaviour=quick)
-    ironic.farm.plan(nodes)
+    ironic.pool.plan(nodes)
     await ironic.start()
     try:
         yield ironic
@@ -154,7 +154,7 @@ async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
 
 async def test_a_nodes_life_in_the_book(site: Site) -> None:
     async with stand_in(site, 4) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
-        uuid, *others = ironic.farm.nodes
+        uuid, *others = ironic.pool.nodes
         await book.until(lambda: book.offered() == {uuid, *others})
         async with asking(f"{ironic.url}/v1/nodes/{uuid}") as ask:
             await ask("PUT", "/maintenance", {"reason": "disk"})
@@ -166,10 +166,10 @@ async def test_a_nodes_life_in_the_book(site: Site) -> None:
             await ask("PATCH", "", [{"op": "add", "path": "/instance_uuid", "value": value}])
             await book.until(lambda: uuid not in book.offered())
             await ask("PUT", "/states/provision", {"target": "active"})
-            await until(lambda: ironic.farm.idle)
+            await until(lambda: ironic.pool.idle)
             await ask("PUT", "/states/provision", {"target": "deleted"})
             await book.until(lambda: uuid in book.offered())
-            assert ironic.farm.nodes[uuid]["provision_state"] == "available"
+            assert ironic.pool.nodes[uuid]["provision_state"] == "available"
             await ask("PUT", "/traits", {"traits": ["CUSTOM_NEW"]})
             await book.until(lambda: book.newest[uuid].providers[0].traits == ("CUSTOM_NEW",))
             await ask("DELETE", "")
@@ -178,24 +178,24 @@ async def test_a_nodes_life_in_the_book(site: Site) -> None:
 
 async def test_news_while_nobody_ran_are_found(site: Site) -> None:
     async with stand_in(site, 2) as ironic, book_on(site) as book:
-        first, second = ironic.farm.nodes
+        first, second = ironic.pool.nodes
         async with running(site, ironic.url):
             await book.until(lambda: book.offered() == {first, second})
-        ironic.farm.nodes[first]["maintenance"] = True
+        ironic.pool.nodes[first]["maintenance"] = True
         async with running(site, ironic.url):
             await book.until(lambda: book.offered() == {second})
 
 
 async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -> None:
     async with stand_in(site, 1) as ironic, book_on(site) as book:
-        (uuid,) = ironic.farm.nodes
+        (uuid,) = ironic.pool.nodes
         async with running(site, ironic.url, leader_poll_s=0.05) as first:
             async with running(site, ironic.url, leader_poll_s=0.05):
                 await book.until(lambda: book.offered() == {uuid})
                 assert first.not_ready() == []
             version = book.newest[uuid].version
             async with running(site, ironic.url, leader_poll_s=0.05):
-                await ironic.farm.set_maintenance(ironic.farm.nodes[uuid], True, "x", "req-1")
+                await ironic.pool.set_maintenance(ironic.pool.nodes[uuid], True, "x", "req-1")
                 await book.until(lambda: book.offered() == set())
                 assert book.newest[uuid].version > version
 
@@ -205,18 +205,18 @@ async def test_the_broker_goes_and_comes_back(own_broker: RabbitMQ, postgres_url
     """Ironic's exchange is gone with it, our binding too: bind again once it is back, and read all."""
     site = _on_rabbitmq(own_broker.url(), "", postgres_url)
     async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
-        first, second = ironic.farm.nodes
+        first, second = ironic.pool.nodes
         await book.until(lambda: book.offered() == {first, second})
         await asyncio.to_thread(own_broker.shut_down)
-        ironic.farm.nodes[first]["maintenance"] = True
+        ironic.pool.nodes[first]["maintenance"] = True
         await asyncio.to_thread(own_broker.start)
         await book.until(lambda: book.offered() == {second})
-        await ironic.farm.set_maintenance(ironic.farm.nodes[second], True, "x", "req-2")
+        await ironic.pool.set_maintenance(ironic.pool.nodes[second], True, "x", "req-2")
         await book.until(lambda: book.offered() == set())
         assert book.causes[second] == "req-2", "said by a notification: the binding is back"
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 (the farm has no event for it)
+        while not condition():  # noqa: ASYNC110 (the node pool has no event for it)
             await asyncio.sleep(0.01)

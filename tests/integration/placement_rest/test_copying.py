@@ -53,10 +53,10 @@ async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch
     with pytest.raises(ImageError, match="ConnectError"):
         await nobody.read()
     await nobody.close()
-    stranger = CopySource(f"{placement.base_url}/resource_providers", "")
+    unauthorized = CopySource(f"{placement.base_url}/resource_providers", "")
     with pytest.raises(ImageError):
-        await stranger.read()
-    await stranger.close()
+        await unauthorized.read()
+    await unauthorized.close()
     with pytest.raises((ImageError, httpx.HTTPError)):
         await CopySource("gopher://x", "").read()
 

@@ -69,10 +69,10 @@ async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, 
     limits = BusLimits(batch_items=3, link_flights=2, full_flights=2, flights=4)
     bus = Bus("api", transport, process="t", clock=SystemClock(), rng=random.Random(1), limits=limits)
     await bus.open()
-    client, stranger = Ear(), Ear()
+    client, other_client = Ear(), Ear()
     await transport.consume(await bus.declare("client.feed.{process}"), client, prefetch=1000)
     if listens:
-        await transport.consume(await bus.declare("client.builds.{process}"), stranger, prefetch=1000)
+        await transport.consume(await bus.declare("client.builds.{process}"), other_client, prefetch=1000)
     said, calls = 0, set()
     for what, how in steps:
         if what == "call":
@@ -96,7 +96,7 @@ async def play(steps: list[tuple[str, object]], *, listens: bool) -> tuple[int, 
     await settle()
     assert bus.publisher.waiting == 0
     await bus.close()
-    return said, client, stranger, sent
+    return said, client, other_client, sent
 
 
 def _numbered(event: BuildEvent, number: int) -> BuildEvent:
@@ -106,11 +106,11 @@ def _numbered(event: BuildEvent, number: int) -> BuildEvent:
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.booleans())
 def test_a_client_hears_all_of_them_once_and_in_order(steps: list[tuple[str, object]], listens: bool) -> None:
-    said, client, stranger, sent = asyncio.run(play(steps, listens=listens))
+    said, client, other_client, sent = asyncio.run(play(steps, listens=listens))
     assert client.numbers() == list(range(said))
     if listens:
         for state in STATES:
-            assert stranger.numbers(state) == client.numbers(state)
+            assert other_client.numbers(state) == client.numbers(state)
     assert not any(message.also and message.mandatory for message in sent)
 
 

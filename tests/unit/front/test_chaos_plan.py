@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from berth.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, Card, ChaosPlan, Deck, FaultKind, PlannedFault
+from berth.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, ChaosPlan, FaultKind, FaultSchedule, FaultSpec, PlannedFault
 from berth.chaos.run import chosen
 
 NAMES = {
@@ -18,7 +18,7 @@ NAMES = {
 
 
 def dealt(seed: int, count: int) -> list[PlannedFault]:
-    deck = Deck(DECK, random.Random(seed))
+    deck = FaultSchedule(DECK, random.Random(seed))
     faults = [deck.deal(NAMES) for _ in range(count)]
     assert all(faults)
     return [fault for fault in faults if fault is not None]
@@ -38,7 +38,7 @@ def test_one_round_of_the_deck_holds_every_sort_as_often_as_it_says() -> None:
 
 
 def test_nothing_is_dealt_for_what_is_busy() -> None:
-    deck = Deck(DECK, random.Random(1))
+    deck = FaultSchedule(DECK, random.Random(1))
     free = NAMES | {"broker": [], "scheduler": ["scheduler2"]}
     faults = [deck.deal(free) for _ in range(300)]
     targets = {fault.target for fault in faults if fault is not None}
@@ -46,14 +46,14 @@ def test_nothing_is_dealt_for_what_is_busy() -> None:
 
 
 def test_enough_is_enough() -> None:
-    deck = Deck(DECK, random.Random(1))
+    deck = FaultSchedule(DECK, random.Random(1))
     assert deck.deal(NAMES, broken=MAX_BROKEN) is None
     paused = [deck.deal(NAMES, paused=MAX_PAUSED) for _ in range(100)]
     assert all(fault is not None and fault.kind is not FaultKind.PAUSE for fault in paused)
 
 
 def test_a_deck_of_pauses_alone_has_nothing_more_when_enough_stand_still() -> None:
-    deck = Deck([Card(FaultKind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
+    deck = FaultSchedule([FaultSpec(FaultKind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
     assert deck.deal(NAMES, paused=MAX_PAUSED) is None
     assert deck.deal(NAMES) is not None
 

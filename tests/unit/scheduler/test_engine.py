@@ -33,7 +33,7 @@ from tests.kit.claims import Answer, BookClaims
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 
-class Street:
+class Cluster:
     """An engine beside hosts made by hand; `answer` answers claims, and `refreshed` is called for news."""
 
     def __init__(self, hosts: Hosts, config: SchedulerConfig) -> None:
@@ -98,87 +98,87 @@ def result(outcome: ClaimOutcome) -> ClaimResult:
 
 
 @pytest.fixture
-def street() -> Street:
-    return Street(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
+def cluster() -> Cluster:
+    return Cluster(Hosts([PLENTY] * 6, cells=["c1", "c1", "c1", "c2", "c2", "c2"], config=CONFIG), CONFIG)
 
 
-async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(street: Street) -> None:
-    request = street.hosts.request()
-    (placed,) = await street.place(request)
+async def test_claimed_as_attempt_one_and_assumed_until_the_feed_tells(cluster: Cluster) -> None:
+    request = cluster.hosts.request()
+    (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed)
-    (claim,) = street.claims
+    (claim,) = cluster.claims
     assert (claim.consumer, claim.attempt, claim.consumer_generation) == (request.instance_uuid, 1, None)
     assert placed.selections[0].allocations == claim.options[0].allocations
     assert placed.selections[0].shapes == claim.options[0].shapes == {placed.selections[0].host_uuid: 1}
     assert len(placed.selections) == 3 and placed.consumer_generation == 1
     assert {selection.host[1] in "012" for selection in placed.selections} == {placed.cell == "c1"}
-    book, host = street.hosts.book, placed.selections[0].host_uuid
+    book, host = cluster.hosts.book, placed.selections[0].host_uuid
     assert list(book.assumed_keys()) == [request.instance_uuid]
     book.apply([Change(sequence=1, provider=host, generation=2, used={"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20})])
     assert list(book.assumed_keys()) == []
 
 
-async def test_full_walks_the_whole_list_and_never_asks_a_host_twice(street: Street) -> None:
-    street.answer = lambda _: result(ClaimOutcome.FULL)
-    (ended,) = await street.place(street.hosts.request())
+async def test_full_walks_the_whole_list_and_never_asks_a_host_twice(cluster: Cluster) -> None:
+    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+    (ended,) = await cluster.place(cluster.hosts.request())
     assert isinstance(ended, NoValidHost)
-    assert sorted(street.host_of(claim) for claim in street.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
+    assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
     assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {"claim.full": 6}
-    assert list(street.hosts.book.assumed_keys()) == []
-    assert street.refreshes >= 1  # "none" is only said on the newest state
+    assert list(cluster.hosts.book.assumed_keys()) == []
+    assert cluster.refreshes >= 1  # "none" is only said on the newest state
 
 
-async def test_full_or_gone_goes_to_the_next_host(street: Street) -> None:
+async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     outcomes = iter([ClaimOutcome.FULL, ClaimOutcome.GONE])
-    street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
-    (placed,) = await street.place(street.hosts.request())
+    cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
+    (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.claims == 3
-    assert len({street.host_of(claim) for claim in street.claims}) == 3
-    assert placed.selections[0].host == street.host_of(street.claims[2])
-    first, second, _ = map(street.host_of, street.claims)
+    assert len({cluster.host_of(claim) for claim in cluster.claims}) == 3
+    assert placed.selections[0].host == cluster.host_of(cluster.claims[2])
+    first, second, _ = map(cluster.host_of, cluster.claims)
     assert placed.lost == (f"{first}: full", f"{second}: gone"), "a build's story names each claim's outcome"
-    assert not {s.host for s in placed.selections} & {street.host_of(claim) for claim in street.claims[:2]}
+    assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
 
 
-async def test_raced_folds_the_newer_shape_in_and_asks_the_same_host(street: Street) -> None:
+async def test_raced_folds_the_newer_shape_in_and_asks_the_same_host(cluster: Cluster) -> None:
     def raced_once(claim: Claim) -> ClaimResult:
-        if len(street.claims) > 1:
-            return street.claimed(claim)
+        if len(cluster.claims) > 1:
+            return cluster.claimed(claim)
         (uuid,) = claim.options[0].allocations
-        at = street.hosts.uuids.index(uuid)
-        newer = type(street.hosts.states[at])(
+        at = cluster.hosts.uuids.index(uuid)
+        newer = type(cluster.hosts.states[at])(
             uuid=uuid,
             name=f"h{at}",
             root_uuid=uuid,
             generation=2,
             shape=2,
-            inventories=street.hosts.states[at].inventories,
+            inventories=cluster.hosts.states[at].inventories,
         )
-        street.refreshed = lambda: street.hosts.book.apply(
+        cluster.refreshed = lambda: cluster.hosts.book.apply(
             [Change(sequence=1, provider=uuid, generation=2, state=newer)]
         )
         return result(ClaimOutcome.RACED)
 
-    street.answer = raced_once
-    (placed,) = await street.place(street.hosts.request())
+    cluster.answer = raced_once
+    (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.claims == 2
-    first, second = street.claims
-    assert street.host_of(first) == street.host_of(second)
+    first, second = cluster.claims
+    assert cluster.host_of(first) == cluster.host_of(second)
     assert list(first.options[0].shapes.values()) == [1] and list(second.options[0].shapes.values()) == [2]
 
 
-async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(street: Street) -> None:
+async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(cluster: Cluster) -> None:
     raced: list[str] = []
 
     def races(claim: Claim) -> ClaimResult:
-        host = street.host_of(claim)
+        host = cluster.host_of(claim)
         if not raced or host == raced[0]:
             raced.append(host)
             return result(ClaimOutcome.RACED)
-        return street.claimed(claim)
+        return cluster.claimed(claim)
 
-    street.answer = races
-    (placed,) = await street.place(street.hosts.request())
+    cluster.answer = races
+    (placed,) = await cluster.place(cluster.hosts.request())
     assert isinstance(placed, HostClaimed) and placed.selections[0].host != raced[0]
     assert len(raced) == CONFIG.raced_retries + 1
 
@@ -188,43 +188,43 @@ async def test_a_host_that_keeps_racing_is_given_up_within_its_bound(street: Str
     [(ClaimOutcome.CONSUMER_CHANGED, "claim.consumer_changed"), (ClaimOutcome.INVALID, "claim.invalid")],
 )
 async def test_somebody_elses_consumer_and_the_impossible_stop_at_once(
-    street: Street, outcome: ClaimOutcome, code: str
+    cluster: Cluster, outcome: ClaimOutcome, code: str
 ) -> None:
-    street.answer = lambda _: result(outcome)
-    (stopped,) = await street.place(street.hosts.request())
+    cluster.answer = lambda _: result(outcome)
+    (stopped,) = await cluster.place(cluster.hosts.request())
     assert isinstance(stopped, PlacementRefused) and stopped.code == code
-    assert len(street.claims) == 1 and list(street.hosts.book.assumed_keys()) == []
+    assert len(cluster.claims) == 1 and list(cluster.hosts.book.assumed_keys()) == []
 
 
-async def test_no_answer_is_not_no_host(street: Street) -> None:
-    street.answer = lambda _: None
-    (away,) = await street.place(street.hosts.request())
-    assert isinstance(away, PlacementUnavailable) and list(street.hosts.book.assumed_keys()) == []
+async def test_no_answer_is_not_no_host(cluster: Cluster) -> None:
+    cluster.answer = lambda _: None
+    (away,) = await cluster.place(cluster.hosts.request())
+    assert isinstance(away, PlacementUnavailable) and list(cluster.hosts.book.assumed_keys()) == []
 
 
-async def test_a_refusal_stops_with_its_code(street: Street) -> None:
-    street.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
-    (stopped,) = await street.place(street.hosts.request())
+async def test_a_refusal_stops_with_its_code(cluster: Cluster) -> None:
+    cluster.answer = lambda _: Refusal(code="claim.nonsense", reason="no")
+    (stopped,) = await cluster.place(cluster.hosts.request())
     assert isinstance(stopped, PlacementRefused) and stopped.code == "claim.nonsense"
 
 
-async def test_the_bound_on_rounds_is_not_no_host_either(street: Street) -> None:
-    street.answer = lambda _: result(ClaimOutcome.FULL)
+async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> None:
+    cluster.answer = lambda _: result(ClaimOutcome.FULL)
     config = SchedulerConfig(claim_rounds=3, retry_jitter_s=0.001)
-    engine = street.make_engine(config)
-    request = street.hosts.request()
-    (ended,) = await engine.place([PlacementRequest(request=request, spec=street.hosts.spec())])
-    assert ended == ClaimsContended(3) and len(street.claims) == 3
+    engine = cluster.make_engine(config)
+    request = cluster.hosts.request()
+    (ended,) = await engine.place([PlacementRequest(request=request, spec=cluster.hosts.spec())])
+    assert ended == ClaimsContended(3) and len(cluster.claims) == 3
 
 
-async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> None:
+async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
     """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
-    hosts = street.hosts
+    hosts = cluster.hosts
     held = hosts.uuids[4]
-    street.answer = lambda _: ClaimResult(
+    cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
     )
-    (placed,) = await street.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), fresh=False)
     assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
@@ -232,10 +232,10 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(street: Street) -> 
     assert list(hosts.book.assumed_keys()) == []
 
 
-async def test_an_earlier_claim_says_itself_what_it_holds(street: Street) -> None:
+async def test_an_earlier_claim_says_itself_what_it_holds(cluster: Cluster) -> None:
     """Two children of one host that have the same classes, and a pool elsewhere: only the book knows who gave what."""
-    hosts = street.hosts
-    cells, pool = [new_uuid(street.hosts.rng) for _ in range(2)], new_uuid(street.hosts.rng)
+    hosts = cluster.hosts
+    cells, pool = [new_uuid(cluster.hosts.rng) for _ in range(2)], new_uuid(cluster.hosts.rng)
     for uuid in (*cells, pool):
         root = pool if uuid == pool else hosts.uuids[1]
         parent = None if uuid == pool else root
@@ -250,36 +250,36 @@ async def test_an_earlier_claim_says_itself_what_it_holds(street: Street) -> Non
         )
         hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=1, state=state)])
     holding = {cells[1]: {"VCPU": 1}, cells[0]: {"VCPU": 2}, pool: {"DISK_GB": 3}}
-    street.answer = lambda _: ClaimResult(
+    cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
     )
-    (placed,) = await street.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), fresh=False)
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
     assert main.shapes == dict.fromkeys(holding, 4)
 
 
-async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(street: Street) -> None:
+async def test_a_host_that_leaves_while_a_claim_is_under_way_is_no_alternate(cluster: Cluster) -> None:
     """Its row of the book was looked up after the answer, named nobody, and the request ended as a dead letter."""
-    hosts = street.hosts
+    hosts = cluster.hosts
 
     def meanwhile(claim: Claim) -> ClaimResult:
         for uuid in hosts.uuids:
             if uuid not in claim.options[0].allocations:
                 hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=2, removed=True)])
-        return street.claimed(claim)
+        return cluster.claimed(claim)
 
-    street.answer = meanwhile
-    (placed,) = await street.place(hosts.request())
+    cluster.answer = meanwhile
+    (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed)
-    (claim,) = street.claims
-    assert [selection.host for selection in placed.selections] == [street.host_of(claim)]
+    (claim,) = cluster.claims
+    assert [selection.host for selection in placed.selections] == [cluster.host_of(claim)]
 
 
-async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_it(street: Street) -> None:
+async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_it(cluster: Cluster) -> None:
     """A row names another host once its own has left: nothing that was decided for the old one is the new one's."""
-    hosts = street.hosts
+    hosts = cluster.hosts
     others = [f"late{at}" for at in range(len(hosts.uuids))]
 
     def meanwhile(claim: Claim) -> ClaimResult:
@@ -291,23 +291,23 @@ async def test_a_host_that_takes_over_the_row_of_one_that_left_is_not_taken_for_
                 hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=new, generation=1, state=came)])
                 hosts.uuids[hosts.uuids.index(uuid)] = new
         hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
-        return street.claimed(claim)
+        return cluster.claimed(claim)
 
-    street.answer = meanwhile
-    (placed,) = await street.place(hosts.request())
+    cluster.answer = meanwhile
+    (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed)
     assert all(set(selection.allocations) == {selection.host_uuid} for selection in placed.selections)
 
 
-async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(street: Street) -> None:
+async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(cluster: Cluster) -> None:
     """What a request may not use any more is a host, not the row it once had."""
-    hosts = street.hosts
+    hosts = cluster.hosts
     late = new_uuid(hosts.rng)
 
     def full(claim: Claim) -> ClaimResult:
         if late in claim.options[0].allocations:
-            return street.claimed(claim)
-        if len(street.claims) == len(hosts.uuids):  # all were asked: one leaves, and another host comes in its row
+            return cluster.claimed(claim)
+        if len(cluster.claims) == len(hosts.uuids):  # all were asked: one leaves, and another host comes in its row
             row = hosts.book.row_of(hosts.uuids[0])
             left = Change(sequence=hosts.book.sequence + 1, provider=hosts.uuids[0], generation=2, removed=True)
             hosts.book.apply([left])
@@ -318,60 +318,60 @@ async def test_who_takes_over_the_row_of_a_full_host_that_left_is_asked(street: 
             hosts.announce(["c1"] * len(hosts.uuids), {}, sequence=2)
         return result(ClaimOutcome.FULL)
 
-    street.answer = full
-    (placed,) = await street.place(hosts.request())
+    cluster.answer = full
+    (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == late
 
 
-async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(street: Street) -> None:
-    hosts = street.hosts
+async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(cluster: Cluster) -> None:
+    hosts = cluster.hosts
     for at, uuid in enumerate(hosts.uuids):
         hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
-    (nothing,) = await street.place(hosts.request())
-    assert isinstance(nothing, NoValidHost) and street.claims == []
-    street.answer = lambda _: result(ClaimOutcome.FULL)
-    (nothing,) = await street.place(hosts.request(), fresh=False)
-    assert isinstance(nothing, NoValidHost) and len(street.claims) == 1
-    street.answer = lambda _: ClaimResult(
+    (nothing,) = await cluster.place(hosts.request())
+    assert isinstance(nothing, NoValidHost) and cluster.claims == []
+    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+    (nothing,) = await cluster.place(hosts.request(), fresh=False)
+    assert isinstance(nothing, NoValidHost) and len(cluster.claims) == 1
+    cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
     )
-    (placed,) = await street.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), fresh=False)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
 
 
-async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(street: Street) -> None:
-    hosts = street.hosts
+async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(cluster: Cluster) -> None:
+    hosts = cluster.hosts
     wide = Query(resources={"VCPU": 1}, groups=tuple(Group(suffix=f"_{n}", resources={"VGPU": 1}) for n in range(999)))
     spec = hosts.spec()
     asked = [
         PlacementRequest(request=hosts.request(), spec=spec),
         PlacementRequest(request=hosts.request(), spec=structs.replace(spec, query=wide, key=("wide",))),
     ]
-    placed, stopped = await street.engine.place(asked)
+    placed, stopped = await cluster.engine.place(asked)
     assert isinstance(placed, HostClaimed)
     assert isinstance(stopped, PlacementRefused) and stopped.code == "search.too_wide"
 
 
-async def test_ignored_hosts_are_never_asked(street: Street) -> None:
-    street.answer = lambda _: result(ClaimOutcome.FULL)
-    ignore = ("h0", street.hosts.uuids[1], "h5", "unheard-of")
-    (ended,) = await street.place(street.hosts.request(ignore_hosts=ignore))
-    assert sorted(street.host_of(claim) for claim in street.claims) == ["h2", "h3", "h4"]
+async def test_ignored_hosts_are_never_asked(cluster: Cluster) -> None:
+    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+    ignore = ("h0", cluster.hosts.uuids[1], "h5", "unheard-of")
+    (ended,) = await cluster.place(cluster.hosts.request(ignore_hosts=ignore))
+    assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h2", "h3", "h4"]
     assert isinstance(ended, NoValidHost) and ended.funnel[-1].rejected == {"host.ignored": 3, "claim.full": 3}
 
 
-async def test_one_bad_item_does_not_fail_its_neighbours(street: Street) -> None:
-    requests = [street.hosts.request() for _ in range(20)]
+async def test_one_bad_item_does_not_fail_its_neighbours(cluster: Cluster) -> None:
+    requests = [cluster.hosts.request() for _ in range(20)]
     bad = requests[7].instance_uuid
-    street.answer = lambda claim: result(ClaimOutcome.INVALID) if claim.consumer == bad else street.claimed(claim)
-    endings = await street.place(*requests)
+    cluster.answer = lambda claim: result(ClaimOutcome.INVALID) if claim.consumer == bad else cluster.claimed(claim)
+    endings = await cluster.place(*requests)
     assert [isinstance(ending, HostClaimed) for ending in endings] == [at != 7 for at in range(20)]
     taken = [ending.selections[0].host for ending in endings if isinstance(ending, HostClaimed)]
     assert len(set(taken)) == 6  # spread, not herded
 
 
-async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
-    hosts, root = street.hosts, street.hosts.uuids[0]
+async def test_a_full_child_does_not_make_its_host_full(cluster: Cluster) -> None:
+    hosts, root = cluster.hosts, cluster.hosts.uuids[0]
     cards = [new_uuid(hosts.rng) for _ in range(2)]
     for sequence, card in enumerate(cards, 1):
         state = ProviderState(
@@ -391,61 +391,61 @@ async def test_a_full_child_does_not_make_its_host_full(street: Street) -> None:
             taken.update(uuid for uuid in claim.options[0].allocations if uuid in cards)
             return result(ClaimOutcome.FULL)
         assert not taken & claim.options[0].allocations.keys()
-        return street.claimed(claim)
+        return cluster.claimed(claim)
 
     def news() -> None:
         used = [Change(sequence=3, provider=card, generation=2, used={"VGPU": 2}) for card in sorted(taken)]
         hosts.book.apply(used)
 
-    street.answer, street.refreshed = full_at_first, news
+    cluster.answer, cluster.refreshed = full_at_first, news
     spec = structs.replace(hosts.spec(), query=Query(resources={"VCPU": 1, "VGPU": 1}), key=("vgpu",))
-    (placed,) = await street.engine.place([PlacementRequest(request=hosts.request(), spec=spec)])
+    (placed,) = await cluster.engine.place([PlacementRequest(request=hosts.request(), spec=spec)])
     assert isinstance(placed, HostClaimed), placed
-    assert (placed.selections[0].host_uuid, len(street.claims)) == (root, 2)
+    assert (placed.selections[0].host_uuid, len(cluster.claims)) == (root, 2)
 
 
-async def test_who_is_ruled_out_goes_where_its_server_group_is(street: Street) -> None:
+async def test_who_is_ruled_out_goes_where_its_server_group_is(cluster: Cluster) -> None:
     """Another member was faster: the answer says where it is, and no other host is asked for in between."""
-    for there in street.hosts.uuids:
+    for there in cluster.hosts.uuids:
 
         def answer(claim: Claim, there: str = there) -> ClaimResult:
             if claim.options[0].host == there:
-                return street.claimed(claim)
+                return cluster.claimed(claim)
             return structs.replace(result(ClaimOutcome.RULED_OUT), members={there: 1})
 
-        street.answer = answer
-        street.claims.clear()
-        together = ServerGroup(uuid=new_uuid(street.hosts.rng), policy=GroupPolicy.AFFINITY)
-        (placed,) = await street.place(street.hosts.request(server_group=together))
+        cluster.answer = answer
+        cluster.claims.clear()
+        together = ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=GroupPolicy.AFFINITY)
+        (placed,) = await cluster.place(cluster.hosts.request(server_group=together))
         assert isinstance(placed, HostClaimed)
-        *before, last = street.claims
+        *before, last = cluster.claims
         assert placed.selections[0].host_uuid == last.options[0].host == there
         assert len(before) <= 1
         assert last.server_group == together
-        assert placed.lost == tuple(f"{street.host_of(claim)}: ruled_out" for claim in before)
+        assert placed.lost == tuple(f"{cluster.host_of(claim)}: ruled_out" for claim in before)
 
 
-async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(street: Street) -> None:
+async def test_what_was_chosen_ahead_is_claimed_first_and_only_once(cluster: Cluster) -> None:
     """Chosen while the record is written: assumed at once, the first to be claimed, and never asked again when full."""
-    request = street.hosts.request()
-    chosen = street.engine._choose_ahead([street.pending(request)])
-    assert list(chosen) == list(street.hosts.book.assumed_keys()) == [request.instance_uuid]
+    request = cluster.hosts.request()
+    chosen = cluster.engine._choose_ahead([cluster.pending(request)])
+    assert list(chosen) == list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid]
     choice = chosen[request.instance_uuid].choice
-    assert choice is not None and street.claims == []
+    assert choice is not None and cluster.claims == []
     outcomes = iter([ClaimOutcome.FULL])
-    street.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else street.claimed(claim)
-    (placed,) = await street.engine.place([street.asking(request)], chosen)
-    first, second = map(street.host_of, street.claims)
+    cluster.answer = lambda claim: result(kind) if (kind := next(outcomes, None)) else cluster.claimed(claim)
+    (placed,) = await cluster.engine.place([cluster.asking(request)], chosen)
+    first, second = map(cluster.host_of, cluster.claims)
     assert isinstance(placed, HostClaimed) and placed.claims == 2
-    assert first == street.hosts.name(choice.selected.row) != second == placed.selections[0].host
+    assert first == cluster.hosts.name(choice.selected.row) != second == placed.selections[0].host
     assert chosen == {}, "what is handed over is no longer the batch's to drop"
-    assert list(street.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
+    assert list(cluster.hosts.book.assumed_keys()) == [request.instance_uuid], "what is claimed stays assumed"
 
 
-async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(street: Street) -> None:
-    request = street.hosts.request()
-    apart = street.hosts.request(server_group=ServerGroup(uuid=new_uuid(street.hosts.rng), policy=APART))
-    chosen = street.engine._choose_ahead([street.pending(request), street.pending(apart)])
+async def test_what_was_chosen_ahead_and_is_not_claimed_is_not_assumed(cluster: Cluster) -> None:
+    request = cluster.hosts.request()
+    apart = cluster.hosts.request(server_group=ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART))
+    chosen = cluster.engine._choose_ahead([cluster.pending(request), cluster.pending(apart)])
     assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
-    street.engine._drop(chosen.values())
-    assert list(street.hosts.book.assumed_keys()) == []
+    cluster.engine._drop(chosen.values())
+    assert list(cluster.hosts.book.assumed_keys()) == []

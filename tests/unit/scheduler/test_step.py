@@ -33,7 +33,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts
 CONFIG = SchedulerConfig(raced_retries=2, service_down_time_s=1e12)
 
 
-class Scene:
+class ClaimCase:
     """Three hosts, and an attempt that has chosen one of them."""
 
     def __init__(self, *, fresh: bool = True) -> None:
@@ -51,45 +51,43 @@ class Scene:
 
 
 def test_a_claim_that_holds_ends_the_attempt_and_is_settled_at_its_generations() -> None:
-    scene = Scene()
-    stepped = scene.step(
-        ClaimOutcome.CLAIMED, option=0, consumer_generation=1, generations={scene.chosen: 2}, sequence=9
-    )
-    assert stepped.commands == (Settle({scene.chosen: 2}, 9),)
+    case = ClaimCase()
+    stepped = case.step(ClaimOutcome.CLAIMED, option=0, consumer_generation=1, generations={case.chosen: 2}, sequence=9)
+    assert stepped.commands == (Settle({case.chosen: 2}, 9),)
     result = stepped.attempt.result
     assert isinstance(result, HostClaimed)
-    assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (scene.chosen, 1, 7.0)
-    assert scene.attempt.result is None and scene.attempt.claims == 0, "a step changes no attempt: it makes another"
+    assert (result.selections[0].host_uuid, result.claims, result.claimed_at) == (case.chosen, 1, 7.0)
+    assert case.attempt.result is None and case.attempt.claims == 0, "a step changes no attempt: it makes another"
 
 
 def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
-    scene = Scene()
-    other = next(uuid for uuid in scene.hosts.uuids if uuid != scene.chosen)
-    stepped = scene.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
+    case = ClaimCase()
+    other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
+    stepped = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
     assert (stepped.commands, stepped.attempt.recovered is not None) == ((Settle(None),), True)
     assert isinstance(stepped.attempt.result, HostClaimed) and stepped.attempt.result.selections[0].host_uuid == other
-    elsewhere = scene.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
+    elsewhere = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
     assert isinstance(elsewhere.attempt.result, ClaimStranded)
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
 def test_a_lost_host_is_rejected_and_another_is_chosen(outcome: ClaimOutcome) -> None:
-    scene = Scene()
-    after = scene.step(outcome).attempt
-    assert after.rejected == {scene.chosen: f"claim.{outcome.value}"} and after.result is None
+    case = ClaimCase()
+    after = case.step(outcome).attempt
+    assert after.rejected == {case.chosen: f"claim.{outcome.value}"} and after.result is None
     assert len(after.lost) == 1 and after.lost[0].endswith(f": {outcome.value}")
-    again = scene.round.decide(after)
-    assert again.choice is not None and again.choice.selected.uuid != scene.chosen
+    again = case.round.decide(after)
+    assert again.choice is not None and again.choice.selected.uuid != case.chosen
 
 
 def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
-    scene, hosts = Scene(), []
-    attempt = scene.attempt
+    case, hosts = ClaimCase(), []
+    attempt = case.attempt
     for _ in range(CONFIG.raced_retries + 1):
-        attempt = scene.round.decide(scene.step(ClaimOutcome.RACED, attempt=attempt).attempt)
+        attempt = case.round.decide(case.step(ClaimOutcome.RACED, attempt=attempt).attempt)
         assert attempt.choice is not None
         hosts.append(attempt.choice.selected.uuid)
-    assert [host == scene.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
+    assert [host == case.chosen for host in hosts] == [True] * CONFIG.raced_retries + [False]
 
 
 @pytest.mark.parametrize(
@@ -101,44 +99,44 @@ def test_a_raced_host_is_claimed_again_within_its_bound() -> None:
     ],
 )
 def test_a_refusal_is_final(outcome: ClaimOutcome, code: str) -> None:
-    result = Scene().step(outcome).attempt.result
+    result = ClaimCase().step(outcome).attempt.result
     assert isinstance(result, PlacementRefused) and result.code == code
 
 
 def test_no_answer_is_not_no_valid_host() -> None:
-    scene = Scene()
-    lost = step(scene.attempt, RequestTimeout("late"), scene.hosts.selector, now=0.0, now_s=0.0).attempt
+    case = ClaimCase()
+    lost = step(case.attempt, RequestTimeout("late"), case.hosts.selector, now=0.0, now_s=0.0).attempt
     assert isinstance(lost.result, PlacementUnavailable)
-    refused = step(scene.attempt, RequestRefused("no", code="c"), scene.hosts.selector, now=0.0, now_s=0.0).attempt
+    refused = step(case.attempt, RequestRefused("no", code="c"), case.hosts.selector, now=0.0, now_s=0.0).attempt
     assert refused.result == PlacementRefused("c", "no")
 
 
 def test_no_valid_host_is_said_on_the_newest_state_and_after_a_probe() -> None:
-    scene = Scene(fresh=False)
-    none = replace(scene.attempt, choice=None)
-    refreshed = nothing_fits(none, scene.hosts.selector, 0.0)
+    case = ClaimCase(fresh=False)
+    none = replace(case.attempt, choice=None)
+    refreshed = nothing_fits(none, case.hosts.selector, 0.0)
     assert refreshed.needs_newest and refreshed.result is None
-    probing = nothing_fits(refreshed, scene.hosts.selector, 0.0)
+    probing = nothing_fits(refreshed, case.hosts.selector, 0.0)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
-    ended = scene.step(ClaimOutcome.FULL, attempt=probing).attempt
+    ended = case.step(ClaimOutcome.FULL, attempt=probing).attempt
     assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
 
 
 def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
-    scene = Scene()
-    attempt, looks = replace(scene.attempt, choice=None), 0
+    case = ClaimCase()
+    attempt, looks = replace(case.attempt, choice=None), 0
     while attempt.result is None:
-        attempt = replace(attempt, partly_full=(scene.chosen,), rejected={scene.chosen: "claim.full"})
-        attempt = nothing_fits(attempt, scene.hosts.selector, 0.0)
+        attempt = replace(attempt, partly_full=(case.chosen,), rejected={case.chosen: "claim.full"})
+        attempt = nothing_fits(attempt, case.hosts.selector, 0.0)
         looks += attempt.result is None
-        assert (scene.chosen in attempt.rejected) is (attempt.result is not None)
+        assert (case.chosen in attempt.rejected) is (attempt.result is not None)
     assert looks == MAX_SECOND_LOOKS
 
 
 def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
-    scene = Scene(fresh=False)
-    probing = nothing_fits(replace(scene.attempt, choice=None, refreshed=True), scene.hosts.selector, 0.0)
+    case = ClaimCase(fresh=False)
+    probing = nothing_fits(replace(case.attempt, choice=None, refreshed=True), case.hosts.selector, 0.0)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
     inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}

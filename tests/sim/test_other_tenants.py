@@ -6,24 +6,24 @@ import pytest
 from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
-from berth.sim.plan import Act, Order, Plan, Rates
+from berth.sim.plan import Action, Order, Plan, Rates
 from berth.sim.run import run
 from berth.sim.widening import Widening
 from tests.sim.mutants import Mutant
-from tests.sim.mutants_of_others import failed_machine_left_running, overtaken_404_believed, undead_machine_kept
+from tests.sim.mutants_of_other_tenants import failed_machine_left_running, overtaken_404_believed, undead_machine_kept
 
 
 def hosts_come_back(*, lost: bool) -> Plan:
     """One service's hosts are set back, with what was destroyed since; or, with its records, what was lost since."""
     plan = plan_of(1).without_faults()
     service, hosts = plan.cells[0].services[0]
-    builds = [order for order in plan.orders if order.act is Act.BUILD and order.at < 35.0]
-    copied = Order(at=40.0, act=Act.COPY, service=service, uuid="copy")
-    back = replace(copied, at=75.0, act=Act.BRING_BACK, size=int(lost), seconds=1.0)
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 35.0]
+    copied = Order(at=40.0, action=Action.COPY, service=service, uuid="copy")
+    back = replace(copied, at=75.0, action=Action.BRING_BACK, size=int(lost), seconds=1.0)
     if lost:
-        between = [Order(at=40.1, act=Act.LOSE, service=service, host=host) for host in range(hosts)]
+        between = [Order(at=40.1, action=Action.LOSE, service=service, host=host) for host in range(hosts)]
     else:
-        between = [replace(order, at=45.0, act=Act.DELETE) for order in builds]
+        between = [replace(order, at=45.0, action=Action.DELETE) for order in builds]
     return replace(plan, orders=(*builds, copied, *between, back), load_s=80.0)
 
 
@@ -32,7 +32,7 @@ def nodes_come_again() -> Plan:
     plan = plan_of(3, [Widening.NODES_AGAIN])
     again = [order for order in plan.orders if order.verb == "again"] * 4
     orders = tuple(replace(order, at=5.0 + 3 * number) for number, order in enumerate(again))
-    calm = replace(plan, orders=orders, blows=(), cells=plan.cells[:1], schedulers=1, placements=1, skew_s=0.0)
+    calm = replace(plan, orders=orders, fault_events=(), cells=plan.cells[:1], schedulers=1, placements=1, skew_s=0.0)
     return replace(calm, rates=Rates(delay=0.5, delay_s=0.05), load_s=5.0 + 3 * len(orders))
 
 

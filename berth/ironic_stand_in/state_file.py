@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from berth.ironic_stand_in import shapes
-from berth.ironic_stand_in.farm import Farm
+from berth.ironic_stand_in.node_pool import NodePool
 from bus.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -30,17 +30,17 @@ SETTLED: Mapping[str, str] = {
 }
 
 
-def load(farm: Farm, path: Path) -> bool:
-    """Put the nodes of a file into an empty farm, each at rest. False: there is no such file, or it is not one."""
+def load(pool: NodePool, path: Path) -> bool:
+    """Put the nodes of a file into an empty pool, each at rest. False: there is no such file, or it is not one."""
     try:
         nodes = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
         for node in nodes:
-            farm.add(**settled(node))
+            pool.add(**settled(node))
     except FileNotFoundError:
         return False
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         log.warning("ironic.nodes_unreadable", path=str(path), reason=str(error))
-        farm.nodes.clear()
+        pool.nodes.clear()
         return False
     return True
 
@@ -56,13 +56,13 @@ def settled(node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rested.items() if name in shapes.NODE or name in shapes.REST_ONLY}
 
 
-async def keep(farm: Farm, path: Path, clock: Clock) -> None:
+async def save_changes(pool: NodePool, path: Path, clock: Clock) -> None:
     """Save whenever something has changed, until cancelled; a write that is under way then ends first."""
     saved, told = -1, False
     while True:
-        if farm.version != saved:
-            version = farm.version
-            writing = asyncio.ensure_future(asyncio.to_thread(_write, path, msgspec.json.encode(_nodes(farm))))
+        if pool.version != saved:
+            version = pool.version
+            writing = asyncio.ensure_future(asyncio.to_thread(_write, path, msgspec.json.encode(_nodes(pool))))
             try:
                 await asyncio.shield(writing)
                 saved, told = version, False
@@ -76,16 +76,16 @@ async def keep(farm: Farm, path: Path, clock: Clock) -> None:
         await clock.sleep(SAVE_EVERY_S)
 
 
-def save(farm: Farm, path: Path) -> None:
+def save(pool: NodePool, path: Path) -> None:
     """Save now, if that can be."""
     try:
-        _write(path, msgspec.json.encode(_nodes(farm)))
+        _write(path, msgspec.json.encode(_nodes(pool)))
     except OSError as error:
         _tell(path, error)
 
 
-def _nodes(farm: Farm) -> list[dict[str, Any]]:
-    return list(farm.nodes.values())
+def _nodes(pool: NodePool) -> list[dict[str, Any]]:
+    return list(pool.nodes.values())
 
 
 def _tell(path: Path, error: OSError) -> None:

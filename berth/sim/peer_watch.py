@@ -30,7 +30,7 @@ def asked_of(name: str) -> dict[str, int]:
     return {resource: amount for resource, amount in (asked | specs).items() if amount}
 
 
-class CompanyWatch:
+class PeerWatch:
     """Looks after every commit of the book and of a cell, and at what schedulers say."""
 
     def __init__(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.company_watch import CompanyWatch
 from berth.sim.draw import plan_of
-from berth.sim.plan import Act, Order
+from berth.sim.peer_watch import PeerWatch
+from berth.sim.plan import Action, Order
 from berth.sim.watch import Breach
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
@@ -39,7 +39,7 @@ class Clock:
         self.now += seconds
 
 
-class Scene:
+class PeerWorld:
     """A book of three hosts, and what is asked and held there."""
 
     def __init__(self, quota: dict[str, int] | None = None) -> None:
@@ -47,11 +47,11 @@ class Scene:
         self.book = MemoryBookTable(self.clock)
         stocks = {"VCPU": stock_of(Inventory(total=100))}
         self.book.providers = {uuid: Provider(uuid, uuid, None, uuid, 1, 1, stocks, {}, (), ()) for uuid in HOSTS}
-        self.watch = CompanyWatch(replace(plan_of(3), quota=quota or {}), self.book, {}, self.clock.time)
+        self.watch = PeerWatch(replace(plan_of(3), quota=quota or {}), self.book, {}, self.clock.time)
 
     def ask(self, vm: int, **fields: object) -> None:
         self.clock.now += 1.0
-        order = Order(at=0.0, act=Act.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
+        order = Order(at=0.0, action=Action.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
         self.watch.asked(order)
 
     def hold(self, vm: int, host: int | None) -> None:
@@ -87,71 +87,71 @@ class Scene:
     ],
 )
 def test_rules_of_server_groups(group: ServerGroup, hosts: tuple[int, ...], breaks: str) -> None:
-    scene = Scene()
+    peers = PeerWorld()
     for vm in range(3):
-        scene.ask(vm, group=group)
-    scene.hold(0, hosts[0])
-    scene.hold(1, hosts[1])
+        peers.ask(vm, group=group)
+    peers.hold(0, hosts[0])
+    peers.hold(1, hosts[1])
     if not breaks:
-        scene.hold(2, hosts[2])
+        peers.hold(2, hosts[2])
         return
     with pytest.raises(Breach, match=breaks):
-        scene.hold(2, hosts[2])
+        peers.hold(2, hosts[2])
 
 
 def test_who_holds_nothing_any_more_is_in_nobodys_way() -> None:
-    scene = Scene({"INSTANCES": 1})
+    peers = PeerWorld({"INSTANCES": 1})
     for vm in range(2):
-        scene.ask(vm, group=APART)
-    scene.hold(0, 0)
-    scene.hold(0, None)
-    scene.hold(1, 0)
+        peers.ask(vm, group=APART)
+    peers.hold(0, 0)
+    peers.hold(0, None)
+    peers.hold(1, 0)
     with pytest.raises(Breach, match="quota: red holds 2 INSTANCES of 1"):
-        scene.hold(0, 1)
+        peers.hold(0, 1)
 
 
 def test_hints_are_about_where_others_have_been_all_the_time() -> None:
-    scene = Scene()
-    scene.ask(0)
-    scene.hold(0, 0)
-    scene.ask(1, apart_from=(VMS[0],))
-    scene.ask(2, together_with=(VMS[0],))
-    scene.send(1, 1, 2)
-    scene.send(2, 0)
+    peers = PeerWorld()
+    peers.ask(0)
+    peers.hold(0, 0)
+    peers.ask(1, apart_from=(VMS[0],))
+    peers.ask(2, together_with=(VMS[0],))
+    peers.send(1, 1, 2)
+    peers.send(2, 0)
     with pytest.raises(Breach, match="hints"):
-        scene.send(1, 1, 0)
+        peers.send(1, 1, 0)
     with pytest.raises(Breach, match="hints"):
-        scene.send(2, 1)
-    scene.hold(0, 1)  # it has moved since they were asked for: either host may have been the one that was seen
-    scene.send(1, 1, 0)
-    scene.send(2, 1)
-    scene.send(2, 0)
+        peers.send(2, 1)
+    peers.hold(0, 1)  # it has moved since they were asked for: either host may have been the one that was seen
+    peers.send(1, 1, 0)
+    peers.send(2, 1)
+    peers.send(2, 0)
 
 
 def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> None:
-    scene = Scene({"INSTANCES": 1})
-    scene.ask(0)
-    scene.hold(0, 0)
-    scene.ask(1)
-    scene.hold(0, None)
-    scene.refuse(1)  # there was somebody, if not for long
-    scene.ask(2)
+    peers = PeerWorld({"INSTANCES": 1})
+    peers.ask(0)
+    peers.hold(0, 0)
+    peers.ask(1)
+    peers.hold(0, None)
+    peers.refuse(1)  # there was somebody, if not for long
+    peers.ask(2)
     with pytest.raises(Breach, match="quota_refused"):
-        scene.refuse(2)
-    scene.hold(1, 0)
-    assert list(scene.watch.unsettled()) == [f"quota_refused: {VMS[1]} was refused and holds something"]
+        peers.refuse(2)
+    peers.hold(1, 0)
+    assert list(peers.watch.unsettled()) == [f"quota_refused: {VMS[1]} was refused and holds something"]
 
 
 def test_seeds_without_company_and_with_it() -> None:
     plans = [plan_of(seed) for seed in range(1, 31)]
-    assert 5 < sum(plan.in_company for plan in plans) < 25
+    assert 5 < sum(plan.with_peers for plan in plans) < 25
     repeats = [
         (order, build)
         for plan in plans
         for order in plan.orders
-        if order.act is Act.REPEAT
+        if order.action is Action.REPEAT
         for build in plan.orders
-        if build.act is Act.BUILD and build.uuid == order.uuid
+        if build.action is Action.BUILD and build.uuid == order.uuid
     ]
     assert any(build.group for _, build in repeats)
-    assert all(replace(order, act=Act.BUILD, at=build.at) == build for order, build in repeats)
+    assert all(replace(order, action=Action.BUILD, at=build.at) == build for order, build in repeats)

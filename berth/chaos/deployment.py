@@ -1,4 +1,4 @@
-"""The scene of a chaos run: real servers, proxies before them, every worker a process that sees only the proxies."""
+"""The deployment of a chaos run: real servers behind proxies, every worker a process that sees only the proxies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CLUES = ("invariant_broken", "process.died", "cannot_start", "Traceback")
 _CONNECTION = re.compile(r'\{"connection_name","berth ([^"]+)"\}')
 
 
-class Scene(Struct):
-    """What there is to break. `site` is for the client and the judge: straight to the servers, past the proxies."""
+class Deployment(Struct):
+    """The deployment under test. `site` connects past the proxies, for the client and the checks of the invariants."""
 
     servers: RealServers
     proxies: dict[str, TcpProxy]
@@ -40,7 +40,7 @@ class Scene(Struct):
 
 
 @contextlib.asynccontextmanager
-async def scene(plan: ChaosPlan, directory: Path) -> AsyncIterator[Scene]:
+async def deployment(plan: ChaosPlan, directory: Path) -> AsyncIterator[Deployment]:
     """Everything up and ready; all of it gone at the end."""
     servers_context = real_servers(plan.processes.cells, durable=plan.processes.durable)
     servers = await asyncio.to_thread(servers_context.__enter__)
@@ -58,7 +58,9 @@ async def scene(plan: ChaosPlan, directory: Path) -> AsyncIterator[Scene]:
         try:
             start_all(processes, plan.processes)
             await processes.ready()
-            yield Scene(servers=servers, proxies=proxies, processes=processes, site=Site(direct), directory=directory)
+            yield Deployment(
+                servers=servers, proxies=proxies, processes=processes, site=Site(direct), directory=directory
+            )
         finally:
             await asyncio.to_thread(processes.stop)
             for proxy in proxies.values():
@@ -107,10 +109,10 @@ def _socket_of(url: str) -> str:
     return f"{asked['host'][0]}/.s.PGSQL.{asked['port'][0]}"
 
 
-async def wait_registered(scene: Scene) -> None:
+async def wait_registered(deployment: Deployment) -> None:
     """Return when every quorum queue would survive a kill of the broker (see RabbitMQ.wait_registered)."""
-    broker = scene.servers.broker
-    for vhost in (API_VHOST, *scene.site.cells):
+    broker = deployment.servers.broker
+    for vhost in (API_VHOST, *deployment.site.cells):
         listed = await asyncio.to_thread(
             broker.control, "list_queues", "-p", vhost, "name", "type", "--no-table-headers"
         )
@@ -118,12 +120,12 @@ async def wait_registered(scene: Scene) -> None:
         await asyncio.to_thread(broker.wait_registered, vhost, *(row[0] for row in rows if row[-1] == "quorum"))
 
 
-async def left_in_queues(scene: Scene) -> dict[str, int]:
+async def left_in_queues(deployment: Deployment) -> dict[str, int]:
     """Messages in dead-letter and work queues, by virtual host and queue; empty ones are not named."""
     found: dict[str, int] = {}
-    for vhost in (API_VHOST, *scene.site.cells):
+    for vhost in (API_VHOST, *deployment.site.cells):
         listed = await asyncio.to_thread(
-            scene.servers.broker.control, "list_queues", "-p", vhost, "name", "messages", "--no-table-headers"
+            deployment.servers.broker.control, "list_queues", "-p", vhost, "name", "messages", "--no-table-headers"
         )
         for name, count in (line.split("\t") for line in listed.splitlines()):
             if int(count):
@@ -131,16 +133,16 @@ async def left_in_queues(scene: Scene) -> dict[str, int]:
     return found
 
 
-async def connections(scene: Scene) -> list[tuple[str, str, bool]]:
+async def connections(deployment: Deployment) -> list[tuple[str, str, bool]]:
     """Who is connected to which bus, by the broker itself: (process, bus, whether the process belongs to a cell)."""
     listed = await asyncio.to_thread(
-        scene.servers.broker.control, "list_connections", "vhost", "client_properties", "--no-table-headers"
+        deployment.servers.broker.control, "list_connections", "vhost", "client_properties", "--no-table-headers"
     )
     found: list[tuple[str, str, bool]] = []
     for line in listed.splitlines():
         vhost, _, properties = line.partition("\t")
         if (named := _CONNECTION.search(properties)) is not None:
-            in_cell = named[1].startswith(("conductor", "compute", *scene.site.cells))
+            in_cell = named[1].startswith(("conductor", "compute", *deployment.site.cells))
             found.append((named[1], API if vhost == API_VHOST else vhost, in_cell))
     return found
 
@@ -159,7 +161,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def last_words(log: Path, lines: int = 400) -> str:
+def last_log_line(log: Path, lines: int = 400) -> str:
     """The line of a log that says why its process ended."""
     if not log.exists():
         return ""

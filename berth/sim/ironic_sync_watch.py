@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from berth.sim.metal import SimIronic, free
+from berth.sim.ironic import SimIronic, free
 from berth.sim.watch import Breach
 from bus.contracts.placement import ProviderReport
 from ironic_sync.domain.position import Position
@@ -33,7 +33,7 @@ class Known:
         self.seen = ""
 
 
-class MetalWatch:
+class IronicSyncWatch:
     """One life of one ironic_sync process: what it heard and read, and that it offers nothing on less than that."""
 
     def __init__(self, now: Callable[[], float], fail: Callable[[Breach], None]) -> None:
@@ -88,7 +88,7 @@ class MetalWatch:
 class WatchedPositions:
     """Positions whose every save is looked at before it is sent."""
 
-    def __init__(self, inner: Positions, watch: MetalWatch) -> None:
+    def __init__(self, inner: Positions, watch: IronicSyncWatch) -> None:
         self._inner = inner
         self._watch = watch
 
@@ -103,7 +103,7 @@ class WatchedPositions:
 
 
 class _WatchedTerm:
-    def __init__(self, inner: Term, watch: MetalWatch) -> None:
+    def __init__(self, inner: Term, watch: IronicSyncWatch) -> None:
         self._inner = inner
         self._watch = watch
         self._loaded: Mapping[str, Position] = {}
@@ -137,9 +137,9 @@ def disagreements(
     ironic: SimIronic, providers: Mapping[str, Provider], positions: Mapping[str, Position]
 ) -> Iterator[str]:
     """At rest: every node is in the book as Ironic shows it, and none that Ironic does not have."""
-    if not ironic.farm.idle:
+    if not ironic.pool.idle:
         yield "liveness: a node is still on its way"
-    for uuid, node in ironic.farm.nodes.items():
+    for uuid, node in ironic.pool.nodes.items():
         provider = providers.get(uuid)
         if provider is None:
             yield f"ironic_agrees: the book has no node {uuid}"
@@ -148,7 +148,7 @@ def disagreements(
     for uuid in positions:
         provider = providers.get(uuid)
         # Removed while it was in use it is a shell until a later word finds it unused.
-        if uuid not in ironic.farm.nodes and provider and (is_reported(provider) or not any(provider.used.values())):
+        if uuid not in ironic.pool.nodes and provider and (is_reported(provider) or not any(provider.used.values())):
             yield f"ironic_agrees: the book has {uuid}, Ironic has not"
 
 

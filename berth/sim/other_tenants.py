@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from berth.sim.load import Client
-from berth.sim.plan import Act, Order
+from berth.sim.plan import Action, Order
 from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import Message, Resources
@@ -25,8 +25,8 @@ from compute_sim.records import Key
 
 OTHERS = frozenset(
     {
-        *(Act.FOREIGN, Act.CELL, Act.SHARES, Act.BACKUP, Act.RESTORE),
-        *(Act.COPY, Act.BRING_BACK, Act.TWIN, Act.STRANGER, Act.TREE),
+        *(Action.FOREIGN, Action.CELL, Action.SHARES, Action.BACKUP, Action.RESTORE),
+        *(Action.COPY, Action.BRING_BACK, Action.DUPLICATE_NAME, Action.MALFORMED, Action.TREE),
     }
 )
 THEIRS = "theirs"  # another project, another source
@@ -129,7 +129,7 @@ class ForeignTrees:
         self._at = {device: self.ROOTS[number % 2] for number, device in enumerate(self.DEVICES)}
         world.harm.providers.update(dict.fromkeys((*self.ROOTS, *self.DEVICES)))
 
-    async def act(self, order: Order) -> None:
+    async def action(self, order: Order) -> None:
         """One order."""
         rng = random.Random(order.host)
         match order.verb:
@@ -185,11 +185,11 @@ class ForeignTrees:
         )
 
     async def _say(self, *messages: Message) -> None:
-        self._world.asked_by_others(messages)
-        await self._client.say_together(messages)
+        self._world.publish_foreign(messages)
+        await self._client.publish_batch(messages)
 
 
-class Others:
+class OtherTenants:
     """Carries out what others do."""
 
     def __init__(self, world: World, client: Client) -> None:
@@ -197,26 +197,26 @@ class Others:
         self._trees = ForeignTrees(world, client)
         self._backups: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, tuple[list[tuple[str, Guest]], list[tuple[Key, Entry]]]] = {}
-        self._acts: dict[Act, Callable[[Order], Awaitable[None]]] = {
-            Act.FOREIGN: self._foreign,
-            Act.CELL: self._cell,
-            Act.SHARES: self._shares,
-            Act.BACKUP: self._backup,
-            Act.RESTORE: self._restore,
-            Act.COPY: self._copy,
-            Act.BRING_BACK: self._bring_back,
-            Act.TWIN: self._twin,
-            Act.STRANGER: self._stranger,
-            Act.TREE: self._trees.act,
+        self._acts: dict[Action, Callable[[Order], Awaitable[None]]] = {
+            Action.FOREIGN: self._foreign,
+            Action.CELL: self._cell,
+            Action.SHARES: self._shares,
+            Action.BACKUP: self._backup,
+            Action.RESTORE: self._restore,
+            Action.COPY: self._copy,
+            Action.BRING_BACK: self._bring_back,
+            Action.DUPLICATE_NAME: self._start_duplicate_service,
+            Action.MALFORMED: self._send_malformed,
+            Action.TREE: self._trees.action,
         }
 
     def order(self, order: Order) -> asyncio.Task[None]:
         """Carry one order out."""
-        return asyncio.create_task(self._carry_out(order), name=f"order {order.act} {order.verb} {order.service}")
+        return asyncio.create_task(self._carry_out(order), name=f"order {order.action} {order.verb} {order.service}")
 
     async def _carry_out(self, order: Order) -> None:
-        self._world.story.tell("order", f"{order.act} {order.verb} {order.service} {order.uuid} {order.host}")
-        await self._acts[order.act](order)
+        self._world.event_log.record("order", f"{order.action} {order.verb} {order.service} {order.uuid} {order.host}")
+        await self._acts[order.action](order)
 
     # --- machines
 
@@ -342,10 +342,10 @@ class Others:
 
     # --- a second service of one name
 
-    async def _twin(self, order: Order) -> None:
+    async def _start_duplicate_service(self, order: Order) -> None:
         """Another machine with the same settings: the same name, the same plan of hosts, other machines."""
         world, name = self._world, f"twin-{order.service}"
-        world.twin(order.service)
+        world.start_duplicate(order.service)
         self._start(name)
         await asyncio.sleep(order.seconds)
         world.expected_down.add(name)
@@ -353,7 +353,7 @@ class Others:
 
     # --- messages
 
-    async def _stranger(self, order: Order) -> None:
+    async def _send_malformed(self, order: Order) -> None:
         """Whatever a client of theirs may put into a message."""
         world, rng = self._world, random.Random(order.host)
         exchange, key = rng.choice(KEYS)

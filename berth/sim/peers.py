@@ -9,7 +9,7 @@ import random
 
 from msgspec.structs import replace
 
-from berth.sim.plan import LOAD_S, Act, Order, Plan
+from berth.sim.plan import LOAD_S, Action, Order, Plan
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
@@ -24,14 +24,14 @@ MOST_RUSH = 8
 MEMBER_SHARE, HINT_SHARE, RUSH_SHARE = 0.6, 0.15, 0.7
 
 
-def in_company(rng: random.Random, plan: Plan) -> Plan:
+def with_peers(rng: random.Random, plan: Plan) -> Plan:
     """The same plan, or one in which builds name others and projects have quotas."""
     if plan.seed % 10 not in DIGITS:
         return plan
-    projects = sorted({order.project for order in plan.orders if order.act is Act.BUILD})
+    projects = sorted({order.project for order in plan.orders if order.action is Action.BUILD})
     groups = {project: _groups(rng) for project in projects}
-    plan = replace(plan, orders=tuple(sorted((*plan.orders, *_rushes(rng, groups)), key=lambda order: order.at)))
-    builds = [order for order in plan.orders if order.act is Act.BUILD]
+    plan = replace(plan, orders=tuple(sorted((*plan.orders, *_bursts(rng, groups)), key=lambda order: order.at)))
+    builds = [order for order in plan.orders if order.action is Action.BUILD]
     keeping: dict[str, Order] = {}
     for at, order in enumerate(builds):
         earlier = [one.uuid for one in builds[:at] if one.project == order.project]
@@ -48,14 +48,14 @@ def _groups(rng: random.Random) -> list[ServerGroup]:
     return [ServerGroup(uuid=new_uuid(rng), policy=policy, max_per_host=rng.choice((1, 1, 2))) for policy in policies]
 
 
-def _rushes(rng: random.Random, groups: dict[str, list[ServerGroup]]) -> list[Order]:
+def _bursts(rng: random.Random, groups: dict[str, list[ServerGroup]]) -> list[Order]:
     """Small builds that come all at once, several schedulers having some of them: of one group, or of one project."""
     orders = []
     for project, group in [(owner, group) for owner in groups for group in groups[owner]]:
         if rng.random() < RUSH_SHARE:
             at, together = rng.uniform(1.0, LOAD_S * 0.8), rng.choice((group, None))
             orders += [
-                Order(at=at, act=Act.BUILD, uuid=new_uuid(rng), flavor="m1.tiny", project=project, group=together)
+                Order(at=at, action=Action.BUILD, uuid=new_uuid(rng), flavor="m1.tiny", project=project, group=together)
                 for _ in range(rng.randint(2, MOST_RUSH))
             ]
     return orders
@@ -73,7 +73,7 @@ def _keep(rng: random.Random, order: Order, groups: list[ServerGroup], earlier: 
 
 def _as_asked(order: Order, keeping: dict[str, Order]) -> Order:
     """A build or its repeat as its client says it."""
-    if order.act not in (Act.BUILD, Act.REPEAT):
+    if order.action not in (Action.BUILD, Action.REPEAT):
         return order
     kept = keeping[order.uuid]
     return replace(order, group=kept.group, apart_from=kept.apart_from, together_with=kept.together_with)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import structlog
 
-from berth.ironic_stand_in import Behaviour, Farm, RequestError, Silent, keeping
-from berth.ironic_stand_in.keeping import load, save, settled
+from berth.ironic_stand_in import Behaviour, NodePool, RequestError, Silent, state_file
+from berth.ironic_stand_in.state_file import load, save, settled
 from berth.metal import simulated_ironic
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
@@ -32,16 +32,16 @@ async def test_nodes_are_as_they_were_left(tmp_path: Path) -> None:
     kept = tmp_path / "deep" / "ironic.json"
     async with simulated_ironic(site(), SLOW, kept=kept) as ironic:
         assert ironic is not None
-        first, second, *_ = ironic.farm.nodes
+        first, second, *_ = ironic.pool.nodes
         async with httpx.AsyncClient(base_url=ironic.url) as client:
             taken = [{"op": "add", "path": "/instance_uuid", "value": INSTANCE}]
             (await client.patch(f"/v1/nodes/{first}", json=taken)).raise_for_status()
             (await client.put(f"/v1/nodes/{second}/maintenance", json={"reason": "r"})).raise_for_status()
-            (await client.delete(f"/v1/nodes/{list(ironic.farm.nodes)[3]}")).raise_for_status()
-        left = {uuid: dict(node) for uuid, node in ironic.farm.nodes.items()}
+            (await client.delete(f"/v1/nodes/{list(ironic.pool.nodes)[3]}")).raise_for_status()
+        left = {uuid: dict(node) for uuid, node in ironic.pool.nodes.items()}
     async with simulated_ironic(site(), kept=kept) as ironic:
         assert ironic is not None
-        assert ironic.farm.nodes == left
+        assert ironic.pool.nodes == left
         assert (left[first]["instance_uuid"], left[second]["maintenance"], len(left)) == (INSTANCE, True, 3)
 
 
@@ -49,15 +49,15 @@ async def test_a_killed_process_leaves_its_nodes_behind(tmp_path: Path) -> None:
     kept = tmp_path / "ironic.json"
     async with simulated_ironic(site(), kept=kept) as ironic:
         assert ironic is not None
-        node = next(iter(ironic.farm.nodes.values()))
-        await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+        node = next(iter(ironic.pool.nodes.values()))
+        await ironic.pool.patch(node, {"instance_uuid": INSTANCE}, "req")
 
         await until_kept(kept, node["uuid"])
 
 
 async def until_kept(path: Path, node: str) -> None:
     def found() -> bool:
-        other = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+        other = NodePool(Silent(), clock=SystemClock(), rng=random.Random(1))
         return load(other, path) and other.nodes[node]["instance_uuid"] == INSTANCE
 
     async with asyncio.timeout(PATIENCE_S):
@@ -69,7 +69,7 @@ async def test_what_is_being_written_when_it_stops_does_not_outlast_what_is_newe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, begun, newer = tmp_path / "ironic.json", threading.Event(), threading.Event()
-    write = keeping._write
+    write = state_file._write
 
     def slow(path: Path, body: bytes) -> None:
         if begun.is_set():
@@ -80,12 +80,12 @@ async def test_what_is_being_written_when_it_stops_does_not_outlast_what_is_newe
             newer.wait(0.3)
             write(path, body)
 
-    monkeypatch.setattr(keeping, "_write", slow)
+    monkeypatch.setattr(state_file, "_write", slow)
     async with simulated_ironic(site(), kept=kept) as ironic:
         assert ironic is not None
         await asyncio.to_thread(begun.wait, PATIENCE_S)
-        node = next(iter(ironic.farm.nodes.values()))
-        await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+        node = next(iter(ironic.pool.nodes.values()))
+        await ironic.pool.patch(node, {"instance_uuid": INSTANCE}, "req")
     await asyncio.get_running_loop().shutdown_default_executor()
     await until_kept(kept, node["uuid"])
 
@@ -97,8 +97,8 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         async with simulated_ironic(site(), kept=kept) as ironic:
             assert ironic is not None
-            node = next(iter(ironic.farm.nodes.values()))
-            await ironic.farm.patch(node, {"instance_uuid": INSTANCE}, "req")
+            node = next(iter(ironic.pool.nodes.values()))
+            await ironic.pool.patch(node, {"instance_uuid": INSTANCE}, "req")
             async with asyncio.timeout(PATIENCE_S):
                 while not logs:  # noqa: ASYNC110  (a log has no event)
                     await asyncio.sleep(0.02)
@@ -120,8 +120,8 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
     ],
 )
 def test_what_was_under_way_is_settled(state: str, then: str, instance: str | None) -> None:
-    farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
-    node = farm.add(provision_state=state, instance_uuid=INSTANCE)
+    pool = NodePool(Silent(), clock=SystemClock(), rng=random.Random(1))
+    node = pool.add(provision_state=state, instance_uuid=INSTANCE)
     node |= {"reservation": "somebody", "target_provision_state": "active"}
     rested = settled(node)
     assert (rested["provision_state"], rested["instance_uuid"], rested["reservation"]) == (then, instance, None)
@@ -129,21 +129,21 @@ def test_what_was_under_way_is_settled(state: str, then: str, instance: str | No
 
 
 def test_a_file_that_is_none_is_not_believed(tmp_path: Path) -> None:
-    farm = Farm(Silent(), clock=SystemClock(), rng=random.Random(1))
+    pool = NodePool(Silent(), clock=SystemClock(), rng=random.Random(1))
     path = tmp_path / "ironic.json"
-    assert not load(farm, path)
-    farm.plan(1)
-    save(farm, path)
+    assert not load(pool, path)
+    pool.plan(1)
+    save(pool, path)
     half = path.read_bytes().removesuffix(b"]") + b', {"uuid": "x"}]'  # nor is the half of it that could be one
-    farm.nodes.clear()
+    pool.nodes.clear()
     for body in (b"", b"{}", b'[{"uuid": "x"}]', half):
         path.write_bytes(body)
-        assert not load(farm, path)
-        assert farm.nodes == {}
-    farm.plan(2)
-    save(farm, path)
-    other = Farm(Silent(), clock=SystemClock(), rng=random.Random(2))
+        assert not load(pool, path)
+        assert pool.nodes == {}
+    pool.plan(2)
+    save(pool, path)
+    other = NodePool(Silent(), clock=SystemClock(), rng=random.Random(2))
     assert load(other, path)
-    assert other.nodes == farm.nodes
+    assert other.nodes == pool.nodes
     with pytest.raises(RequestError):
         other.get("nobody")

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
-from berth.sim.plan import Act, Order
+from berth.sim.event_log import EventLog
+from berth.sim.plan import Action, Order
 from berth.sim.rest import _inventories
 from berth.sim.run import run
-from berth.sim.story import Story
 from berth.sim.wiring import conductor
 from berth.sim.world import SimClock, World
 from bus.bus import API
@@ -51,7 +51,7 @@ def build(*hosts: str) -> CellBuild:
     ],
 )
 async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
-    world = World(replace(plan_of(1), metal=None), Story())
+    world = World(replace(plan_of(1), metal=None), EventLog())
     world.left[LEFT] = "dead"
     world.probing = True
     world._said(API, single(pack(message, Meta(id="1")), "berth", "key"))
@@ -67,7 +67,7 @@ async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, 
     ],
 )
 async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, aside: bool, used: int, breaks: bool) -> None:
-    world = World(replace(plan_of(1), metal=None), Story())
+    world = World(replace(plan_of(1), metal=None), EventLog())
     world.fleets.clear()
     stock = replace(stock_of(Inventory(total=4)), set_aside=aside)
     world.book.providers[LEFT] = Provider(
@@ -82,8 +82,8 @@ def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
     """Seed 2050: it was waited for until the bound on rest, and taken for something that does not come to an end."""
     plan = plan_of(1).without_faults()
     service = plan.services[0][1]
-    acts = [Order(at=10.0, act=Act.LEAVE, service=service), Order(at=10.0004, act=Act.DIE, service=service)]
-    builds = [order for order in plan.orders if order.act is Act.BUILD and order.at < acts[0].at]
+    acts = [Order(at=10.0, action=Action.LEAVE, service=service), Order(at=10.0004, action=Action.DIE, service=service)]
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < acts[0].at]
     result = run(replace(plan, orders=(*builds, *acts)))
     assert result.breach == "", result.detail
 
@@ -92,9 +92,9 @@ def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
     """Seeds 2384 and 2436: a host is reinstalled and its service dies before it could report that machines are gone."""
     plan = plan_of(1).without_faults()
     service, hosts = plan.cells[0].services[0]
-    builds = [order for order in plan.orders if order.act is Act.BUILD]
-    acts = [Order(at=58.0, act=Act.LOSE, service=service, host=host) for host in range(hosts)]
-    acts.append(Order(at=58.001, act=Act.DIE, service=service))
+    builds = [order for order in plan.orders if order.action is Action.BUILD]
+    acts = [Order(at=58.0, action=Action.LOSE, service=service, host=host) for host in range(hosts)]
+    acts.append(Order(at=58.001, action=Action.DIE, service=service))
     result = run(replace(plan, orders=(*builds, *acts)))
     assert result.breach == "", result.detail
 

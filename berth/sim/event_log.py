@@ -1,4 +1,4 @@
-"""What happened in a run: a digest of every event, and on demand the events themselves, in words."""
+"""The log of a run: a digest of every event and, on demand, the events themselves as text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 MAX_LINES = 200_000
 
 
-class Story:
-    """The event log. `tell` is for what both replays must agree on; `say` for people only (logs, notes)."""
+class EventLog:
+    """The event log. `record` takes what two replays must agree on; `log` takes text for people only."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self.keep = keep
@@ -20,7 +20,7 @@ class Story:
         self.now: Any = lambda: 0.0
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def tell(self, what: str, detail: str = "", body: bytes = b"") -> None:
+    def record(self, what: str, detail: str = "", body: bytes = b"") -> None:
         """One event of the simulated world."""
         self.counts[what] += 1
         at = self.now()
@@ -29,7 +29,7 @@ class Story:
         if self.keep:
             self.lines.append(f"{at:10.4f}  {what:<10} {detail}  {body[:300].decode(errors='replace')}".rstrip())
 
-    def say(self, who: str, words: str) -> None:
+    def log(self, who: str, words: str) -> None:
         """Something a worker logged."""
         if self.keep:
             self.lines.append(f"{self.now():10.4f}  {who:<10} {words}")

@@ -27,7 +27,7 @@ class RequestError(Exception):
 
 
 class Behaviour(Struct, frozen=True, kw_only=True):
-    """How long things take, and how often they go wrong (seeded by the farm's rng)."""
+    """How long things take, and how often they go wrong (seeded by the pool's rng)."""
 
     verify_s: float = 0.05
     deploy_s: float = 0.3
@@ -50,7 +50,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 
 
-class Farm:
+class NodePool:
     """Simulated nodes. Calls that take time start it and return, as Ironic's do; `idle` tells when all is done."""
 
     def __init__(
@@ -108,52 +108,52 @@ class Farm:
             raise RequestError(409, f"A node with UUID {ident} already exists.")
         known = {name: value for name, value in fields.items() if name in shapes.NODE or name in shapes.REST_ONLY}
         node = self.add(**{**known, "uuid": ident, "provision_state": "enroll"})
-        await self._say({**node, "maintenance": None}, "create", "start", request_id)
-        await self._say(node, "create", "end", request_id)
+        await self._publish({**node, "maintenance": None}, "create", "start", request_id)
+        await self._publish(node, "create", "end", request_id)
         return node
 
     async def delete(self, node: dict[str, Any], request_id: str) -> None:
         """DELETE /v1/nodes/{uuid}."""
         self._check_unlocked(node)
-        await self._say(node, "delete", "start", request_id)
+        await self._publish(node, "delete", "start", request_id)
         if node["instance_uuid"] is not None:
-            await self._say(node, "delete", "error", request_id)
+            await self._publish(node, "delete", "error", request_id)
             raise RequestError(409, f"Node {node['uuid']} is associated with instance {node['instance_uuid']}.")
         del self.nodes[node["uuid"]]
-        await self._say(node, "delete", "end", request_id)
+        await self._publish(node, "delete", "end", request_id)
 
     async def patch(self, node: dict[str, Any], changes: Mapping[str, Any], request_id: str) -> None:
         """PATCH: what is asked for is said first, true or not, as Ironic does (README)."""
         wished = {**node, **changes}
-        await self._say(wished, "update", "start", request_id)
+        await self._publish(wished, "update", "start", request_id)
         try:
             self._check_unlocked(node)
             self._check_instance(node, changes)
         except RequestError:
-            await self._say(wished, "update", "error", request_id)
+            await self._publish(wished, "update", "error", request_id)
             raise
         self._change(node, **changes)
-        await self._say(node, "update", "end", request_id)
+        await self._publish(node, "update", "end", request_id)
 
     async def set_maintenance(self, node: dict[str, Any], on: bool, reason: str | None, request_id: str) -> None:
         """PUT and DELETE maintenance."""
         wished = {"maintenance": on, "maintenance_reason": reason if on else None}
-        await self._say({**node, **wished}, "maintenance_set", "start", request_id)
+        await self._publish({**node, **wished}, "maintenance_set", "start", request_id)
         self._change(node, **wished, **({} if on else {"fault": None}))
-        await self._say(node, "maintenance_set", "end", request_id)
+        await self._publish(node, "maintenance_set", "end", request_id)
 
     async def set_power(self, node: dict[str, Any], target: str, request_id: str) -> None:
         """PUT states/power."""
         self._check_unlocked(node)
-        await self._say(node, "power_set", "start", request_id, to_power=target)
+        await self._publish(node, "power_set", "start", request_id, to_power=target)
         self._change(node, power_state=target)
-        await self._say(node, "power_set", "end", request_id, to_power=target)
+        await self._publish(node, "power_set", "end", request_id, to_power=target)
 
     async def lose_power(self, node: dict[str, Any]) -> None:
         """The BMC dies: Ironic's power sync puts the node into maintenance."""
         before = node["power_state"]
         self._change(node, power_state=None, maintenance=True, fault="power failure")
-        await self._say(node, "power_state_corrected", "success", self._request_id(), from_power=before)
+        await self._publish(node, "power_state_corrected", "success", self._request_id(), from_power=before)
 
     def provision(self, node: dict[str, Any], verb: str, request_id: str) -> None:
         """PUT states/provision: starts it."""
@@ -260,7 +260,7 @@ class Farm:
         }
         now = shapes.timestamp(self._clock.time())
         self._change(node, provision_state=state, target_provision_state=target, provision_updated_at=now)
-        await self._say(node, "provision_set", status, request_id, **before)
+        await self._publish(node, "provision_set", status, request_id, **before)
 
     def _change(self, node: dict[str, Any], **changes: Any) -> None:
         node.update(changes)
@@ -283,12 +283,12 @@ class Farm:
         if any(other["instance_uuid"] == wanted and other is not node for other in self.nodes.values()):
             raise RequestError(409, f"Instance {wanted} is already associated with a node.")
 
-    async def _say(self, node: Mapping[str, Any], action: str, status: str, request_id: str, **extra: Any) -> None:
+    async def _publish(self, node: Mapping[str, Any], action: str, status: str, request_id: str, **extra: Any) -> None:
         self.version += 1  # whatever changes is said
         if self._rng.random() < self.behaviour.lose:
             return
         now = self._clock.time()
-        await self._announcer.say(
+        await self._announcer.publish(
             *shapes.notification(node, action, status, request_id=request_id, now=now, rng=self._rng, **extra)
         )
 

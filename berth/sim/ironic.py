@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn
-from berth.ironic_stand_in.farm import Farm, RequestError
+from berth.ironic_stand_in.node_pool import NodePool, RequestError
+from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.loop import Process
 from berth.sim.network import Broker, NetworkFaults
 from berth.sim.plan import Order
-from berth.sim.story import Story
 from berth.sim.watch import Breach
 from bus.clock import Clock, new_uuid
 from bus.port import Outgoing, PublishRefused, QueueMissing
@@ -51,7 +51,7 @@ class Notices:
         """Declare the exchange as Ironic does."""
         self._broker.declare_exchange(EXCHANGE)
 
-    async def say(self, routing_key: str, body: bytes) -> None:
+    async def publish(self, routing_key: str, body: bytes) -> None:
         """Publish one notification, or not."""
         network_faults = self._network_faults
         message = Outgoing(exchange=EXCHANGE, routing_key=routing_key, body=body, mandatory=False)
@@ -85,8 +85,8 @@ WAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 
 
-class WatchedFarm(Farm):
-    """A farm that tells when a machine has come to be on a node, and when a node changes hands."""
+class WatchedNodePool(NodePool):
+    """A node pool that reports when a machine is deployed on a node, and when a node changes its instance."""
 
     deployed: Callable[[str, str], None]
     changed_hands: Callable[[str], None] = staticmethod(lambda _node: None)
@@ -131,7 +131,7 @@ class SimIronic:
         self,
         broker: Broker,
         network_faults: NetworkFaults,
-        story: Story,
+        event_log: EventLog,
         clock: Clock,
         *,
         seed: int,
@@ -140,10 +140,10 @@ class SimIronic:
         rng = random.Random(f"berth.sim.ironic {seed}")
         self.process = Process("ironic")
         self.away = 0
-        self._story = story
+        self._event_log = event_log
         self._notices = Notices(broker, network_faults)
         self._stand_in = IronicStandIn(self._notices, clock=clock, rng=rng, behaviour=behaviour)
-        self._stand_in.farm = self.farm = WatchedFarm(self._notices, clock=clock, rng=rng, behaviour=behaviour)
+        self._stand_in.pool = self.pool = WatchedNodePool(self._notices, clock=clock, rng=rng, behaviour=behaviour)
         self._app = httpx.ASGITransport(self._stand_in.app(), raise_app_exceptions=False)
         self._rng = rng
         self._ambushes: list[str] = []  # instances of others that take the next free node that is looked at
@@ -161,11 +161,11 @@ class SimIronic:
         return await asyncio.shield(self.process.spawn(self._answer(request, process), "ironic answers"))
 
     async def _answer(self, request: httpx.Request, process: str) -> httpx.Response:
-        node = self.farm.nodes.get(request.url.path.removeprefix("/v1/nodes/").partition("/")[0])
+        node = self.pool.nodes.get(request.url.path.removeprefix("/v1/nodes/").partition("/")[0])
         before = dict(node) if node is not None else None
         response = await self._app.handle_async_request(request)
         content = await response.aread()
-        self._story.tell("ironic", f"{request.method} {request.url.raw_path.decode()} {response.status_code}")
+        self._event_log.record("ironic", f"{request.method} {request.url.raw_path.decode()} {response.status_code}")
         if response.is_success:
             self._look(request, process, before, content)
         return httpx.Response(response.status_code, headers=response.headers, content=content)
@@ -179,7 +179,7 @@ class SimIronic:
             for node in answer.get("nodes", [answer] if "provision_state" in answer else []):
                 harm.looked(process, node, asyncio.get_running_loop().time())
             if before is not None and free(before) and process.startswith("compute") and self._ambushes:
-                self._take(self.farm.nodes[before["uuid"]], self._ambushes.pop(0))
+                self._take(self.pool.nodes[before["uuid"]], self._ambushes.pop(0))
             return
         if before is not None:
             owner = before["instance_uuid"]
@@ -196,10 +196,10 @@ class SimIronic:
     async def _theirs(self, node: dict[str, Any], instance: str) -> None:
         request_id = f"req-{new_uuid(self._rng)}"
         try:
-            await self.farm.patch(node, {"instance_uuid": instance}, request_id)
-            self.farm.provision(node, "active", request_id)
+            await self.pool.patch(node, {"instance_uuid": instance}, request_id)
+            self.pool.provision(node, "active", request_id)
         except RequestError as refused:
-            self._story.tell("refused", f"ironic take {node['uuid']} {refused.status}")
+            self._event_log.record("refused", f"ironic take {node['uuid']} {refused.status}")
 
     # --- what its operators do
 
@@ -212,46 +212,46 @@ class SimIronic:
         request_id = f"req-{new_uuid(self._rng)}"
         if verb == "add":
             grade = CLASSES[number % len(CLASSES)]
-            node = await self.farm.create({"resource_class": grade, "name": f"late-{number}"}, request_id)
+            node = await self.pool.create({"resource_class": grade, "name": f"late-{number}"}, request_id)
             await self._go_through(node, ("manage", "provide"), request_id)
             return
-        nodes = list(self.farm.nodes.values())
+        nodes = list(self.pool.nodes.values())
         if not nodes:
             return
         node = nodes[number % len(nodes)]
-        self._story.tell("order", f"ironic {verb} {node['uuid']} {node['provision_state']}")
+        self._event_log.record("order", f"ironic {verb} {node['uuid']} {node['provision_state']}")
         try:
             if verb in OF_OTHERS:
                 await self._act_of_others(order, node, request_id)
             else:
                 await self._act(verb, node, number, request_id)
         except RequestError as refused:
-            self._story.tell("refused", f"ironic {verb} {node['uuid']} {refused.status}")
+            self._event_log.record("refused", f"ironic {verb} {node['uuid']} {refused.status}")
 
     async def _act(self, verb: str, node: dict[str, Any], number: int, request_id: str) -> None:
-        farm = self.farm
+        pool = self.pool
         match verb:
             case "maintain" | "return":
-                await farm.set_maintenance(node, verb == "maintain", "by its operator", request_id)
+                await pool.set_maintenance(node, verb == "maintain", "by its operator", request_id)
             case "blink":  # faster than anybody can read it
                 for turn in range(BLINKS):
-                    await farm.set_maintenance(node, turn % 2 == 0, "by its operator", request_id)
+                    await pool.set_maintenance(node, turn % 2 == 0, "by its operator", request_id)
                     await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
             case "power":
-                await farm.set_power(node, ("power off", "power on")[number % 2], request_id)
+                await pool.set_power(node, ("power off", "power on")[number % 2], request_id)
             case "traits":
-                await farm.patch(node, {"traits": [f"CUSTOM_T{number % 3}"]}, request_id)
+                await pool.patch(node, {"traits": [f"CUSTOM_T{number % 3}"]}, request_id)
             case "class":
-                await farm.patch(node, {"resource_class": CLASSES[number % 2]}, request_id)
+                await pool.patch(node, {"resource_class": CLASSES[number % 2]}, request_id)
             case "remove":
-                await farm.delete(node, request_id)
+                await pool.delete(node, request_id)
             case _:  # taken out of use, and cleaned before it is put back
                 await self._go_through(node, ("manage", "provide"), request_id)
 
     async def _act_of_others(self, order: Order, node: dict[str, Any], request_id: str) -> None:
         """On a node that has an instance, if there is one; tenants take what is free."""
-        farm, verb = self.farm, order.verb
-        used = [one for one in farm.nodes.values() if one["instance_uuid"] is not None]
+        pool, verb = self.pool, order.verb
+        used = [one for one in pool.nodes.values() if one["instance_uuid"] is not None]
         if verb in OF_USED and used:
             node = used[order.host % len(used)]
         match verb:
@@ -260,27 +260,27 @@ class SimIronic:
             case "set":
                 await self._set_for_a_while(order, node, request_id)
             case "clear" | "swap":
-                await farm.patch(node, {"instance_uuid": None}, request_id)
+                await pool.patch(node, {"instance_uuid": None}, request_id)
                 if verb == "swap":
-                    await farm.patch(node, {"instance_uuid": order.uuid}, request_id)
+                    await pool.patch(node, {"instance_uuid": order.uuid}, request_id)
             case "undeploy":
                 await self._go_through(node, ("deleted",), request_id)
             case "again":
                 for _ in range(AGAIN):  # faster than it can be read
                     kept = {name: node[name] for name in ("uuid", "name", "resource_class", "traits")}
-                    await farm.delete(node, request_id)
+                    await pool.delete(node, request_id)
                     await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
-                    node = await farm.create(kept, request_id)
+                    node = await pool.create(kept, request_id)
                     await asyncio.sleep(self._rng.uniform(0.0, BLINK_S))
                 await self._go_through(node, ("manage", "provide"), request_id)
             case _:
-                farm.walk(node, verb, request_id, order.seconds)
+                pool.walk(node, verb, request_id, order.seconds)
                 if verb == "rescue":
                     await self._back_from_rescue(node, request_id, order.seconds)
 
     async def _of_tenants(self, order: Order, request_id: str) -> None:
         """Another tenant takes a node, now or as soon as one of ours looks at it, or frees it."""
-        nodes = list(self.farm.nodes.values())
+        nodes = list(self.pool.nodes.values())
         if order.verb == "ambush":
             self._ambushes.append(order.uuid)
         elif order.verb == "take":
@@ -295,11 +295,11 @@ class SimIronic:
         """An operator writes an instance on a node that has none, and takes it away again."""
         if node["instance_uuid"] is not None:
             return
-        await self.farm.patch(node, {"instance_uuid": order.uuid}, request_id)
+        await self.pool.patch(node, {"instance_uuid": order.uuid}, request_id)
         await asyncio.sleep(order.seconds)
-        known = self.farm.nodes.get(node["uuid"])
+        known = self.pool.nodes.get(node["uuid"])
         if known is not None and known["instance_uuid"] == order.uuid:
-            await self.farm.patch(known, {"instance_uuid": None}, request_id)
+            await self.pool.patch(known, {"instance_uuid": None}, request_id)
 
     async def _back_from_rescue(self, node: dict[str, Any], request_id: str, seconds: float) -> None:
         """Its operator has looked at it: back to what it was."""
@@ -308,7 +308,7 @@ class SimIronic:
             if node["provision_state"] not in ("rescuing", "rescue wait", "rescue"):
                 return
             try:
-                self.farm.walk(node, "unrescue", request_id, RETRY_S)
+                self.pool.walk(node, "unrescue", request_id, RETRY_S)
                 return
             except RequestError:
                 await asyncio.sleep(RETRY_S)
@@ -317,7 +317,7 @@ class SimIronic:
         for verb in verbs:
             for _ in range(TRIES):
                 try:
-                    self.farm.provision(node, verb, request_id)
+                    self.pool.provision(node, verb, request_id)
                     break
                 except RequestError as refused:
                     if refused.status != httpx.codes.CONFLICT:

@@ -165,9 +165,9 @@ def overtaken_write_given_up() -> AbstractContextManager[Any]:
     return patch.object(Engine, "_apply", once)
 
 
-MUTANTS_OF_WORDS = (progress_lingers_for_ever, failed_build_keeps_its_claim)
+MUTANTS_OF_MESSAGES = (progress_lingers_for_ever, failed_build_keeps_its_claim)
 # Looked for in fewer than sixty seeds so far, or repaired by something else before anybody could notice.
-UNPROVEN_OF_WORDS = (
+UNPROVEN_OF_MESSAGES = (
     full_queue_forgets,
     taken_for_new,
     retry_not_confirmed,

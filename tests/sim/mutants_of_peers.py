@@ -132,7 +132,7 @@ def _without_locks(kind: str) -> AbstractContextManager[Any]:
     return patch.object(MemoryDatabaseTransaction, "lock", lock)
 
 
-MUTANTS_OF_COMPANY = (
+MUTANTS_OF_PEERS = (
     group_rule_left_to_filters,
     group_of_one_transaction_forgotten,
     alternates_without_their_group,
@@ -143,4 +143,4 @@ MUTANTS_OF_COMPANY = (
     quota_of_one_transaction_forgotten,
     quota_told_as_no_host,
 )
-UNPROVEN_OF_COMPANY = (group_not_locked, quota_not_locked, alternates_without_limits)
+UNPROVEN_OF_PEERS = (group_not_locked, quota_not_locked, alternates_without_limits)
