@@ -32,7 +32,7 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.persistence.database import Database
-from placement_worker.store.image import COUNT_USED
+from placement_worker.operations.repair import COUNT_USED
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.postgres import PostgresStore
 

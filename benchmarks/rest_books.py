@@ -12,7 +12,7 @@ from msgspec import Struct
 from bus.contracts.placement import Inventory
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.values import Provider, stock_of
-from placement_worker.store import image
+from placement_worker.operations import export
 
 BIG_HOSTS = 4  # of every flat book: so large that many writers never fill them
 AGGREGATES = tuple(f"{number:08d}-0000-4000-8000-000000000000" for number in range(10))
@@ -123,7 +123,7 @@ def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
     }
     classes = frozenset(name for host in hosts for name in host.inventories if is_custom(name))
     traits = frozenset(name for host in hosts for name in host.traits if is_custom(name))
-    return image.lines(image.Image(classes, traits, providers, {}))
+    return export.lines(export.BookExport(classes, traits, providers, {}))
 
 
 async def into_real(url: str, hosts: Sequence[Host]) -> None:

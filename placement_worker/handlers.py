@@ -21,7 +21,9 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from placement_worker import metrics
-from placement_worker.store.port import ClaimItem, ClaimReply, PlacementStore, Refused
+from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.reports import ReportRefusal
+from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement")
 
@@ -77,7 +79,7 @@ class PlacementHandlers:
                 "source": update.source,
                 "root": update.root_uuid,
             }
-            if isinstance(result, Refused):
+            if isinstance(result, ReportRefusal):
                 metrics.REPORTS.labels(result.code).inc()
                 log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
                 outcomes.append(Refuse(result.code, result.reason))

@@ -28,13 +28,13 @@ from berth.render import printable
 from berth.site import Site
 from bus.contracts.placement import Release
 from bus.persistence.database import Database
-from placement_worker.rest.copying import CopySource
-from placement_worker.store import audit as questions
-from placement_worker.store import cells, image, overcommit
-from placement_worker.store.image import ImageError
-from placement_worker.store.overcommit import Doubled
+from placement_worker.operations import audit as questions
+from placement_worker.operations import export_store, host_cells, overcommit
+from placement_worker.operations.copying import CopySource
+from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
+from placement_worker.operations.overcommit import Doubled
+from placement_worker.operations.repair import repair
 from placement_worker.store.postgres import PostgresStore
-from placement_worker.store.repair import repair
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -105,8 +105,8 @@ def export(
 
     async def body() -> None:
         async with _book(database_of(settings_of(context))) as (store, database), database.raw() as connection:
-            found = await image.read(connection, store.names)
-        rows = image.lines(found)
+            found = await export_store.read(connection, store.names)
+        rows = lines(found)
         if file is None:
             sys.stdout.buffer.writelines(rows)
         else:
@@ -137,7 +137,7 @@ def import_(
                 await _copy(store, database, from_url, token)
                 return
             with file.open("rb") if file is not None else contextlib.nullcontext(sys.stdin.buffer) as source:
-                changed = await _assign(store, database, image.parse(_bounded(source)))
+                changed = await _assign(store, database, parse(_bounded(source)))
             out.print(f"imported: {changed} providers and consumers changed")
 
     run(_told(body))
@@ -156,7 +156,7 @@ def move_host(
     async def body() -> int:
         here = database_of(settings_of(context))
         async with _book(here) as (_, database), database.raw() as connection:
-            moved = await cells.move_host(connection, host, here.check_cell(cell))
+            moved = await host_cells.move_host(connection, host, here.check_cell(cell))
         was = moved.before or "no cell"
         if moved.outcome == "unknown":
             raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
@@ -187,8 +187,8 @@ def _told(body: Any) -> Any:
     async def inner() -> int | None:
         try:
             result: int | None = await body()
-        except ImageError as error:
-            raise Stop(EXIT_USAGE, "book.image", str(error)) from error
+        except InvalidExport as error:
+            raise Stop(EXIT_USAGE, "book.export", str(error)) from error
         except OSError as error:
             raise Stop(EXIT_USAGE, "book.file", str(error)) from error
         return result
@@ -197,9 +197,9 @@ def _told(body: Any) -> Any:
 
 
 def _bounded(source: Any) -> Iterable[bytes]:
-    while line := source.readline(image.MAX_LINE_BYTES + 1):
-        if len(line) > image.MAX_LINE_BYTES:
-            raise ImageError(f"a line of more than {image.MAX_LINE_BYTES} bytes")
+    while line := source.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise InvalidExport(f"a line of more than {MAX_LINE_BYTES} bytes")
         yield line
 
 
@@ -209,12 +209,12 @@ async def _refuse_unless_empty(database: Database) -> None:
             raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace makes it be what is imported")
 
 
-async def _assign(store: PostgresStore, database: Database, what: image.Image) -> int:
+async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
     classes = {name for provider in what.providers.values() for name in provider.stocks}
     traits = {name for provider in what.providers.values() for name in provider.traits}
     await store.names.ensure(what.classes | classes, what.traits | traits)
     async with database.raw() as connection:
-        return await image.assign(connection, what, store.names)
+        return await export_store.assign(connection, what, store.names)
 
 
 async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
@@ -225,7 +225,7 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
             found = await source.read(whole=whole)
             try:
                 changed = await _assign(store, database, found)
-            except ImageError as error:  # it moved while it was read
+            except InvalidExport as error:  # it moved while it was read
                 out.print(printable(f"pass {number}: {error}; again"), soft_wrap=True, markup=False)
                 continue
             held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
@@ -332,8 +332,8 @@ def _tell(found: dict[str, list[str]], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    for kind, lines in found.items():
-        for line in lines:
+    for kind, findings in found.items():
+        for line in findings:
             out.print(printable(f"{kind.replace('_', ' ')}: {line}"), soft_wrap=True, markup=False)
     if not any(found.values()):
         out.print("the book is sound")

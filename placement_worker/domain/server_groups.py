@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from msgspec import Struct
+
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
 from placement_worker.domain.moves import MIGRATION_TYPE
@@ -11,6 +13,14 @@ from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Pro
 
 # A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
+
+
+class GroupMember(Struct, frozen=True, order=True):
+    """One member of a server group of a project. Where it is follows from what it holds."""
+
+    project: str
+    group: str
+    consumer: str
 
 
 def group_key(claim: Claim) -> GroupKey | None:

@@ -75,7 +75,7 @@ class Provider(Struct, frozen=True):
     cell: of a root alone, and its whole tree follows it: the bus that first reported it, a cell's or the API bus
     (ABOVE_CELLS). None: no report has said it yet (the REST API made it, or a book older than cells' bounds).
     lasting: the traits that the REST API gave it; a report neither brings nor takes them. Only read for reports and
-    images; the REST API's own writes leave it to the database.
+    exports; the REST API's own writes leave it to the database.
     """
 
     uuid: str

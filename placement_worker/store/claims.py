@@ -15,20 +15,11 @@ from msgspec import Struct
 
 from bus.contracts.placement import (
     Change,
-    Claim,
-    ClaimOutcome,
-    ClaimResult,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
-    SwapResult,
 )
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claims import ClaimVerdict, Decision, changes_of, decide
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.claim_items import ClaimItem, ClaimReply, expected_consumers, providers_of, reply
+from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.values import (
-    ABOVE_CELLS,
     NOTHING,
     ClaimedProvider,
     ConsumerState,
@@ -37,7 +28,6 @@ from placement_worker.domain.values import (
 )
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import ClaimItem, ClaimReply
 
 # Functions of the schema (schema.sql), a round trip each.
 LOCK = """
@@ -81,7 +71,7 @@ async def apply(
     """Decide and write one group that came on one bus, inside the caller's transaction."""
     groups = await members.lock(connection, items)
     projects = await limits.lock(connection, items, names)
-    locked = await lock(connection, expected(items), providers_of(items, {}), names)
+    locked = await lock(connection, expected_consumers(items), providers_of(items, {}), names)
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
     await members.write(connection, decision.joined)  # before the feed's counter is locked
@@ -175,30 +165,6 @@ def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[obje
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
 
 
-def expected(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
-    """Each named consumer as its row will be if it is new and the first word about it succeeds."""
-    expected: dict[str, ConsumerState] = {}
-    for item in items:
-        if isinstance(item, Claim):
-            if item.consumer not in expected:
-                expected[item.consumer] = ConsumerState(
-                    1, item.attempt, item.project_id, item.user_id, item.consumer_type
-                )
-            if item.migration is not None:
-                migration = ConsumerState(1, item.attempt, item.project_id, item.user_id, MIGRATION_TYPE)
-                expected.setdefault(item.migration.uuid, migration)
-        elif isinstance(item, Release):
-            expected.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
-        elif isinstance(item, Revert):
-            for uuid in (item.consumer, item.migration.uuid):
-                expected.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
-        else:
-            for entry in item.consumers:
-                new = ConsumerState(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
-                expected.setdefault(entry.consumer, new)
-    return expected
-
-
 def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:
     """Consumers as the statements that write them take them."""
     return (
@@ -209,23 +175,6 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ..
         [c.generation for _, c in rows],
         [c.attempt for _, c in rows],
     )
-
-
-def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
-    """Every provider that the items name or these consumers hold."""
-    wanted: set[str] = set()
-    for item in items:
-        if isinstance(item, Claim):
-            for option in item.options:
-                wanted.update(option.allocations)
-        elif isinstance(item, Revert):
-            wanted.update(item.migration.source)
-        elif not isinstance(item, Release):
-            for entry in item.consumers:
-                wanted.update(entry.allocations)
-    for consumer in consumers.values():
-        wanted.update(consumer.holding)
-    return wanted
 
 
 def _consumer_columns(
@@ -266,37 +215,3 @@ def _holding_columns(
         for name, amount in resources.items()
     ]
     return (stale, *transposed(rows, 4))
-
-
-def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
-    """What one item's asker is told."""
-    number = sequence if verdict.changed else 0
-    if isinstance(item, Claim):
-        return ClaimResult(
-            outcome=ClaimOutcome(verdict.outcome),
-            option=verdict.option,
-            outcomes=verdict.outcomes,
-            consumer_generation=verdict.consumer_generation,
-            generations=verdict.generations,
-            sequence=number,
-            reason=verdict.reason,
-            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell is told nothing of other cells' hosts
-        )
-    if isinstance(item, Release):
-        return ReleaseResult(outcome=verdict.outcome, sequence=number)
-    if isinstance(item, Revert):
-        return RevertResult(
-            outcome=verdict.outcome,
-            consumer_generation=verdict.consumer_generation,
-            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-            sequence=number,
-            reason=verdict.reason,
-        )
-    return SwapResult(
-        outcome=ClaimOutcome(verdict.outcome),
-        consumer=verdict.consumer,
-        generations=verdict.generations,
-        sequence=number,
-        reason=verdict.reason,
-    )

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
+from placement_worker.domain.claim_items import ClaimItem, ClaimReply, expected_consumers, projects_of, reply
 from placement_worker.domain.claims import ClaimVerdict, may_be_new
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
 from placement_worker.store import claims, limits
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import ClaimItem, ClaimReply
 
 # More share the way with locks, which is as quick for them; and the function writes its changes as one row of the feed.
 MAX_ITEMS = 8
@@ -104,7 +104,7 @@ async def apply(
 def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) -> list[object]:
     places = {provider: place for place, provider in enumerate(wanted.times, 1)}
     ids = names.class_ids
-    uuids, projects, users, types, _, attempts = claims.columns(sorted(claims.expected(items).items()))
+    uuids, projects, users, types, _, attempts = claims.columns(sorted(expected_consumers(items).items()))
     used = [(places[uuid], ids[name], name, amount) for (uuid, name), amount in wanted.used.items()]
     usage = [
         (project, limits.class_number(name, names), more, wanted.limits.get((project, name)))
@@ -116,7 +116,7 @@ def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) ->
         *(list(places), [wanted.shapes[uuid] for uuid in places], list(wanted.times.values())),
         *claims.transposed(used, 4),
         *claims.transposed(held, 4),
-        limits.projects_of(items),
+        projects_of(items),
         *claims.transposed(usage, 4),
     ]
 
@@ -142,5 +142,5 @@ def _replies(
             generations=moved,
             changed=True,
         )
-        replies.append(claims.reply(claim, verdict, sequence))
+        replies.append(reply(claim, verdict, sequence))
     return replies

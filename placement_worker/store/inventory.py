@@ -15,13 +15,12 @@ from msgspec.structs import astuple
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.names import is_class, is_custom
-from placement_worker.domain.reports import changes_of, flaw, plan
+from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportGroup, ReportSource
+from placement_worker.domain.reports import ReportRefusal, changes_of, flaw, plan
 from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import ABOVE_CELLS, Provider
 from placement_worker.store import allocation_migration, feed
-from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import Refused
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 # With the shape that this writer gives: drawn under the lock, so that who writes later has the higher one.
@@ -138,7 +137,7 @@ async def know_names(updates: Sequence[InventoryUpdate], names: NameTable) -> No
 
 async def report(
     connection: asyncpg.Connection, updates: Sequence[InventoryUpdate], names: NameTable, bus: str
-) -> list[InventoryResult | Refused]:
+) -> list[InventoryResult | ReportRefusal]:
     """Decide and write a group of updates that came on one bus, inside the caller's transaction."""
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     sources, cells = await _read_sources(connection, updates)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import asyncpg
 
-from bus.contracts.placement import INSTANCES, Claim
+from bus.contracts.placement import INSTANCES
+from placement_worker.domain.claim_items import ClaimItem, projects_of
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import ClaimItem
 
 INSTANCES_ID = -1  # instead of a class's number: how many consumers hold something
 
@@ -48,11 +48,6 @@ COUNT_ANEW = f"""
 INSERT INTO project_usage (project_id, class_id, amount) SELECT project_id, class_id, held FROM ({WRONG}) AS wrong
 ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURNING project_id
 """
-
-
-def projects_of(items: Sequence[ClaimItem]) -> list[str]:
-    """The projects whose claims have limits, in the order of their locks."""
-    return sorted({item.project_id for item in items if isinstance(item, Claim) and item.limits})
 
 
 async def lock(

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
 
-from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, WherePage, WhereRequest
-from placement_worker.domain.server_groups import SHARING, group_key
+from bus.contracts.placement import MAX_HOSTS_TOLD, WherePage, WhereRequest
+from placement_worker.domain.claim_items import ClaimItem, groups_of
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.domain.values import GroupKey
-from placement_worker.store.port import ClaimItem
 
 # Before any consumer, in one order. Two groups whose keys hash alike only wait for each other.
 LOCK = "SELECT pg_advisory_xact_lock(key) FROM unnest($1::bigint[]) AS key"
@@ -73,14 +73,9 @@ WHERE a.consumer = ANY($2::uuid[]) GROUP BY a.consumer ORDER BY a.consumer
 """
 
 
-def keys_of(items: Sequence[ClaimItem]) -> list[GroupKey]:
-    """The server groups that these items name, in the order of their locks."""
-    return sorted({key for item in items if isinstance(item, Claim) and (key := group_key(item)) is not None})
-
-
 async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, Sequence[str]]]:
     """Every named group's members, {consumer: hosts}, as the locks' last holders left them."""
-    keys = keys_of(items)
+    keys = groups_of(items)
     if not keys:
         return {}
     hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])

@@ -17,13 +17,10 @@ from bus.contracts.placement import (
     MAX_HOSTS_TOLD,
     Change,
     ChangesPage,
-    Claim,
     FeedChanges,
     FeedHead,
     InventoryResult,
     InventoryUpdate,
-    Release,
-    Revert,
     SnapshotPage,
     WherePage,
     WhereRequest,
@@ -31,10 +28,20 @@ from bus.contracts.placement import (
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.allocation_migration import migrating_classes
+from placement_worker.domain.claim_items import (
+    ClaimItem,
+    ClaimReply,
+    consumers_of,
+    groups_of,
+    projects_of,
+    providers_of,
+    reply,
+)
 from placement_worker.domain.claims import Decision, changes_of, decide
 from placement_worker.domain.names import is_class, is_custom
+from placement_worker.domain.report_group import Key, ReportGroup
+from placement_worker.domain.reports import ReportRefusal, flaw, plan
 from placement_worker.domain.reports import changes_of as changes_of_reports
-from placement_worker.domain.reports import flaw, plan
 from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import (
     ABOVE_CELLS,
@@ -47,12 +54,8 @@ from placement_worker.domain.values import (
 )
 from placement_worker.store import publishing
 from placement_worker.store.allocation_migration import HoldersBusy, Leaving
-from placement_worker.store.claims import providers_of, reply
-from placement_worker.store.group import Key, ReportGroup
-from placement_worker.store.limits import projects_of
-from placement_worker.store.members import keys_of
 from placement_worker.store.memory_table import Kept, MemoryBookTable
-from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
+from placement_worker.store.port import Published
 
 __all__ = ["Kept", "MemoryBook", "MemoryBookTable"]
 
@@ -88,15 +91,15 @@ class MemoryBook:
         table = self._table
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            await transaction.lock([("group", *key) for key in keys_of(items)])
+            await transaction.lock([("group", *key) for key in groups_of(items)])
             await transaction.lock([("project", project) for project in projects_of(items)])
-            await transaction.lock([("consumer", uuid) for uuid in sorted(_consumers_of(items))])
+            await transaction.lock([("consumer", uuid) for uuid in sorted(consumers_of(items))])
             consumers = {
-                uuid: table.consumers[uuid].consumer for uuid in _consumers_of(items) if uuid in table.consumers
+                uuid: table.consumers[uuid].consumer for uuid in consumers_of(items) if uuid in table.consumers
             }
             providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
             foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
-            groups = {key: table.alive(key) for key in keys_of(items)}
+            groups = {key: table.alive(key) for key in groups_of(items)}
             projects = {project: table.held_by(project) for project in projects_of(items)}
             decision = decide(items, consumers, providers, table.classes, foreign, groups=groups, projects=projects)
             await transaction.statement()
@@ -139,7 +142,7 @@ class MemoryBook:
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
-    ) -> list[InventoryResult | Refused]:
+    ) -> list[InventoryResult | ReportRefusal]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
@@ -359,19 +362,6 @@ def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]
     for key, uuid in gone:
         if uuid not in table.alive(key):
             table.members[key].pop(uuid, None)
-
-
-def _consumers_of(items: Sequence[ClaimItem]) -> list[str]:
-    named: dict[str, None] = {}
-    for item in items:
-        if isinstance(item, Claim | Release | Revert):
-            named[item.consumer] = None
-            if isinstance(item, Revert) or (isinstance(item, Claim) and item.migration is not None):
-                assert item.migration is not None
-                named[item.migration.uuid] = None
-        else:
-            named.update(dict.fromkeys(entry.consumer for entry in item.consumers))
-    return list(named)
 
 
 def _keys(updates: Sequence[InventoryUpdate]) -> list[Key]:

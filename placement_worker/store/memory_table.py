@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from bus.contracts.placement import Change, FeedHead
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
+from placement_worker.domain.report_group import TAKEN_OUT, Key, ReportGroup, ReportSource
 from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider
 from placement_worker.store.allocation_migration import Leaving
-from placement_worker.store.group import TAKEN_OUT, Key, ReportGroup, ReportSource
 
 
 class Kept(Struct):

@@ -9,33 +9,17 @@ from msgspec import Struct
 
 from bus.contracts.placement import (
     ChangesPage,
-    Claim,
-    ClaimResult,
     FeedChanges,
     FeedHead,
     InventoryResult,
     InventoryUpdate,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
     SnapshotPage,
-    Swap,
-    SwapResult,
     WherePage,
     WhereRequest,
 )
+from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
-
-ClaimItem = Claim | Release | Revert | Swap
-ClaimReply = ClaimResult | ReleaseResult | RevertResult | SwapResult
-
-
-class Refused(Struct, frozen=True):
-    """An inventory update that can never be applied as it is, and why."""
-
-    code: str
-    reason: str = ""
 
 
 class Published(Struct, frozen=True):
@@ -67,7 +51,7 @@ class PlacementStore(Protocol):
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
-    ) -> list[InventoryResult | Refused]:
+    ) -> list[InventoryResult | ReportRefusal]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient.
 
         bus: where they came from. A new root belongs to it; a cell's bus may say nothing of another cell's.

@@ -18,10 +18,12 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from bus.persistence.database import Database
+from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, fast_path, feed, inventory, limits, members, snapshot
 from placement_worker.store.names import NameTable
-from placement_worker.store.port import ClaimItem, ClaimReply, Published, Refused
+from placement_worker.store.port import Published
 from placement_worker.store.publishing import Publishing
 
 MIGRATIONS = "placement_worker.store.migrations"
@@ -90,7 +92,7 @@ class PostgresStore:
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
-    ) -> list[InventoryResult | Refused]:
+    ) -> list[InventoryResult | ReportRefusal]:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []

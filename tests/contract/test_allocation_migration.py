@@ -18,7 +18,7 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.faults import Transient
-from placement_worker.store import audit
+from placement_worker.operations import audit
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 from tests.contract.books import KINDS, Books, books

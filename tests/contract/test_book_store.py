@@ -27,9 +27,11 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
+from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store import publishing
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import ClaimItem, PlacementStore, Published, Refused
+from placement_worker.store.port import PlacementStore, Published
 from placement_worker.store.postgres import PostgresStore
 from tests.contract.books import Books
 
@@ -106,7 +108,7 @@ async def test_an_older_report_loses_whoever_brings_it(make: Books, store: Place
 async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: PlacementStore) -> None:
     flawed = replace(report(HOSTS[0], 1, VCPU=1), root_uuid=HOSTS[1])
     refused, applied = await store.report([flawed, report(HOSTS[2], 1, VCPU=1)])
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ReportRefusal)
     assert isinstance(applied, InventoryResult)
 
 

@@ -25,10 +25,12 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.persistence.database import Database
+from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.cells import move_host
-from placement_worker.store.port import ClaimItem, PlacementStore, Refused
+from placement_worker.operations.host_cells import move_host
+from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 from tests.contract.books import KINDS, books
 
@@ -68,7 +70,7 @@ def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
 
 async def say(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates, bus=bus)
-    return [result.code if isinstance(result, Refused) else result.outcome for result in results]
+    return [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results]
 
 
 async def ask(store: PlacementStore, bus: str, item: ClaimItem) -> str:

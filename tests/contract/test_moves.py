@@ -24,7 +24,7 @@ from bus.contracts.placement import (
     WhereRequest,
 )
 from placement_worker.domain.moves import kept_beside, source_of, total_of
-from placement_worker.store import audit
+from placement_worker.operations import audit
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 from tests.contract.books import HOSTS, KINDS, VMS, Books, books

@@ -24,10 +24,11 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
+from placement_worker.domain.claim_items import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.store import audit
+from placement_worker.operations import audit
 from placement_worker.store.memory import MemoryBook
-from placement_worker.store.port import ClaimItem, PlacementStore
+from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
 from tests.contract.books import HOSTS, VMS, Books, roomy_host
 

@@ -23,9 +23,9 @@ from cell_conductor.engine import Engine
 from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
 from compute_sim.drivers.hypervisor import Hypervisors
 from placement_worker.domain import claims
+from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.store.group import ReportGroup
 from scheduler_worker import announcements
 from scheduler_worker.cancellations import Cancellations
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS

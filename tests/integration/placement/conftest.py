@@ -9,7 +9,7 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.store import audit
+from placement_worker.operations import audit
 from placement_worker.store.postgres import PostgresStore
 
 Hold = Mapping[str, Mapping[str, int]]

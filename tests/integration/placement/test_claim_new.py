@@ -22,8 +22,9 @@ from bus.contracts.placement import (
     ProviderReport,
 )
 from bus.persistence.database import Database
-from placement_worker.store import audit, fast_path
-from placement_worker.store.port import ClaimReply
+from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.operations import audit
+from placement_worker.store import fast_path
 from placement_worker.store.postgres import PostgresStore
 
 from .conftest import Book

@@ -12,8 +12,8 @@ from sqlalchemy.engine import make_url
 from berth.embedded.postgres import Postgres
 from bus.contracts.placement import FeedChanges
 from bus.persistence.database import Database
+from placement_worker.operations import export, export_store
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store import image
 from placement_worker.store.postgres import PostgresStore
 from tests.kit.servers import fresh_database
 
@@ -101,13 +101,15 @@ async def test_an_import_is_another_history_and_so_said_by_the_feed(book: Book, 
     await book.hosts(2, rng, VCPU=4)
     first = await book.store.head()
     async with book.database.raw() as connection:
-        found = await image.read(connection, book.store.names)
+        found = await export_store.read(connection, book.store.names)
     async with book.database.raw() as connection:
-        assert await image.assign(connection, found, book.store.names) == 0
+        assert await export_store.assign(connection, found, book.store.names) == 0
     assert await book.store.head() == first, "nothing has changed"
     async with book.database.raw() as connection:
         providers = dict(list(found.providers.items())[:1])
-        await image.assign(connection, image.Image(found.classes, found.traits, providers, {}), book.store.names)
+        await export_store.assign(
+            connection, export.BookExport(found.classes, found.traits, providers, {}), book.store.names
+        )
     second = await book.store.head()
     assert second.history != first.history
     said: list[FeedChanges] = []

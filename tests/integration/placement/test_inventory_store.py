@@ -13,7 +13,7 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Claim, Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from placement_worker.store.port import Refused
+from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store.postgres import PostgresStore
 
 from .conftest import Book
@@ -125,7 +125,7 @@ async def test_one_bad_update_leaves_its_neighbours_alone(book: Book, rng: rando
             book.host(good, VCPU=2),
         ]
     )
-    assert [result.code if isinstance(result, Refused) else result.outcome for result in results] == [
+    assert [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results] == [
         "provider.name_taken",
         "trait.unknown",
         "applied",
@@ -172,7 +172,7 @@ async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(bo
         book.store.report([named(name) for name in names]), second.report([named(name) for name in reversed(names)])
     )
     for a, b in zip(mine, reversed(theirs), strict=True):
-        assert {type(a), type(b)} == {InventoryResult, Refused}
+        assert {type(a), type(b)} == {InventoryResult, ReportRefusal}
     assert sorted(await names_in_book(book)) == sorted(names)
     await second.close()
 

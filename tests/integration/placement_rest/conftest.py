@@ -15,9 +15,9 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
+from placement_worker.operations import audit
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.config import RestConfig
-from placement_worker.store import audit
 from placement_worker.store.postgres import PostgresStore
 
 START_TIMEOUT_S = 60.0

@@ -26,8 +26,8 @@ from bus.contracts.placement import (
     ProviderReport,
     Swap,
 )
-from placement_worker.store import audit as questions
-from placement_worker.store.overcommit import Doubled, doubled, generations, give_back
+from placement_worker.operations import audit as questions
+from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
 from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres

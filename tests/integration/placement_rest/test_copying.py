@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from bus.clock import new_uuid
-from placement_worker.rest.copying import CopySource
-from placement_worker.store.image import ImageError
+from placement_worker.operations.copying import CopySource
+from placement_worker.operations.export import InvalidExport
 from tests.integration.placement_rest.conftest import Placement
 
 pytestmark = pytest.mark.postgres
@@ -48,16 +48,16 @@ async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Pl
 
 
 async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement_worker.rest.copying.PAUSE_S", 0.001)
+    monkeypatch.setattr("placement_worker.operations.copying.PAUSE_S", 0.001)
     nobody = CopySource("http://127.0.0.1:9", "admin")
-    with pytest.raises(ImageError, match="ConnectError"):
+    with pytest.raises(InvalidExport, match="ConnectError"):
         await nobody.read()
     await nobody.close()
     unauthorized = CopySource(f"{placement.base_url}/resource_providers", "")
-    with pytest.raises(ImageError):
+    with pytest.raises(InvalidExport):
         await unauthorized.read()
     await unauthorized.close()
-    with pytest.raises((ImageError, httpx.HTTPError)):
+    with pytest.raises((InvalidExport, httpx.HTTPError)):
         await CopySource("gopher://x", "").read()
 
 
@@ -95,7 +95,7 @@ async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
 
 async def refused(url: str) -> None:
     source = CopySource(url, "admin")
-    with pytest.raises(ImageError):
+    with pytest.raises(InvalidExport):
         await source.read()
     await source.close()
 

@@ -7,7 +7,7 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.store import image
+from placement_worker.operations import export, export_store
 from placement_worker.store.postgres import PostgresStore
 from tests.integration.placement_rest.conftest import Placement
 from tests.kit.servers import fresh_database
@@ -68,15 +68,15 @@ async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placem
     await give(placement, root, VMX, "CUSTOM_RACK")
     await placement.store.names.refresh()
     async with placement.store.database.raw() as connection:
-        lines = list(image.lines(await image.read(connection, placement.store.names)))
+        lines = list(export.lines(await export_store.read(connection, placement.store.names)))
     with fresh_database(postgres_server) as url:
         other = PostgresStore(Database(url, "placement"))
         await other.open()
-        what = image.parse(lines)
+        what = export.parse(lines)
         await other.names.ensure(what.classes, what.traits)
         for changed in (1, 0):
             async with other.database.raw() as connection:
-                assert await image.assign(connection, what, other.names) == changed
+                assert await export_store.assign(connection, what, other.names) == changed
         async with other.database.raw() as connection:
-            assert list(image.lines(await image.read(connection, other.names))) == lines
+            assert list(export.lines(await export_store.read(connection, other.names))) == lines
         await other.close()

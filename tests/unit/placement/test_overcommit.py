@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from placement_worker.store.overcommit import Doubled, doubled
+from placement_worker.operations.overcommit import Doubled, doubled
 
 ROOTS = {"own": "own", "own.cell": "own", "other": "other", "other.cell": "other", "pool": "pool"}
 SHARING = frozenset({"pool"})

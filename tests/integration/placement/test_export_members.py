@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, Release
-from placement_worker.store import image, limits, members
-from placement_worker.store.image import Image, ImageError
-from placement_worker.store.image_members import Member
+from placement_worker.domain.server_groups import GroupMember
+from placement_worker.operations import export, export_store
+from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.store import limits, members
 from tests.kit.servers import fresh_database
 
 from .conftest import Book
@@ -57,15 +58,15 @@ async def outcomes(book: Book, *claims: Claim) -> list[str]:
     return [str(reply.outcome) for reply in await book.store.apply(claims)]
 
 
-async def exported(book: Book) -> Image:
+async def exported(book: Book) -> BookExport:
     await book.store.names.refresh()
     async with book.database.raw() as connection:
-        return image.parse(list(image.lines(await image.read(connection, book.store.names))))
+        return export.parse(list(export.lines(await export_store.read(connection, book.store.names))))
 
 
-async def imported(book: Book, what: Image) -> int:
+async def imported(book: Book, what: BookExport) -> int:
     async with book.database.raw() as connection:
-        return await image.assign(connection, what, book.store.names)
+        return await export_store.assign(connection, what, book.store.names)
 
 
 async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_did(
@@ -122,7 +123,7 @@ async def test_an_older_file_leaves_groups_as_they_are_and_members_follow_what_t
     mover, stays = member(rng, hosts[0]), member(rng, hosts[1])
     assert await outcomes(book, mover, stays) == ["claimed"] * 2
     before = await exported(book)
-    old = image.parse(list(image.lines(replace(before, members=None))))
+    old = export.parse(list(export.lines(replace(before, members=None))))
     assert (old.members, old.consumers) == (None, before.consumers)
     assert await imported(book, old) == 0
     assert (await exported(book)).members == before.members
@@ -133,16 +134,16 @@ async def test_an_older_file_leaves_groups_as_they_are_and_members_follow_what_t
 
 
 def test_a_file_says_what_it_is_and_a_newer_one_is_refused_in_words() -> None:
-    empty = Image(frozenset(), frozenset(), {}, {}, frozenset())
-    assert b'"berth.placement.v2"' in next(image.lines(empty))
-    assert b'"berth.placement.v1"' in next(image.lines(replace(empty, members=None)))
-    newer = [b'{"format": "berth.placement.v3", "secrets": 1}\n', *list(image.lines(empty))[1:]]
-    with pytest.raises(ImageError, match=r"a file of a newer berth: it is berth\.placement\.v3, and this one reads up"):
-        image.parse(newer)
-    group = Member("p", APART.uuid, new_uuid(random.Random(1)))
-    lines = list(image.lines(replace(empty, members=frozenset({group}))))
-    with pytest.raises(ImageError, match="line 2 is not part"):
-        image.parse([b'{"format":"berth.placement.v1"}\n', *lines[1:]])
+    empty = BookExport(frozenset(), frozenset(), {}, {}, frozenset())
+    assert b'"berth.placement.v2"' in next(export.lines(empty))
+    assert b'"berth.placement.v1"' in next(export.lines(replace(empty, members=None)))
+    newer = [b'{"format": "berth.placement.v3", "secrets": 1}\n', *list(export.lines(empty))[1:]]
+    with pytest.raises(InvalidExport, match=r"a file of a newer berth: it is berth\.placement\.v3, and"):
+        export.parse(newer)
+    group = GroupMember("p", APART.uuid, new_uuid(random.Random(1)))
+    lines = list(export.lines(replace(empty, members=frozenset({group}))))
+    with pytest.raises(InvalidExport, match="line 2 is not part"):
+        export.parse([b'{"format":"berth.placement.v1"}\n', *lines[1:]])
 
 
 async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_project(

@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, Stock
-from placement_worker.store.image import Image, ImageError, checked, lines, parse
-from placement_worker.store.image_members import Member
+from placement_worker.operations.export import BookExport, InvalidExport, checked, lines, parse
 
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 STOCK = Stock(8, 0, 1, 8, 1, 2.0, 16)
 HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": STOCK}, {}, ("HW_CPU_X86_VMX",), (C,))
 HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 
-MEMBER = Member("p", C, B)
+MEMBER = GroupMember("p", C, B)
 
 
-def book(**changes: Any) -> Image:
+def book(**changes: Any) -> BookExport:
     host = replace(HOST, **changes)
-    return Image(frozenset(), frozenset(), {host.uuid: host}, {})
+    return BookExport(frozenset(), frozenset(), {host.uuid: host}, {})
 
 
-def joined(**changes: Any) -> Image:
+def joined(**changes: Any) -> BookExport:
     return replace(held(), members=frozenset({replace(MEMBER, **changes)}))
 
 
-def held(**changes: Any) -> Image:
-    return Image(frozenset(), frozenset(), {A: HOST}, {changes.pop("uuid", B): replace(HOLDER, **changes)})
+def held(**changes: Any) -> BookExport:
+    return BookExport(frozenset(), frozenset(), {A: HOST}, {changes.pop("uuid", B): replace(HOLDER, **changes)})
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def held(**changes: Any) -> Image:
         joined(project=""),
         joined(group="x"),
         joined(consumer=C),
-        Image(frozenset({"custom_x"}), frozenset(), {}, {}),
-        Image(frozenset(), frozenset({""}), {}, {}),
-        Image(frozenset(), frozenset(), {A: HOST, B: replace(HOST, uuid=B, root=B)}, {}),
+        BookExport(frozenset({"custom_x"}), frozenset(), {}, {}),
+        BookExport(frozenset(), frozenset({""}), {}, {}),
+        BookExport(frozenset(), frozenset(), {A: HOST, B: replace(HOST, uuid=B, root=B)}, {}),
     ],
 )
-def test_what_is_no_book_is_refused_with_its_reason(bad: Image) -> None:
-    with pytest.raises(ImageError):
+def test_what_is_no_book_is_refused_with_its_reason(bad: BookExport) -> None:
+    with pytest.raises(InvalidExport):
         checked(bad)
 
 
@@ -83,7 +83,7 @@ def test_unusual_books_are_books() -> None:
     closed = replace(STOCK, set_aside=True, reserved=8, capacity=0)
     over = replace(STOCK, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
     for stock in (full, closed, over):
-        good = Image(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
+        good = BookExport(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
         assert checked(good) == good
     assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
 
@@ -107,5 +107,5 @@ HOSTILE = {
 @pytest.mark.parametrize("number", [0, 1], ids=["the first line", "a later one"])
 def test_hostile_bytes_are_no_book_and_say_in_which_line(line: bytes, number: int) -> None:
     rows = [*lines(book())]
-    with pytest.raises(ImageError, match=f"line {number + 1}"):
+    with pytest.raises(InvalidExport, match=f"line {number + 1}"):
         parse([*rows[:number], line, *rows[number:]])

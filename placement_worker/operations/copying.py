@@ -17,10 +17,10 @@ import msgspec
 from bus.clock import Clock, SystemClock
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.values import ConsumerState, Provider, Stock
+from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
 from placement_worker.rest.versions import NEWEST, SERVICE
-from placement_worker.store.image import Image, ImageError
 
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest that says enough
 AT_ONCE = 8
@@ -39,7 +39,7 @@ class CopySource:
         try:
             self._client = httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=TIMEOUT_S)
         except httpx.InvalidURL as error:
-            raise ImageError(f"not a URL: {url!r}: {error}") from error
+            raise InvalidExport(f"not a URL: {url!r}: {error}") from error
         self._clock = clock if clock is not None else SystemClock()
         self._room = asyncio.Semaphore(AT_ONCE)
         self._version = 0
@@ -50,8 +50,8 @@ class CopySource:
         """Close the connections."""
         await self._client.aclose()
 
-    async def read(self, *, whole: bool = True) -> Image:
-        """One pass, quick or whole. Raises ImageError when the source cannot be read."""
+    async def read(self, *, whole: bool = True) -> BookExport:
+        """One pass, quick or whole. Raises InvalidExport when the source cannot be read."""
         if not self._version:
             self._version = await self._newest()
         if whole:
@@ -59,7 +59,7 @@ class CopySource:
         try:
             return await self._pass()
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
-            raise ImageError(f"that does not answer as Placement does: {type(error).__name__} {error}") from error
+            raise InvalidExport(f"that does not answer as Placement does: {type(error).__name__} {error}") from error
 
     async def _newest(self) -> int:
         """The newest version that both speak."""
@@ -68,12 +68,12 @@ class CopySource:
             major, _, minor = home["versions"][0]["max_version"].partition(".")
             newest = int(minor) if major == "1" else 0
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise ImageError("that does not answer as Placement does") from error
+            raise InvalidExport("that does not answer as Placement does") from error
         if newest < SINCE_CONSUMER_GENERATIONS:
-            raise ImageError(f"it speaks 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
+            raise InvalidExport(f"it speaks 1.{newest}; 1.{SINCE_CONSUMER_GENERATIONS} is needed")
         return min(newest, NEWEST)
 
-    async def _pass(self) -> Image:
+    async def _pass(self) -> BookExport:
         traits = (await self._get("traits"))["traits"]
         classes = [row["name"] for row in (await self._get("resource_classes"))["resource_classes"]]
         rows = (await self._get("resource_providers"))["resource_providers"]
@@ -88,7 +88,7 @@ class CopySource:
                 holdings.setdefault(consumer, {})[provider] = fields["resources"]
         consumers = await asyncio.gather(*(self._consumer(c, generations[c], holdings[c]) for c in generations))
         self._consumers = dict(item for item in consumers if item is not None)
-        return Image(_custom(classes), _custom(traits), self._providers, self._consumers)
+        return BookExport(_custom(classes), _custom(traits), self._providers, self._consumers)
 
     async def _provider(self, row: Mapping[str, Any]) -> Provider | None:
         known = self._providers.get(row["uuid"])
@@ -156,19 +156,19 @@ class CopySource:
                 said = f"{type(error).__name__} {error}"
                 continue
             except (httpx.InvalidURL, httpx.RequestError) as error:  # of an answer's uuid; of what it is packed with
-                raise ImageError(f"{path[:200]!r}: {type(error).__name__} {error}") from error
+                raise InvalidExport(f"{path[:200]!r}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
                 said = f"{answer.status_code} {answer.reason_phrase}"
                 continue
             if gone and answer.status_code == 404:
                 return None
             if answer.status_code != 200:
-                raise ImageError(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
+                raise InvalidExport(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
             try:
                 return msgspec.json.decode(answer.content)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ImageError(f"{answer.url}: {error}") from error
-        raise ImageError(f"{self._client.base_url.join(path)}: {said}")
+                raise InvalidExport(f"{answer.url}: {error}") from error
+        raise InvalidExport(f"{self._client.base_url.join(path)}: {said}")
 
 
 def _stock(fields: Mapping[str, Any]) -> Stock:

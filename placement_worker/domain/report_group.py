@@ -11,7 +11,6 @@ from bus.contracts.base import encode
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderReport
 from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
 from placement_worker.domain.values import ABOVE_CELLS, is_foreign
-from placement_worker.store.port import Refused
 
 Key = tuple[str, str]  # (root, source)
 SourceRow = tuple[str, str, int, bytes, bool, str]
@@ -57,7 +56,7 @@ class ReportGroup:
         self.bus = bus
         self._cells = cells
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
-        self.results: dict[int, InventoryResult | Refused] = {}
+        self.results: dict[int, InventoryResult | ReportRefusal] = {}
         self.written: list[SourceRow] = []
         self.changed: list[Key] = []
         self._digests = [digest_of(update.providers) for update in updates]
@@ -68,7 +67,7 @@ class ReportGroup:
         for number, update in enumerate(self.updates):
             wrong = flaw(update, known_traits)
             if wrong is not None:
-                self.results[number] = Refused(wrong.code, wrong.reason)
+                self.results[number] = wrong
 
     def refuse_foreign(self) -> None:
         """Turn down what another cell's bus says of a root, before its version can outdate what the cell says itself.
@@ -77,8 +76,7 @@ class ReportGroup:
         """
         for number, update in enumerate(self.updates):
             if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
-                wrong = foreign(update.root_uuid)
-                self.results[number] = Refused(wrong.code, wrong.reason)
+                self.results[number] = foreign(update.root_uuid)
 
     def sort_out_stale(self) -> None:
         """Of each source and root only the newest report is left without a result, if it is newer than the last one."""
@@ -123,7 +121,7 @@ class ReportGroup:
         """How the planned ones ended."""
         for number, result in zip(fresh, results, strict=True):
             if isinstance(result, ReportRefusal):
-                self.results[number] = Refused(result.code, result.reason)
+                self.results[number] = result
                 continue
             said = "applied" if result.changed else "unchanged"
             self.results[number] = InventoryResult(outcome=said, set_aside=result.set_aside)
@@ -137,7 +135,7 @@ class ReportGroup:
         """What the source of an update said before."""
         return self._sources.get(self.keys[number], NO_SOURCE)
 
-    def answers(self, sequence: int) -> list[InventoryResult | Refused]:
+    def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:
         """Every result, in order; those that changed something carry the transaction's feed number."""
         return [_numbered(self.results[number], sequence) for number in range(len(self.updates))]
 
@@ -147,7 +145,7 @@ class ReportGroup:
         self.written.append((root, source, version, self._digests[number], settled, ",".join(providers)))
 
 
-def _numbered(result: InventoryResult | Refused, sequence: int) -> InventoryResult | Refused:
+def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> InventoryResult | ReportRefusal:
     if isinstance(result, InventoryResult) and result.outcome == "applied":
         return InventoryResult(outcome="applied", sequence=sequence, set_aside=result.set_aside)
     return result

@@ -6,7 +6,6 @@ import asyncpg
 
 from placement_worker.domain.reports import changes_of
 from placement_worker.store import feed, limits
-from placement_worker.store.image import COUNT_USED
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
@@ -21,6 +20,15 @@ DELETE FROM allocations a WHERE NOT EXISTS (
 """
 DELETE_EMPTY = """
 DELETE FROM consumers c WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
+"""
+# Usage is what the allocations come to.
+COUNT_USED = """
+UPDATE inventories i SET used = coalesce(s.amount, 0)
+FROM inventories j LEFT JOIN (
+    SELECT provider_id, class_id, sum(amount)::bigint AS amount FROM allocations GROUP BY provider_id, class_id
+) s ON s.provider_id = j.provider_id AND s.class_id = j.class_id
+WHERE i.provider_id = j.provider_id AND i.class_id = j.class_id AND i.used <> coalesce(s.amount, 0)
+RETURNING i.provider_id
 """
 MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHERE id = ANY($1::bigint[])"
 

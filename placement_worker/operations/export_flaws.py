@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable, Iterator
 
 from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.names import MAX_NAME
+from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, Stock
-from placement_worker.store.image_members import Member
 
 MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
 
@@ -53,7 +53,7 @@ def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
     return None
 
 
-def flaw_of_member(member: Member, consumers: Container[str]) -> str | None:
+def flaw_of_member(member: GroupMember, consumers: Container[str]) -> str | None:
     """Why this cannot be a member of a server group, or None."""
     for uuid in (member.group, member.consumer):
         if _UUID.fullmatch(uuid) is None:

@@ -8,28 +8,28 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.persistence.database import Database
+from placement_worker.operations import audit, export, export_store
+from placement_worker.operations.copying import CopySource
+from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.operations.repair import repair
 from placement_worker.replica.local import LocalReplica
-from placement_worker.rest.copying import CopySource
-from placement_worker.store import audit, image
-from placement_worker.store.image import Image, ImageError
 from placement_worker.store.postgres import PostgresStore
-from placement_worker.store.repair import repair
 from tests.integration.placement_rest.conftest import Placement
 from tests.kit.servers import fresh_database
 
 pytestmark = pytest.mark.postgres
 
 
-async def read(store: PostgresStore) -> Image:
+async def read(store: PostgresStore) -> BookExport:
     await store.names.refresh()
     async with store.database.raw() as connection:
-        return await image.read(connection, store.names)
+        return await export_store.read(connection, store.names)
 
 
-async def assign(store: PostgresStore, what: Image) -> int:
+async def assign(store: PostgresStore, what: BookExport) -> int:
     await store.names.ensure(what.classes, what.traits)
     async with store.database.raw() as connection:
-        return await image.assign(connection, what, store.names)
+        return await export_store.assign(connection, what, store.names)
 
 
 async def findings(store: PostgresStore) -> list[str]:
@@ -55,14 +55,14 @@ async def fill(placement: Placement) -> tuple[list[str], list[str]]:
 async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     before = await read(placement.store)
-    text = list(image.lines(before))
-    assert image.parse(text) == before
+    text = list(export.lines(before))
+    assert export.parse(text) == before
     with fresh_database(postgres_server) as url:
         other = PostgresStore(Database(url, "placement"))
         await other.open()
         replica = LocalReplica(other)
         await replica.fresh()
-        assert await assign(other, image.parse(text)) == 7
+        assert await assign(other, export.parse(text)) == 7
         assert await read(other) == before
         assert await assign(other, before) == 0, "what is equal is not written"
         book = await replica.fresh()
@@ -85,12 +85,12 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
 
 
 def test_half_a_file_is_no_book() -> None:
-    empty = Image(frozenset({"CUSTOM_A"}), frozenset(), {}, {})
-    text = list(image.lines(empty))
-    assert image.parse(text) == empty
+    empty = BookExport(frozenset({"CUSTOM_A"}), frozenset(), {}, {})
+    text = list(export.lines(empty))
+    assert export.parse(text) == empty
     for bad in (text[:-1], text[1:], [], [b"{"], [*text, text[1]], [text[0], text[-1]], [b"\xff"]):
-        with pytest.raises(ImageError):
-            image.parse(bad)
+        with pytest.raises(InvalidExport):
+            export.parse(bad)
 
 
 async def test_a_live_placement_is_copied_until_equal(placement: Placement, postgres_server: str) -> None:

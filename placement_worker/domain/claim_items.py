@@ -1,0 +1,123 @@
+"""What one group of claims names: the rows that are locked for it, and how each item is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bus.contracts.placement import (
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+    Swap,
+    SwapResult,
+)
+from placement_worker.domain.claims import ClaimVerdict
+from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.server_groups import group_key
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
+
+ClaimItem = Claim | Release | Revert | Swap
+ClaimReply = ClaimResult | ReleaseResult | RevertResult | SwapResult
+
+
+def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
+    """Every consumer that the items name, each once."""
+    named: dict[str, None] = {}
+    for item in items:
+        if isinstance(item, Claim | Release | Revert):
+            named[item.consumer] = None
+            if isinstance(item, Revert) or (isinstance(item, Claim) and item.migration is not None):
+                assert item.migration is not None
+                named[item.migration.uuid] = None
+        else:
+            named.update(dict.fromkeys(entry.consumer for entry in item.consumers))
+    return list(named)
+
+
+def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
+    """Every provider that the items name or these consumers hold."""
+    wanted: set[str] = set()
+    for item in items:
+        if isinstance(item, Claim):
+            for option in item.options:
+                wanted.update(option.allocations)
+        elif isinstance(item, Revert):
+            wanted.update(item.migration.source)
+        elif not isinstance(item, Release):
+            for entry in item.consumers:
+                wanted.update(entry.allocations)
+    for consumer in consumers.values():
+        wanted.update(consumer.holding)
+    return wanted
+
+
+def groups_of(items: Sequence[ClaimItem]) -> list[GroupKey]:
+    """The server groups that these items name, in the order of their locks."""
+    return sorted({key for item in items if isinstance(item, Claim) and (key := group_key(item)) is not None})
+
+
+def projects_of(items: Sequence[ClaimItem]) -> list[str]:
+    """The projects whose claims have limits, in the order of their locks."""
+    return sorted({item.project_id for item in items if isinstance(item, Claim) and item.limits})
+
+
+def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
+    """Each named consumer as its row will be if it is new and the first word about it succeeds."""
+    expected: dict[str, ConsumerState] = {}
+    for item in items:
+        if isinstance(item, Claim):
+            if item.consumer not in expected:
+                expected[item.consumer] = ConsumerState(
+                    1, item.attempt, item.project_id, item.user_id, item.consumer_type
+                )
+            if item.migration is not None:
+                migration = ConsumerState(1, item.attempt, item.project_id, item.user_id, MIGRATION_TYPE)
+                expected.setdefault(item.migration.uuid, migration)
+        elif isinstance(item, Release):
+            expected.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
+        elif isinstance(item, Revert):
+            for uuid in (item.consumer, item.migration.uuid):
+                expected.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
+        else:
+            for entry in item.consumers:
+                new = ConsumerState(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
+                expected.setdefault(entry.consumer, new)
+    return expected
+
+
+def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
+    """What one item's asker is told."""
+    number = sequence if verdict.changed else 0
+    if isinstance(item, Claim):
+        return ClaimResult(
+            outcome=ClaimOutcome(verdict.outcome),
+            option=verdict.option,
+            outcomes=verdict.outcomes,
+            consumer_generation=verdict.consumer_generation,
+            generations=verdict.generations,
+            sequence=number,
+            reason=verdict.reason,
+            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell is told nothing of other cells' hosts
+        )
+    if isinstance(item, Release):
+        return ReleaseResult(outcome=verdict.outcome, sequence=number)
+    if isinstance(item, Revert):
+        return RevertResult(
+            outcome=verdict.outcome,
+            consumer_generation=verdict.consumer_generation,
+            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+            sequence=number,
+            reason=verdict.reason,
+        )
+    return SwapResult(
+        outcome=ClaimOutcome(verdict.outcome),
+        consumer=verdict.consumer,
+        generations=verdict.generations,
+        sequence=number,
+        reason=verdict.reason,
+    )

@@ -1,0 +1,162 @@
+"""The whole book as a value, kept as JSON lines: for backups and for moving a site's book.
+
+Not for the running system, which never needs all of it at once. Read and written by `export_store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from placement_worker.domain.server_groups import GroupMember
+from placement_worker.domain.values import ConsumerState, Provider, Stock, capacity
+from placement_worker.operations.export_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
+
+# v2 says who is in which server group. Of v1 they are not known, and stay as they are where it is imported.
+FORMAT, BEFORE_GROUPS = "berth.placement.v2", "berth.placement.v1"
+FAMILY = "berth.placement."
+MAX_LINE_BYTES = 2**24
+
+T = TypeVar("T")
+
+
+class InvalidExport(Exception):
+    """A file that is no book, or a book that does not fit together."""
+
+
+class BookExport(Struct, frozen=True):
+    """Everything: custom names, providers, who holds what, and who is in which server group (None: it is not said)."""
+
+    classes: frozenset[str]
+    traits: frozenset[str]
+    providers: dict[str, Provider]
+    consumers: dict[str, ConsumerState]
+    members: frozenset[GroupMember] | None = None
+
+
+class _Head(Struct, frozen=True):
+    format: str | None = None
+
+
+class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    format: str | None = None
+    resource_class: str | None = None
+    trait: str | None = None
+    provider: Provider | None = None
+    consumer: tuple[str, ConsumerState] | None = None
+    member: GroupMember | None = None
+    end: int | None = None  # the last line: how many came before it, so that half a file is not taken for a book
+
+
+_head = msgspec.json.Decoder(_Head)
+_line = msgspec.json.Decoder(_Line)
+
+
+def checked(book: BookExport) -> BookExport:
+    """The book, its capacities counted anew: they follow from the rest. Raises InvalidExport for what is no book."""
+    flaws = (
+        flaw_of_names((*book.classes, *book.traits)),
+        *map(flaw_of_provider, book.providers.values()),
+        *(flaw_of_consumer(uuid, consumer) for uuid, consumer in book.consumers.items()),
+        *(flaw_of_member(member, book.consumers) for member in sorted(book.members or ())),
+    )
+    for flaw in filter(None, flaws):
+        raise InvalidExport(flaw)
+    _check_together(book)
+    return replace(book, providers={uuid: _counted(provider) for uuid, provider in book.providers.items()})
+
+
+def _counted(provider: Provider) -> Provider:
+    stocks = {name: replace(stock, capacity=_capacity(stock)) for name, stock in provider.stocks.items()}
+    return provider if stocks == provider.stocks else replace(provider, stocks=stocks)
+
+
+def _capacity(stock: Stock) -> int:
+    return 0 if stock.set_aside else capacity(stock.total, stock.reserved, stock.allocation_ratio)
+
+
+def _check_together(book: BookExport) -> None:
+    named: dict[str, str] = {}
+    for provider in book.providers.values():
+        if named.setdefault(provider.name, provider.uuid) != provider.uuid:
+            raise InvalidExport(f"{provider.uuid} and {named[provider.name]} are both named {provider.name!r}")
+        top = provider
+        for _ in range(len(book.providers)):
+            if top.parent is None:
+                break
+            if top.parent not in book.providers:
+                raise InvalidExport(f"the parent of {provider.uuid} is missing")
+            top = book.providers[top.parent]
+        if provider.root != top.uuid:
+            raise InvalidExport(f"{provider.uuid} is not under its root {provider.root}")
+    for uuid, consumer in book.consumers.items():
+        for name, resources in consumer.holding.items():
+            if name not in book.providers or not book.providers[name].stocks.keys() >= resources.keys():
+                raise InvalidExport(f"{uuid} holds what {name} does not have")
+
+
+def lines(book: BookExport) -> Iterator[bytes]:
+    """The book as lines, each ending in a newline."""
+    rows = [_Line(format=BEFORE_GROUPS if book.members is None else FORMAT)]
+    rows += [_Line(resource_class=name) for name in sorted(book.classes)]
+    rows += [_Line(trait=name) for name in sorted(book.traits)]
+    rows += [_Line(provider=book.providers[uuid]) for uuid in sorted(book.providers)]
+    rows += [_Line(consumer=(uuid, book.consumers[uuid])) for uuid in sorted(book.consumers)]
+    rows += [_Line(member=member) for member in sorted(book.members or ())]
+    rows.append(_Line(end=len(rows)))
+    return (msgspec.json.encode(row) + b"\n" for row in rows)
+
+
+def parse(rows: Iterable[bytes]) -> BookExport:
+    """A book from its lines. Raises InvalidExport."""
+    classes: set[str] = set()
+    traits: set[str] = set()
+    providers: dict[str, Provider] = {}
+    consumers: dict[str, ConsumerState] = {}
+    members: set[GroupMember] | None = None
+    ended = False
+    for number, row in enumerate(rows):
+        if number == 0:
+            members = set() if _format(row) == FORMAT else None
+        line = _decoded(_line, row, number)
+        if ended or (line.member is not None and members is None):
+            raise InvalidExport(f"line {number + 1} is not part of such a file")
+        if line.resource_class is not None:
+            classes.add(line.resource_class)
+        elif line.trait is not None:
+            traits.add(line.trait)
+        elif line.provider is not None:
+            providers[line.provider.uuid] = line.provider
+        elif line.consumer is not None:
+            consumers[line.consumer[0]] = line.consumer[1]
+        elif line.member is not None and members is not None:
+            members.add(line.member)
+        elif line.end is not None:
+            if line.end != number:
+                raise InvalidExport(f"{number} lines of {line.end}")
+            ended = True
+    if not ended:
+        raise InvalidExport("the file ends too soon")
+    known = None if members is None else frozenset(members)
+    return BookExport(frozenset(classes), frozenset(traits), providers, consumers, known)
+
+
+def _format(row: bytes) -> str:
+    """What the first line says the file is. Raises InvalidExport for what this berth cannot read whole."""
+    said = _decoded(_head, row, 0).format or ""
+    if said in (FORMAT, BEFORE_GROUPS):
+        return said
+    if said.startswith(FAMILY):
+        raise InvalidExport(f"a file of a newer berth: it is {said[:64]}, and this one reads up to {FORMAT}")
+    raise InvalidExport(f"line 1 does not begin a {FORMAT} file")
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], row: bytes, number: int) -> T:
+    try:
+        return decoder.decode(row)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidExport(f"line {number + 1}: {error}") from error
