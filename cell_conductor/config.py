@@ -14,7 +14,8 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Bounds and waits of one conductor process.
 
     ask_timeout_s: how long one answer of placement is waited for; ask_again_s: after this an instance that still waits
-    for placement (a crash, an outage) is asked for again by the sweep. destroy_again_s: between two Destroy commands to
+    for placement (a crash, an outage) is asked for again by the sweep. answer_s: how long a host that did not build in
+    time is waited for, once it is asked what became of the attempt. destroy_again_s: between two Destroy commands to
     a host that does not confirm, at first; destroy_longest_s: later. report_grace_s: a host's report only counts
     against an instance when it was made this long after the instance's last command, so that a report on its way
     cannot kill a young build.
@@ -29,6 +30,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     ask_timeout_s: Seconds = 10.0
     ask_again_s: Seconds = 15.0
+    answer_s: Seconds = 10.0
     destroy_again_s: Seconds = 30.0
     destroy_longest_s: Seconds = 600.0
     report_grace_s: Seconds = 30.0

@@ -28,8 +28,8 @@ from .config import ConductorConfig
 from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, TimedOut
 from .domain.instance import Instance, State
 from .domain.rules import Timeouts
-from .domain.table import step, wanted
-from .store.port import InstanceStore, Transaction
+from .domain.table import IllegalStep, step, wanted
+from .store.port import DatabaseChange, InstanceStore, Transaction
 
 R = TypeVar("R", bound=Message)
 
@@ -94,6 +94,7 @@ class Engine:
         self._timeouts = Timeouts(
             cell=cell,
             ask_again_s=config.ask_again_s,
+            answer_s=config.answer_s,
             destroy_again_s=config.destroy_again_s,
             destroy_longest_s=config.destroy_longest_s,
             report_grace_s=config.report_grace_s,
@@ -123,11 +124,18 @@ class Engine:
         await self._relay.wait_for_capacity()
         now = self._clock.time()
         async with self._store.transaction() as transaction:
-            due = {instance.uuid: instance for instance in await transaction.lock_due(now, self._config.sweep_batch)}
-            if not due:
-                return 0
-            incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
-            recorded = await self._record(transaction, due, incoming)
+            # Before any deadline counts: in a database that was set back it proves nothing.
+            change = await transaction.recognise()
+            if change is None:
+                locked = await transaction.lock_due(now, self._config.sweep_batch)
+                due = {instance.uuid: instance for instance in locked}
+                if not due:
+                    return 0
+                incoming = [InstanceEvent(uuid, TimedOut(at=now)) for uuid in due]
+                recorded = await self._record(transaction, due, incoming)
+        if change is not None:
+            _tell_change(change, self._timeouts.cell)
+            return 0
         self._committed(transaction, recorded)
         for instance in due.values():
             metrics.SWEPT.labels(instance.state).inc()
@@ -143,12 +151,14 @@ class Engine:
         new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildAsked)}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
-            begun = self._store.transaction() if number else self._store.optimistic(new)
+            is_locked = number > 0
+            begun = self._store.transaction() if is_locked else self._store.optimistic(new)
             try:
                 async with begun as transaction:
                     fresh = await self._fresh(transaction, incoming)
                     known = await transaction.lock(uuids)
-                    recorded = await self._record(transaction, known, fresh)
+                    possible = self._possible(known, fresh) if is_locked else fresh
+                    recorded = await self._record(transaction, known, possible)
                     transaction.durable = not _may_be_redone(recorded)
             except Conflict:
                 continue
@@ -167,6 +177,36 @@ class Engine:
             return incoming
         new = await transaction.first_time(ids)
         return [a for a in incoming if not a.message_id or a.message_id in new]
+
+    def _possible(self, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
+        """These, without placement's answers to questions that no record of theirs has asked.
+
+        Only a database that was set back or replaced in between does that. What was claimed or released stands in
+        placement; what runs and has no record is quarantined with its host's next report.
+        """
+        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        now, possible = dict(known), []
+        for one in incoming:
+            before = now.get(one.uuid) or Instance(uuid=one.uuid)
+            try:
+                now[one.uuid] = step(before, one.event, timeouts).instance
+            except IllegalStep as fault:
+                if not isinstance(one.event, Claimed | ClaimRefused | Released):
+                    raise
+                kind = type(one.event).__name__
+                metrics.UNASKED.labels(before.state, kind).inc()
+                log.error(
+                    "cell.answer_unasked",
+                    instance=one.uuid,
+                    cause=before.cause or one.uuid,
+                    state=before.state,
+                    answer=kind,
+                    reason=str(fault),
+                    hint="the cell's database was set back or replaced under this conductor",
+                )
+            else:
+                possible.append(one)
+        return possible
 
     async def _record(
         self, transaction: Transaction, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]
@@ -324,6 +364,18 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
         consumer_changed=answer.outcome is ClaimOutcome.CONSUMER_CHANGED and not ours,
         outcomes=answer.outcomes,
         reason=answer.reason,
+    )
+
+
+def _tell_change(change: DatabaseChange, cell: str) -> None:
+    metrics.DATABASE_CHANGES.inc()
+    log.error(
+        "cell.database_set_back" if change.was == change.deployment else "cell.database_replaced",
+        cell=cell,
+        was=change.was,
+        deployment=change.deployment,
+        doubted=change.doubted,
+        hint="no build that was under way is timed out before its host has said what became of it",
     )
 
 

@@ -22,6 +22,14 @@ UNEXPLAINED = Counter(
 QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
 HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
+DATABASE_CHANGES = Counter(
+    "berth_conductor_database_changes", "How often the cell's database was found restored, promoted or replaced."
+)
+UNASKED = Counter(
+    "berth_conductor_unasked",
+    "Placement's answers to what no record has asked, by state and answer: the database was set back or replaced.",
+    ["state", "answer"],
+)
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 

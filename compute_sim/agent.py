@@ -33,6 +33,7 @@ from compute_sim.domain.attempts import (
     is_leaving,
     lost,
     on_destroy,
+    on_destroy_unless_built,
     on_spawn,
 )
 from compute_sim.driver import (
@@ -145,6 +146,17 @@ class Agent:
     def _on_destroy(self, command: Destroy) -> EntryRow | None:
         key = (command.host_uuid, command.instance_uuid)
         known = self._records.get(key)
+        if command.unless_built:
+            spared = on_destroy_unless_built(known, command.attempt, command.deployment)
+            if spared is not None:
+                self._verdicts[spared].inc()
+            if spared is DestroyVerdict.BUILT and known is not None:
+                self._answers.ended(key, known)
+                return None
+            if spared is DestroyVerdict.LOOK:
+                looking = self._jobs.without_build(key)
+                self._jobs.start(key, looking, self._look_then_destroy(key, looking, command))
+                return None
         verdict, entry = on_destroy(known, command.attempt, command.deployment)
         self._verdicts[verdict].inc()
         chain = self._jobs.chain(key)
@@ -177,6 +189,23 @@ class Agent:
         chain = self._jobs.without_build(key)
         chain.answers.add(attempt)
         self._jobs.start(key, chain, self._clear_away(key, chain, attempt, deployment))
+
+    async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy) -> None:
+        """Nothing is on record: the machine's own mark says whether this attempt is complete. If so, it is recorded."""
+        async with chain.lock:
+            try:
+                listed = await self._driver.list((key[0],))
+            except DriverUnavailable as fault:  # no answer; whoever needs one asks again
+                log.warning("destroy.not_looked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
+                return
+            entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
+            if self._records.get(key) is not None:  # another command has come meanwhile
+                self.take((command,))
+            elif any(m.instance_uuid == key[1] and m.built and _made_by(entry, m) for m in listed.get(key[0], ())):
+                self._records.put(key, entry)
+                self._answers.ended(key, entry)
+            else:
+                self.take((replace(command, unless_built=False),))
 
     def _refuse_destroy(self, key: Key, attempt: int, reason: str) -> None:
         log.warning("destroy.not_ours", instance=key[1], cause=key[1], host=key[0], attempt=attempt, reason=reason)

@@ -65,7 +65,8 @@ class HarmWatch:
             if self._records.get(uuid) is instance:
                 continue
             self._records[uuid] = instance
-            over = instance.attempt - (instance.state in WANTED)
+            # Of one that is out of time its host was told to end what is not complete.
+            over = instance.attempt - (instance.state in WANTED and not instance.asked)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
             if instance.code == "instance.lost":
                 self._lost[uuid] = instance.attempt

@@ -97,7 +97,7 @@ def told_of_quota(world: World) -> str:
 
 
 def _lost(world: World) -> set[str]:
-    """Instances that can never be cleared away: they are to be destroyed on a host that burnt down.
+    """Instances that can never be cleared away: they are to be destroyed, or are doubted, on a host that burnt down.
 
     And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
     """
@@ -105,7 +105,7 @@ def _lost(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if instance.state is State.DELETING and world.left.get(instance.host_uuid or "") == "dead"
+        if (instance.state is State.DELETING or instance.doubted) and world.left.get(instance.host_uuid or "") == "dead"
     }
 
 

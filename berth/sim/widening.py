@@ -39,8 +39,6 @@ class Widening(StrEnum):
 
 # Off until what they break is mended, each with its reason.
 NOT_YET: Mapping[Widening, str] = {
-    Widening.CELL_RESTORED: "a record set back to `building` times out, and its machine, active since, is destroyed"
-    " (seed 72, `destroyed_with_reason`)",
     Widening.SAME_NAME: "a machine runs and no active instance has it (seed 27): not yet known whose fault that is",
     Widening.BOOK_RESTORED: "a replica does not notice that the book was set back (seed 53, `replica_agrees`)",
 }
@@ -160,9 +158,7 @@ def _restored(schemas: Callable[[Plan], list[str]], *, empty: bool = False) -> C
         since = 0.0 if empty else rng.choice((0.0, rng.uniform(1.0, at), at - rng.uniform(0.5, 5.0)))
         schema, uuid = rng.choice(chosen), new_uuid(rng)
         away = rng.uniform(0.1, 5.0)
-        # size: whether its workers start anew. Those of an empty one do: what they asked before would be answered to
-        # records that are gone, and they would stop on that (seed 51).
-        anew = rng.randrange(2) or int(empty)
+        anew = rng.randrange(2)  # whether its workers start anew
         return _also(
             plan,
             Order(at=since, action=Action.BACKUP, service=schema, uuid=uuid),

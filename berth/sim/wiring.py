@@ -45,6 +45,7 @@ PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_
 CONDUCTOR = ConductorConfig(
     ask_timeout_s=3.0,
     ask_again_s=5.0,
+    answer_s=4.0,
     destroy_again_s=10.0,
     report_grace_s=10.0,
     report_every_s=30.0,

@@ -348,6 +348,8 @@ class World:
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
+        if schema.startswith("cell_"):
+            self.cells[schema.removeprefix("cell_")].place += 1
 
     def publish_foreign(self, messages: Sequence[Message]) -> None:
         """Messages of another client that are well formed: nothing strange about them."""

@@ -81,6 +81,7 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     """Make sure that no attempt up to and including this one runs or will ever run on this host.
 
     deployment: as in Spawn. A machine whose mark names another one, or none, is left alone and the command refused.
+    unless_built: this attempt's machine stays when it is complete, and the answer is `active` once more.
     """
 
     instance_uuid: Uuid
@@ -88,6 +89,7 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
     host_uuid: Uuid
     service: Word
     deployment: Uuid | None = None
+    unless_built: bool = False
 
 
 class ComputeOutcome(StrEnum):

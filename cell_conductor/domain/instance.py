@@ -28,6 +28,9 @@ class State(StrEnum):
     DELETED = "deleted"
 
 
+# A build goes on: between a backup and its restore it may have moved on, or have become active.
+UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
+
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
 
@@ -48,6 +51,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     up_at, up_look: when its host was first known to run it, by that host's own clock, and how many looks at its
     machines it had begun then (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
+    asked: the attempt's deadline has passed, and its host was asked. doubted: the database was set back while this was
+    being built, so only the hosts know what has become of it since.
     stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
     limits: what its project may hold, which they are held to as well.
     """
@@ -67,6 +72,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     up_at: float | None = None
     up_look: Look | None = None
     answered: bool = False
+    asked: bool = False
+    doubted: bool = False
     code: str = ""
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()

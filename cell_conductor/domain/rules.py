@@ -42,6 +42,7 @@ class Timeouts(Struct, frozen=True, kw_only=True):
     cell: str
     deployment: str | None = None
     ask_again_s: float = 15.0
+    answer_s: float = 10.0
     destroy_again_s: float = 30.0
     destroy_longest_s: float = 600.0
     report_grace_s: float = 30.0
@@ -101,6 +102,8 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         up_at=_by_its_clock(event),
         up_look=event.look,
         answered=True,
+        asked=False,
+        doubted=False,
     )
     return _announce(up, BuildState.ACTIVE, event.at, timeouts, terminal=True)
 
@@ -147,16 +150,27 @@ def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Ste
 
 
 def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """The host never answered: fence the attempt there, then claim the next alternate, or give up."""
-    reason = f"no answer within {instance.build_timeout_s:g} s"
-    over = _noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
-    return _next(replace(over, stamps=_stamped(instance, event)), event.at, timeouts)
+    """No answer in time: the host is asked to end the attempt unless it is complete. Then claim the next, or give up.
+
+    A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
+    host that stays silent is not waited for, and its attempt is fenced; unless the record is doubted: then the host
+    alone knows whether it runs, and is asked for as long as it takes.
+    """
+    if not instance.asked or instance.doubted:
+        wait_s = timeouts.answer_s
+        if instance.asked:
+            wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_longest_s)
+        order = replace(_destroy_here(instance, timeouts), unless_built=True)
+        return Step(replace(instance, asked=True, deadline=event.at + wait_s), (order,))
+    return _over_time(instance, event, timeouts)
 
 
 def vanish(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
-    """The host destroyed the attempt that was being built, though nobody asked: the attempt has failed."""
+    """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
+    if instance.asked:
+        return _over_time(instance, event, timeouts)
     gone = _noted(instance, "failed", at=event.at, code="spawn.destroyed")
     return _next(replace(gone, stamps=_stamped(instance, event)), event.at, timeouts)
 
@@ -287,7 +301,8 @@ def _adopt(instance: Instance, event: BuildAsked) -> Instance:
 def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     assert instance.spec is not None
     here = instance.here
-    building = replace(instance, state=State.BUILDING, deadline=at + instance.build_timeout_s, since=at)
+    deadline = at + instance.build_timeout_s
+    building = replace(instance, state=State.BUILDING, deadline=deadline, since=at, asked=False)
     order = Spawn(
         spec=instance.spec,
         attempt=instance.attempt,
@@ -297,6 +312,12 @@ def _spawn(instance: Instance, at: float, timeouts: Timeouts) -> Step:
         deployment=timeouts.deployment,
     )
     return _announce(building, BuildState.BUILDING, at, timeouts, first=(order,))
+
+
+def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeouts) -> Step:
+    reason = f"no answer within {instance.build_timeout_s:g} s"
+    over = _noted(instance, "timed_out", at=event.at, code="spawn.timeout", reason=reason)
+    return _next(replace(over, stamps=_stamped(instance, event)), event.at, timeouts)
 
 
 def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
@@ -338,7 +359,7 @@ def _not_claimed(instance: Instance, outcomes: tuple[ClaimOutcome, ...], at: flo
 
 
 def _end_failed(instance: Instance, at: float, timeouts: Timeouts) -> Step:
-    over = replace(instance, state=State.FAILED, deadline=None, since=at, answered=True)
+    over = replace(instance, state=State.FAILED, deadline=None, since=at, answered=True, asked=False, doubted=False)
     return _announce(over, BuildState.FAILED, at, timeouts, terminal=not instance.answered)
 
 

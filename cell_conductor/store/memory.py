@@ -7,16 +7,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from bus.persistence.conflict import Conflict, PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 
 from .memory_safety import MemorySafety
-from .port import Brief
+from .port import Brief, DatabaseChange, Seen
 from .safety import Noted
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
@@ -26,11 +28,13 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers")
+    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers", "origin")
 
     def __init__(self, *arguments: object, deployment: str | None = None, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.deployment = str(uuid4()) if deployment is None else deployment
+        self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
+        self.origin = self.place
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], Noted] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -39,11 +43,26 @@ class MemoryInstanceTable(MemoryDatabase):
 class MemoryTransaction:
     """One transaction."""
 
-    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction) -> None:
+    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: Seen) -> None:
         self._table = table
         self._transaction = transaction
+        self._seen = seen
         self.row: int | None = None
         self.durable = True
+
+    async def recognise(self) -> DatabaseChange | None:
+        """Compare the table with what was last seen of it; one that was set back has its builds doubted."""
+        await self._transaction.statement()
+        table, was = self._table, self._seen.deployment
+        self._seen.deployment = table.deployment
+        if table.origin == table.place and table.deployment == was:
+            return None
+        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY)
+        await self._transaction.lock([_key(uuid) for uuid in under_way])
+        doubted = [replace(table.instances[uuid], doubted=True) for uuid in under_way]
+        self._transaction.will(partial(setattr, table, "origin", table.place))
+        self._write(doubted)
+        return DatabaseChange(was, table.deployment, len(doubted))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -156,15 +175,18 @@ class MemoryInstances:
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
         self.safety = MemorySafety(session.database, session)
+        self._seen = Seen()
         self.ready = False
 
     @property
     def deployment(self) -> str:
         """The identity of the table."""
-        return self._table.deployment
+        assert self._seen.deployment, "not opened"
+        return self._seen.deployment
 
     async def open(self) -> None:
         """Nothing to migrate."""
+        self._seen.deployment = self._table.deployment
         self.ready = True
 
     async def close(self) -> None:
@@ -183,7 +205,7 @@ class MemoryInstances:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
         async with self._session.transaction() as transaction:
-            yield MemoryTransaction(self._table, transaction)
+            yield MemoryTransaction(self._table, transaction, self._seen)
 
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""

@@ -25,6 +25,24 @@ class Brief(Struct, frozen=True):
     since: float
 
 
+class Seen(Struct):
+    """What a conductor last saw of its database."""
+
+    deployment: str = ""
+
+
+class DatabaseChange(Struct, frozen=True):
+    """The database is not what it was: restored from a backup, promoted, or another one (then `was` differs).
+
+    was, deployment: its identity as it was known, and as it is. doubted: so many builds were under way in it; what has
+    become of them since is known to the hosts alone.
+    """
+
+    was: str
+    deployment: str
+    doubted: int
+
+
 class Transaction(Protocol):
     """One transaction. Its parts are used in the order below, and each takes its locks in uuid order: no deadlocks."""
 
@@ -57,6 +75,12 @@ class Transaction(Protocol):
 class LockingTransaction(Transaction, Protocol):
     """A transaction that locks as it reads, so it can also be asked what is due: no cache knows that."""
 
+    async def recognise(self) -> DatabaseChange | None:
+        """Compare the database with what was last seen of it; one that was set back has its builds doubted.
+
+        `InstanceStore.deployment` is what it says from then on.
+        """
+
     async def lock_due(self, now: float, limit: int) -> list[Instance]:
         """Instances whose deadline has passed, oldest first, locked, except those that others hold."""
 
@@ -78,7 +102,10 @@ class InstanceStore(Protocol):
 
     @property
     def deployment(self) -> str:
-        """The identity of this cell's database: a uuid made once with its schema. Known once it has been open."""
+        """The identity of this cell's database: a uuid made once with its schema. Known once it has been open.
+
+        As read then, or when a transaction last recognised the database.
+        """
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is away."""

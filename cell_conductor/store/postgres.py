@@ -17,10 +17,10 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 
 from . import rows
-from .port import Brief
+from .port import Brief, DatabaseChange, Seen
 from .safety import PostgresSafety
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
@@ -31,6 +31,12 @@ LOCK = "SELECT record::text FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY
 
 LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
+"""
+
+RECOGNISE = "SELECT deployment::text, origin <> cell_origin() FROM identity"
+NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
+DOUBT = """
+UPDATE instances SET record = (record::jsonb || '{"doubted": true}')::json WHERE state = ANY($1)
 """
 
 INSERT = rows.numbered(rows.INSERT)
@@ -91,11 +97,22 @@ class PostgresInstanceRows:
 class PostgresTransaction:
     """One transaction on one connection, which locks what it reads."""
 
-    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance]) -> None:
+    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance], seen: Seen) -> None:
         self._connection = connection
         self._cache = cache
+        self._seen = seen
         self.row: int | None = None
         self.durable = True
+
+    async def recognise(self) -> DatabaseChange | None:
+        """Compare the database with what was last seen of it; one that was set back has its builds doubted."""
+        was = self._seen.deployment
+        self._seen.deployment, is_elsewhere = await self._connection.fetchrow(RECOGNISE)
+        if self._seen.deployment == was and not is_elsewhere:
+            return None
+        await self._connection.execute(NOTE_ORIGIN)
+        status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY])
+        return DatabaseChange(was, self._seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -135,7 +152,7 @@ class PostgresInstances:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
-        self._deployment = ""
+        self._seen = Seen()
         self.safety = PostgresSafety(database)
         self.outbox = outbox.PostgresRows(database)
 
@@ -147,14 +164,15 @@ class PostgresInstances:
     @property
     def deployment(self) -> str:
         """The identity of the schema."""
-        assert self._deployment, "not opened"
-        return self._deployment
+        assert self._seen.deployment, "not opened"
+        return self._seen.deployment
 
     async def open(self) -> None:
         """Migrate, and learn the schema's identity. Waits for a database that is away."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
-            self._deployment = str(await connection.fetchval("SELECT deployment FROM identity"))
+            await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
+            self._seen.deployment = str(await connection.fetchval("SELECT deployment FROM identity"))
 
     async def close(self) -> None:
         """Close the pool."""
@@ -179,7 +197,7 @@ class PostgresInstances:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[PostgresTransaction]:
         async with self._database.raw() as connection:
-            yield PostgresTransaction(connection, self._cache)
+            yield PostgresTransaction(connection, self._cache, self._seen)
 
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""

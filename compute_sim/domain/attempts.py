@@ -65,6 +65,8 @@ class DestroyVerdict(StrEnum):
     NOTHING = "nothing"  # nothing is left of it: answer now
     STALE = "stale"  # a newer attempt is here and stays: only the fence rises
     NOT_OURS = "not_ours"  # another deployment's machine is here and stays
+    BUILT = "built"  # it was to go unless it is complete, and it is: it stays, and says so again
+    LOOK = "look"  # it was to go unless it is complete, and nothing is on record: its host is looked at first
 
 
 _OUTCOMES = {
@@ -94,6 +96,14 @@ def on_spawn(entry: Entry | None, attempt: int, deployment: str | None = None) -
         return SpawnVerdict.UNDERWAY, entry
     assert entry.phase in (Phase.RUNNING, Phase.FAILED), entry  # destroying and gone are fenced
     return SpawnVerdict.REPEAT, entry
+
+
+def on_destroy_unless_built(entry: Entry | None, attempt: int, deployment: str | None) -> DestroyVerdict | None:
+    """Whether a Destroy that spares a complete machine ends here. None: it is one like any other."""
+    if entry is None:
+        return DestroyVerdict.LOOK
+    is_built = entry.phase is Phase.RUNNING and entry.attempt == attempt and attempt > entry.fence
+    return DestroyVerdict.BUILT if is_built and not _is_anothers(entry, deployment) else None
 
 
 def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[DestroyVerdict, Entry]:

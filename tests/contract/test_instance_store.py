@@ -59,6 +59,16 @@ def instance(uuid: str, state: State = State.BUILDING, deadline: float | None = 
     return Instance(uuid=uuid, state=state, spec=SPEC, selections=(here,), attempt=1, deadline=deadline, since=3.0)
 
 
+async def restored(store: InstanceStore) -> None:
+    """As an operator restores a backup into another cluster."""
+    if isinstance(store, MemoryInstances):
+        store._table.place += 1
+        return
+    assert isinstance(store, PostgresInstances)
+    async with store._database.raw() as connection:
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+
+
 async def insert(store: InstanceStore, *instances: Instance) -> None:
     async with store.transaction() as transaction:
         await transaction.insert(instances)
@@ -67,6 +77,26 @@ async def insert(store: InstanceStore, *instances: Instance) -> None:
 async def recorded(store: InstanceStore) -> dict[str, Instance]:
     async with store.transaction() as transaction:
         return await transaction.lock([A, B, C])
+
+
+async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_are_doubted(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A), instance(B, State.ACTIVE), instance(C, State.RECLAIMING))
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is None
+    await restored(one)
+    async with one.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None and (change.doubted, change.was) == (2, change.deployment)
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is None
+    doubted = await recorded(other)
+    assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
+    assert replace(doubted[A], doubted=False) == instance(A)
 
 
 async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildEvent, BuildState
@@ -61,6 +62,10 @@ class Neighbours:
         self.fences: dict[tuple[str, str], int] = {}
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
+        self.silent = False  # the compute service takes no command
+        self.answers = asyncio.Event()  # set while placement answers
+        self.answers.set()
+        self.asked = asyncio.Event()
         self.spawns: list[Spawn] = []
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
@@ -68,6 +73,8 @@ class Neighbours:
         self.bus: Bus
 
     async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.asked.set()
+        await self.answers.wait()
         answers: list[Outcome] = [Done(self._answer(received.message)) for received in batch]
         async with self.changed:
             self.changed.notify_all()
@@ -109,7 +116,7 @@ class Neighbours:
         return ClaimResult(outcome=ClaimOutcome.FULL, outcomes=tuple(outcomes))
 
     async def compute(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        for received in batch:
+        for received in batch if not self.silent else ():
             result = self._command(received.message)
             if result is not None:
                 await self.bus.publish(result, cause=received.meta.cause)
@@ -130,6 +137,8 @@ class Neighbours:
         assert isinstance(message, Destroy)
         self.destroys.append(message)
         key = (message.host_uuid, message.instance_uuid)
+        if message.unless_built and self.running.get(key) == message.attempt:
+            return self._said(message.instance_uuid, message, ComputeOutcome.ACTIVE)
         self.fences[key] = max(self.fences.get(key, 0), message.attempt)
         if self.running.get(key, message.attempt + 1) <= message.attempt:
             del self.running[key]
@@ -168,6 +177,7 @@ class Cell:
         self.clock = clock
         self.transports = transports
         self.around = Neighbours()
+        self.consumers: list[Consumer] = []
         self.config = ConductorConfig(ask_timeout_s=ASK_S, sweep_batch=10)
         self.database = Database(url, f"cell_{CELL}")
         self.store = PostgresInstances(self.database)
@@ -198,7 +208,13 @@ class Cell:
             self.bus.consumer("conductor.hosts.{process}", self.hosts.hosts, process="conductor"),
         ):
             await consumer.start()
+            self.consumers.append(consumer)
             stack.push_async_callback(consumer.drain, 5.0)
+
+    async def drain(self) -> None:
+        """Return when what was delivered has been handled."""
+        for consumer in self.consumers:
+            await consumer.drain(WAIT_S)
 
     def new_engine(self) -> Engine:
         return Engine(store=self.store, bus=self.bus, relay=self.relay, clock=self.clock, config=self.config, cell=CELL)

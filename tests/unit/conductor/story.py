@@ -70,6 +70,7 @@ def refused(attempt: int = 2, *, changed: bool = False) -> e.ClaimRefused:
 
 DELETE = e.DeleteAsked(at=120.0)
 TIMED_OUT = e.TimedOut(at=170.0)
+SILENT = (TIMED_OUT, e.TimedOut(at=180.0))  # the host did not answer either when it was asked
 RELEASED = e.Released(at=130.0)
 
 

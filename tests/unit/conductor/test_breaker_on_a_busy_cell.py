@@ -49,6 +49,7 @@ async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look
     """A thousand boots on three hosts opened the breaker: the report was from before thirteen of them."""
     clock, config = SystemClock(), ConductorConfig()
     store = MemoryInstances(MemoryInstanceTable(clock).session())
+    await store.open()
     instances = [active(number) for number in range(MANY)]
     async with store.transaction() as transaction:
         await transaction.insert(instances)

@@ -123,7 +123,12 @@ class World(RuleBasedStateMachine):
             if result is not None:
                 self.network.append(result)
         elif isinstance(message, Destroy):
-            self.network.append(self.hosts[message.host_uuid].destroy(message.attempt))
+            host = self.hosts[message.host_uuid]
+            if message.unless_built and host.running == message.attempt:
+                runs = e.Spawned(at=0.0, attempt=message.attempt, host_uuid=host.uuid, service="s")
+                self.network.append(runs)
+            else:
+                self.network.append(host.destroy(message.attempt))
         elif isinstance(message, e.Event):
             self.take(_at(message, self.now))
 

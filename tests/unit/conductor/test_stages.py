@@ -12,7 +12,7 @@ from cell_conductor.domain.instance import State
 from tests.unit.conductor.story import (
     DELETE,
     RELEASED,
-    TIMED_OUT,
+    SILENT,
     asked,
     claimed,
     failed,
@@ -46,13 +46,13 @@ def test_a_host_that_does_not_tell_began_when_commanded_and_ended_when_heard_of(
 @pytest.mark.parametrize(
     ("first", "dispatched"),
     [
-        (replace(failed(), begun_at=101.0, ended_at=104.0), 101.0),
-        (TIMED_OUT, 100.0),
-        (e.Destroyed(at=105.0, attempt=1, host_uuid=host(1)), 100.0),
+        ((replace(failed(), begun_at=101.0, ended_at=104.0),), 101.0),
+        (SILENT, 100.0),
+        ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1)),), 100.0),
     ],
 )
-def test_failed_attempts_are_in_the_time_of_building(first: e.Event, dispatched: float) -> None:
-    event = ended(first, claimed(), replace(spawned(2), begun_at=205.0, ended_at=206.0))
+def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
+    event = ended(*first, claimed(), replace(spawned(2), begun_at=205.0, ended_at=206.0))
     assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import Spawn
+from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
@@ -17,6 +17,7 @@ from tests.unit.conductor.story import (
     DELETE,
     PATIENCE,
     RELEASED,
+    SILENT,
     TIMED_OUT,
     UUID,
     asked,
@@ -114,22 +115,47 @@ def test_a_final_failure_tries_no_alternate() -> None:
 
 
 def test_a_host_that_never_answers_is_fenced_and_left() -> None:
-    stepped = run(asked(), TIMED_OUT)
+    stepped = run(asked(), *SILENT)
     assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
     assert stepped.instance.history[0].code == "spawn.timeout"
+
+
+def test_a_host_is_asked_what_became_of_an_attempt_before_its_time_out_ends_it() -> None:
+    """The answer may be on its way, or in what a restored database has forgotten."""
+    asking = run(asked(), TIMED_OUT)
+    (order,) = asking.commands
+    assert isinstance(order, Destroy) and order.unless_built and order.attempt == 1
+    assert asking.instance.state is State.BUILDING and asking.instance.deadline == TIMED_OUT.at + PATIENCE.answer_s
+    late = run(spawned(), start=asking.instance)
+    assert late.instance.state is State.ACTIVE and not late.instance.asked and not destroys(late)
+    ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1)), start=asking.instance)
+    assert ended.instance.state is State.RECLAIMING and ended.instance.history[0].code == "spawn.timeout"
+
+
+def test_of_a_doubted_build_the_host_alone_says_what_became_of_it() -> None:
+    """The database was set back: the attempt may have been active since."""
+    doubted = replace(run(asked()).instance, doubted=True)
+    asking = run(*SILENT, start=doubted)
+    (order,) = asking.commands
+    assert isinstance(order, Destroy) and order.unless_built and asking.instance.state is State.BUILDING
+    assert asking.instance.deadline == 180.0 + 80.0, "less and less often"
+    up = run(spawned(), start=asking.instance).instance
+    assert (up.state, up.doubted) == (State.ACTIVE, False)
+    next_one = run(e.Destroyed(at=300.0, attempt=1, host_uuid=host(1)), claimed(), start=asking.instance).instance
+    assert (next_one.state, next_one.doubted, next_one.asked) == (State.BUILDING, True, False)
 
 
 @pytest.mark.parametrize(
     "story",
     [
-        (asked(), TIMED_OUT),
-        (asked(), TIMED_OUT, claimed()),
-        (asked(), TIMED_OUT, claimed(), spawned(2)),
-        (asked(), TIMED_OUT, refused()),
-        (asked(), TIMED_OUT, refused(), RELEASED),
-        (asked(), TIMED_OUT, DELETE),
-        (asked(hosts=1), TIMED_OUT, RELEASED),
-        (asked(), TIMED_OUT, claimed(), DELETE),
+        (asked(), *SILENT),
+        (asked(), *SILENT, claimed()),
+        (asked(), *SILENT, claimed(), spawned(2)),
+        (asked(), *SILENT, refused()),
+        (asked(), *SILENT, refused(), RELEASED),
+        (asked(), *SILENT, DELETE),
+        (asked(hosts=1), *SILENT, RELEASED),
+        (asked(), *SILENT, claimed(), DELETE),
     ],
 )
 def test_a_late_success_of_a_fenced_attempt_is_destroyed(story: tuple[e.Event, ...]) -> None:

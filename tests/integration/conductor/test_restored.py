@@ -1,0 +1,111 @@
+"""A conductor's database is set back, emptied or replaced, also under conductors that go on running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from bus.contracts.build import BuildState
+from cell_conductor.domain.instance import State
+from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
+
+
+@pytest.fixture
+async def cell(postgres_url: str) -> AsyncIterator[Cell]:
+    async with opened(postgres_url) as made:
+        yield made
+
+
+async def _active(cell: Cell) -> tuple[str, str]:
+    """An active instance, and its record while it was building."""
+    cell.around.hangs = {cell.host(1)}
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.spawns))
+    async with cell.database.raw() as connection:
+        before: str = await connection.fetchval("SELECT record::text FROM instances")
+    cell.around.hangs = set()
+    await cell.around.bus.publish(cell.around.spawns[0])
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    return uuid, before
+
+
+async def _set_back(cell: Cell, record: str, *, origin: bool) -> None:
+    async with cell.database.raw() as connection:
+        await connection.execute(
+            "UPDATE instances SET state = 'building', record = $1::text::json,"
+            " deadline = ($1::text::json ->> 'deadline')::float",
+            record,
+        )
+        if origin:
+            await connection.execute("UPDATE identity SET origin = 'another cluster'")
+
+
+@pytest.mark.parametrize("origin", [True, False], ids=["restored elsewhere", "disk set back"])
+async def test_a_machine_that_became_active_since_the_backup_is_adopted_and_not_destroyed(
+    cell: Cell, *, origin: bool
+) -> None:
+    uuid, record = await _active(cell)
+    await _set_back(cell, record, origin=origin)
+    cell.clock.offset += 61.0  # its deadline has passed
+    with capture_logs() as logs:
+        async with asyncio.timeout(WAIT_S):
+            while await cell.state(uuid) is State.BUILDING:
+                await cell.engine.sweep()
+    said = [line["event"] for line in logs if line["log_level"] == "error"]
+    assert said == (["cell.database_set_back"] if origin else [])
+    assert await cell.state(uuid) is State.ACTIVE
+    assert cell.around.running == {(cell.host(1), uuid): 1}
+    await cell.check_at_rest()
+
+
+async def test_of_a_doubted_build_nothing_is_destroyed_while_its_host_is_silent(cell: Cell) -> None:
+    uuid, record = await _active(cell)
+    cell.around.silent = True
+    await _set_back(cell, record, origin=True)
+    for _ in range(20):
+        cell.clock.offset += 61.0
+        await cell.engine.sweep()
+    assert await cell.state(uuid) is State.BUILDING and not cell.around.fences
+    cell.around.silent = False
+    cell.clock.offset += 601.0
+    await cell.engine.sweep()
+    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)  # a second client would hear of it, too
+    assert await cell.state(uuid) is State.ACTIVE
+    await cell.check_at_rest()
+
+
+async def test_a_conductor_survives_an_answer_to_a_question_that_its_emptied_database_never_asked(cell: Cell) -> None:
+    """`Released while absent` ended the process (seed 51)."""
+    cell.around.fails = {cell.host(1)}
+    build = cell.build(1)
+    cell.around.answers.clear()
+    await cell.around.bus.publish(build)
+    await cell.around.asked.wait()
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+    with capture_logs() as logs:
+        cell.around.answers.set()
+        second = cell.build(2)
+        await cell.around.bus.publish(second)
+        await cell.around.until(lambda: cell.around.ends(second.spec.instance_uuid) == [BuildState.ACTIVE])
+        await cell.drain()
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.answer_unasked"]
+
+
+async def test_a_conductor_takes_the_identity_of_the_database_that_replaces_its_own(cell: Cell) -> None:
+    before = cell.store.deployment
+    async with cell.database.raw() as connection:
+        await connection.execute("UPDATE identity SET deployment = gen_random_uuid()")
+    with capture_logs() as logs:
+        await cell.engine.sweep()
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["cell.database_replaced"]
+    assert cell.store.deployment != before
+    build = cell.build(1)
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.spawns))
+    assert cell.around.spawns[0].deployment == cell.store.deployment
