@@ -18,7 +18,7 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 
 from .memory_safety import MemorySafety
-from .port import Brief, DatabaseChange, Seen
+from .port import Brief, DatabaseChange, KnownDatabase
 from .safety import Noted
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
@@ -43,7 +43,7 @@ class MemoryInstanceTable(MemoryDatabase):
 class MemoryTransaction:
     """One transaction."""
 
-    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: Seen) -> None:
+    def __init__(self, table: MemoryInstanceTable, transaction: MemoryDatabaseTransaction, seen: KnownDatabase) -> None:
         self._table = table
         self._transaction = transaction
         self._seen = seen
@@ -175,7 +175,7 @@ class MemoryInstances:
         self._cache: VersionCache[Instance] = VersionCache(session)
         self.outbox = MemoryRows(session)
         self.safety = MemorySafety(session.database, session)
-        self._seen = Seen()
+        self._seen = KnownDatabase()
         self.ready = False
 
     @property

@@ -25,7 +25,7 @@ class Brief(Struct, frozen=True):
     since: float
 
 
-class Seen(Struct):
+class KnownDatabase(Struct):
     """What a conductor last saw of its database."""
 
     deployment: str = ""

@@ -20,7 +20,7 @@ from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 
 from . import rows
-from .port import Brief, DatabaseChange, Seen
+from .port import Brief, DatabaseChange, KnownDatabase
 from .safety import PostgresSafety
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
@@ -97,7 +97,7 @@ class PostgresInstanceRows:
 class PostgresTransaction:
     """One transaction on one connection, which locks what it reads."""
 
-    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance], seen: Seen) -> None:
+    def __init__(self, connection: asyncpg.Connection, cache: VersionCache[Instance], seen: KnownDatabase) -> None:
         self._connection = connection
         self._cache = cache
         self._seen = seen
@@ -152,7 +152,7 @@ class PostgresInstances:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: VersionCache[Instance] = VersionCache(database)
-        self._seen = Seen()
+        self._seen = KnownDatabase()
         self.safety = PostgresSafety(database)
         self.outbox = outbox.PostgresRows(database)
 
