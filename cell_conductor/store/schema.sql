@@ -22,12 +22,37 @@ CREATE INDEX instances_over ON instances (since) WHERE state IN ('deleted', 'tom
 CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';
 
 -- The identity of this cell's database, which marks every machine that the cell orders. It is made with the schema: an
--- empty or another database never takes this one's machines for its own.
+-- empty or another database never takes this one's machines for its own. origin: cell_origin() when the database was
+-- last looked at ('': never); one that was restored or promoted since has another.
 CREATE TABLE identity (
     deployment uuid NOT NULL DEFAULT gen_random_uuid(),
-    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+    one boolean PRIMARY KEY DEFAULT true CHECK (one),
+    origin text NOT NULL DEFAULT ''
 );
 INSERT INTO identity DEFAULT VALUES;
+
+-- What a database does not take along when it is restored or promoted: its cluster, the cluster's timeline (a recovery
+-- to a point in time and the promotion of a stand-by begin a new one), the database and the table themselves. What the
+-- role may not read, or the server does not have, is left empty.
+CREATE FUNCTION cell_origin() RETURNS text LANGUAGE plpgsql AS $$
+DECLARE
+    cluster text := '';
+    timeline text := '';
+BEGIN
+    BEGIN
+        SELECT system_identifier::text INTO cluster FROM pg_control_system();
+    EXCEPTION WHEN insufficient_privilege OR undefined_function OR feature_not_supported THEN
+        cluster := '';
+    END;
+    BEGIN
+        timeline := substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8);
+    EXCEPTION WHEN insufficient_privilege OR undefined_function OR feature_not_supported THEN
+        timeline := '';
+    END;
+    RETURN concat_ws('/', cluster, timeline, (SELECT oid FROM pg_database WHERE datname = current_database()),
+        'instances'::regclass::oid);
+END
+$$;
 
 -- Machines that no record explains, and what an operator decided about each. Times in seconds since the epoch.
 CREATE TABLE unexplained (
