@@ -44,7 +44,10 @@ ENDS_A_DELETE = frozenset({BuildState.DELETED, BuildState.REFUSED})
 
 
 class Track(Struct):
-    """What a client knows of one of its builds. Times are the client's monotonic clock, seconds."""
+    """What a client knows of one of its builds. Times are the client's monotonic clock, seconds.
+
+    under_way: the last `resync` found it on record, on its way to the end that is waited for.
+    """
 
     instance_uuid: str
     flavor: str
@@ -59,6 +62,7 @@ class Track(Struct):
     sequence: int = -1
     last: BuildEvent | None = None
     stages: dict[str, float] = {}
+    under_way: bool = False
 
     @property
     def latency_s(self) -> float | None:
@@ -204,6 +208,8 @@ class BuildClient:
     async def resync(self, *, timeout_s: float = ASK_TIMEOUT_S, at_most: int = MAX_ASKED) -> None:
         """Ask where what is unfinished stands (its event may have been missed). Raises RequestTimeout."""
         asked = sorted(self._open)[:at_most]
+        for uuid in asked:
+            self.tracks[uuid].under_way = False
         for start in range(0, len(asked), ASK_SLICE):
             part = asked[start : start + ASK_SLICE]
             queries = [BuildQuery(instance_uuid=uuid) for uuid in part]
@@ -298,6 +304,8 @@ class BuildClient:
         ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
         if ended and track.ended_at is None:
             self._end(track, record.state, None)
+        # A delete is known of a record that says so; one that was never heard leaves the build as it was.
+        track.under_way = not ended and (record.state is BuildState.DELETING or not track.deleting)
 
     def _end(self, track: Track, state: BuildState, event: BuildEvent | None) -> None:
         track.terminals += 1

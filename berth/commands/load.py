@@ -85,9 +85,9 @@ def load(
 ) -> None:
     """Fire builds at a running system and say honestly what became of each.
 
-    A build that was accepted and has not ended --timeout seconds later is lost. Exit status: 0 fine, 1 not one became
-    active, or one was told to have ended twice, 3 the bus was away, 4 builds or deletes were lost, 130 interrupted
-    (Ctrl-C ends with a summary).
+    A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
+    else lost. Exit status: 0 fine, 1 not one became active, or one was told to have ended twice, 3 the bus was away,
+    4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
     """
 
     async def body() -> int:
@@ -228,12 +228,14 @@ def _tell(record: LoadRecord, json_file: Path | None, report: Path | None) -> No
 def _status(record: LoadRecord) -> int:
     """The exit status that a run's end means; Stop with a sentence where there is one."""
     totals = record.totals
-    lost, lost_deletes = totals.outcomes.get("lost", 0), totals.delete_outcomes.get("lost", 0)
     bound = f"{record.settings.lost_after_s:g} s"
     if totals.twice:
         return EXIT_NO
-    if lost or lost_deletes:
-        raise Stop(EXIT_TIME, "load.lost", f"{lost} builds and {lost_deletes} deletes had not ended after {bound}")
+    for outcome, words in (("lost", "were lost: no end was heard of"), ("late", "were still under way")):
+        boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)
+        if boots or deletes:
+            said = f"{boots} builds and {deletes} deletes {words} after {bound}"
+            raise Stop(EXIT_TIME, f"load.{outcome}", said)
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):

@@ -21,6 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 10.0, 40.0
 MARK_ROWS = 3
 COLOURS = 8  # the page defines --c0 to --c7
 MAX_LABEL = 60  # letters of one name; the tooltip has a few more
+HEAT_LEGEND = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 1.0)
 FEW_POINTS = 40  # so few are drawn as dots too
 
 
@@ -107,15 +108,26 @@ def cut(name: str) -> str:
 
 
 def lines(
-    title: str, x: Sequence[float], series: Sequence[Series], *, x_label: str, y_label: str, unit: str = "s"
+    title: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    unit: str = "s",
+    joined: bool = True,
 ) -> str:
-    """Values over time, or over whatever x is in `unit`; under the mouse all of them at that place."""
+    """Values over time, or over whatever x is in `unit`; under the mouse all of them at that place.
+
+    joined: nothing is known between two samples of what comes and goes in between, so they are dots; nought is none.
+    """
     top = max((v for one in series for v in one.values if v is not None), default=0.0)
     across = Axis(x[0], x[-1] if x[-1] > x[0] else x[0] + 1.0, LEFT, WIDTH - RIGHT)
     up = linear(top, HEIGHT - BOTTOM, TOP)
     parts = [*_frame(across, up, x_label, y_label)]
     for at, one in enumerate(series):
-        parts += _line(one, [across.at(v) for v in x], up, f"c{at % COLOURS}")
+        draw = _line if joined else _dots
+        parts += draw(one, [across.at(v) for v in x], up, f"c{at % COLOURS}")
     parts += _columns(x, series, across, unit)
     return _figure(title, parts, legend=[one.name for one in series])
 
@@ -168,12 +180,13 @@ def ranges(title: str, rows: Sequence[Range], *, x_label: str) -> str:
     return _figure(title, parts, height=bottom + BOTTOM)
 
 
-def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str) -> str:
-    """One bar, cut into the parts of a sum."""
+def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str, longest: float = 0.0) -> str:
+    """One bar, cut into the parts of a sum. longest: the sum of the longest of several bars on one scale."""
     total = sum(value for _, value in parts_of) or 1.0
+    title = f"{title}, {number(total)} {unit} together"
     parts, at = [], 0.0
     for row, (name, value) in enumerate(parts_of):
-        width = value / total * WIDTH
+        width = value / max(total, longest) * WIDTH
         note = f"{name}: {number(value)} {unit}, {value / total:.1%}"
         box = _rect(at, 2, max(width - 1, 0.5), 30)
         parts.append(f'<rect class="c{row % COLOURS} fill" {box}><title>{escape(note)}</title></rect>')
@@ -185,7 +198,11 @@ def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str) -> s
 def heat(
     title: str, x: Sequence[float], rows: Sequence[str], cells: Sequence[Sequence[tuple[float, str]]], *, x_label: str
 ) -> str:
-    """A cell for each row and x: how full (0 to 1) and what the mouse is told. Row names only where one is given."""
+    """A cell for each row and x: how full (0 to 1) and what the mouse is told. Row names only where one is given.
+
+    The scale is the same in every plot, 0 to 1. Its colour goes with the root, so that hosts at 2 % and at 6 % differ,
+    and the legend says which is which.
+    """
     edges = [*x, x[-1] + min((after - at for at, after in itertools.pairwise(x)), default=1.0)]
     size = min(max(360.0 / len(rows), 4.0), 22.0)
     across = Axis(edges[0], edges[-1], LEFT + 40, WIDTH - RIGHT)
@@ -197,10 +214,16 @@ def heat(
         for left, right, (share, note) in zip(edges, edges[1:], row, strict=False):
             box = _rect(across.at(left), y, across.at(right) - across.at(left) + 0.3, size + 0.3)
             parts.append(
-                f'<rect class="heat" fill-opacity="{min(max(share, 0.0), 1.0):.2f}" {box}>'
-                f"<title>{escape(note)}</title></rect>"
+                f'<rect class="heat" fill-opacity="{_depth(share)}" {box}><title>{escape(note)}</title></rect>'
             )
-    return _figure(title, parts, height=bottom + BOTTOM)
+    legend = "".join(
+        f'<li><i class="heat" style="opacity:{_depth(share)}"></i>{share:.0%}</li>' for share in HEAT_LEGEND
+    )
+    return _figure(title, parts, height=bottom + BOTTOM, below=f'<ul class="scale">{legend}</ul>')
+
+
+def _depth(share: float) -> str:
+    return f"{math.sqrt(min(max(share, 0.0), 1.0)):.2f}"
 
 
 def _frame(across: Axis, up: Axis, x_label: str, y_label: str) -> Iterator[str]:
@@ -236,6 +259,12 @@ def _line(one: Series, xs: Sequence[float], up: Axis, colour: str) -> Iterator[s
     yield f'<path class="{colour} line" d="{"".join(path)}"/>'
 
 
+def _dots(one: Series, xs: Sequence[float], up: Axis, colour: str) -> Iterator[str]:
+    for x, value in zip(xs, one.values, strict=True):
+        if value:
+            yield f'<circle class="{colour} fill" cx="{x:.1f}" cy="{up.at(value):.1f}" r="2.5"/>'
+
+
 def _columns(x: Sequence[float], series: Sequence[Series], across: Axis, unit: str) -> Iterator[str]:
     """Invisible columns that know what all lines say at their place."""
     half = (across.end - across.start) / max(len(x) - 1, 1) / 2
@@ -254,10 +283,12 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _figure(title: str, parts: Sequence[str], *, height: float = HEIGHT, legend: Sequence[str] = ()) -> str:
+def _figure(
+    title: str, parts: Sequence[str], *, height: float = HEIGHT, legend: Sequence[str] = (), below: str = ""
+) -> str:
     names = "".join(f'<li><i class="c{at % COLOURS}"></i>{escape(cut(name))}</li>' for at, name in enumerate(legend))
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-        f"{f'<ul>{names}</ul>' if names else ''}</figure>"
+        f"{f'<ul>{names}</ul>' if names else ''}{below}</figure>"
     )

@@ -64,6 +64,8 @@ def compare(a: LoadRecord, b: LoadRecord, *, names: tuple[str, str] = ("a", "b")
     rng = np.random.default_rng(seed)
     differences = tuple(_differences(a, b))
     lines = (*_rates(a, b), *_percentiles(a, b, rng), *_stages(a, b, rng), *_per_thousand(a, b))
+    if any(what in QUESTION for what, _, _ in differences):
+        lines = tuple(msgspec.structs.replace(line, word=_OTHERWISE.get(line.word, line.word)) for line in lines)
     found = Comparison(names=names, differences=differences, lines=lines, verdict=())
     found = msgspec.structs.replace(found, verdict=tuple(_verdict(found, a, b)))
     return msgspec.structs.replace(found, text=_text(found), html=_html(found, a, b))
@@ -130,6 +132,10 @@ def _line(what: str, a: Array, b: Array, share: float, rng: np.random.Generator 
     return Line(what=what, a=one, b=two, interval=found, word="" if rng is None else _word(found))
 
 
+# What may be said where the runs were not asked the same: the figure, and nothing of the system.
+_OTHERWISE = {"slower": "higher", "faster": "lower"}
+
+
 def _word(found: tuple[float, float] | None) -> str:
     if found is None:
         return "too few boots to tell"
@@ -185,6 +191,10 @@ def _sentence(line: Line, one: str, two: str) -> str:
     within = f"(between {low:.2f} and {high:.2f})"
     if line.word == "cannot be told apart":
         return f"cannot be told apart; {two} has {line.ratio:.2f} times that of {one} {within}."
+    if line.word in _OTHERWISE.values():
+        return (
+            f"that of {two} is {line.word}, {line.ratio:.2f} times that of {one} {within}; they were asked otherwise."
+        )
     return f"{two} is {line.word}, {line.ratio:.2f} times that of {one} {within}."
 
 
@@ -232,7 +242,7 @@ def _html(found: Comparison, a: LoadRecord, b: LoadRecord) -> str:
             heading(title),
             *(note(sentence) for sentence in found.verdict),
             section("What differs in the settings", different),
-            section("What came of it", figures, stack(_curves(names, a, b), _means(names[0], a), _means(names[1], b))),
+            section("What came of it", figures, stack(_curves(names, a, b), *_means(names, a, b))),
         ],
     )
 
@@ -252,6 +262,10 @@ def _curves(names: Sequence[str], a: LoadRecord, b: LoadRecord) -> str:
     )
 
 
-def _means(name: str, record: LoadRecord) -> str:
-    found = [(stage, float(values.mean())) for stage, values in stages_ms(record.boots).items()]
-    return charts.shares(f"Mean time in each stage: {name}", found, unit="ms") if found else ""
+def _means(names: Sequence[str], a: LoadRecord, b: LoadRecord) -> Iterator[str]:
+    """A bar of each on one scale: the longer took longer."""
+    both = [[(stage, float(v.mean())) for stage, v in stages_ms(one.boots).items()] for one in (a, b)]
+    longest = max(sum(value for _, value in found) for found in both)
+    for name, found in zip(names, both, strict=True):
+        if found:
+            yield charts.shares(f"Mean time in each stage: {name}", found, unit="ms", longest=longest)

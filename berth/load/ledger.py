@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from berth.load.plan import is_metal
 from berth.load.record import OUTCOMES, Column, Operations
@@ -89,12 +89,10 @@ class LoadLedger:
             times = self.stages[stage] = array("d", [NEVER]) * len(self.uuids)
         times[row] = seconds
 
-    def give_up(self, *, as_outcome: str) -> int:
-        """Whatever is still open ends so; returns how many."""
-        rows = [row for row, outcome in enumerate(self.outcome) if outcome == OPEN]
-        for row in rows:
-            self.set_outcome(row, as_outcome)
-        return len(rows)
+    def give_up(self, as_outcome: Callable[[str], str]) -> None:
+        """Whatever is still open ends as is said of its instance."""
+        for row in [row for row, outcome in enumerate(self.outcome) if outcome == OPEN]:
+            self.set_outcome(row, as_outcome(self.uuids[row]))
 
     def operations(self) -> Operations:
         """The columns as the record has them."""

@@ -107,6 +107,7 @@ _WORDS = {
     "backpressure": "refused by backpressure",
     "unsent": "never confirmed by the broker",
     "open": "still under way when interrupted",
+    "late": "still under way at the bound",
     "lost": "LOST (no end was heard of)",
 }
 

@@ -41,6 +41,8 @@ line.grid { stroke: var(--rule); stroke-width: .7 } line.axis { stroke: var(--so
 .thin { stroke: var(--c); stroke-width: 1.6; opacity: .75 }
 .dot { fill: var(--card); stroke: var(--ink); stroke-width: 1.4 }
 .mark { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 3 3 } .heat { fill: var(--heat) }
+.scale { gap: 2px 12px } .scale .heat { background: var(--heat) }
+.scale li:first-child i { opacity: 1 !important; background: none; border: 1px solid var(--rule) }
 .hit { fill: var(--ink); fill-opacity: 0 } .hit:hover { fill-opacity: .08 }
 table { border-collapse: collapse; font-size: 14px; width: 100% } caption { text-align: left; padding-bottom: 6px }
 th, td { text-align: right; padding: 3px 12px; border-bottom: 1px solid var(--rule); overflow-wrap: break-word }

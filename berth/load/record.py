@@ -27,9 +27,11 @@ FORMAT = "berth.load.v1"
 #   backpressure: the broker refused the request (its queue is full): told to the publisher, never accepted. Not lost.
 #   unsent: the run ended, or was interrupted, or the bus was away, before the broker confirmed it. Not lost.
 #   open: still under way when the run was interrupted. Not lost: nobody waited for it to the bound.
-#   lost: the broker confirmed it, and no terminal event came within `Settings.lost_after_s`.
-OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost")
-Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost"]
+#   lost: the broker confirmed it, no terminal event came within `Settings.lost_after_s`, and no scheduler that was
+#   asked then had it under way.
+#   late: the same, but a scheduler said that it is still under way: accepted, scheduled, building or deleting.
+OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late")
+Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late"]
 
 # The stages of a boot in their order: `Operations.stages[name][i]` says how long boot `i` spent in that stage; a boot's
 # stages add up to its latency, from the intended time.

@@ -18,18 +18,14 @@ from berth.load import charts, figures
 from berth.load.charts import Range, Series, cut, number
 from berth.load.figures import LEAST_MS, PERCENTILES, Timeline, column, latencies_ms, stages_ms, summary
 from berth.load.page import heading, note, page, section, stack, table, tiles
-from berth.load.record import STAGES, Column, LoadRecord, Utilisation
+from berth.load.record import OUTCOMES, STAGES, Column, LoadRecord, Utilisation
 
 MAX_BARS = 60
 MAX_QUEUES = 7  # the busiest; the others are one line
 MAX_KINDS = 40  # flavors or codes told one by one
+MAX_CODES = 3  # of one flavor
 MAX_HEAT_ROWS = 72
 MAX_HEAT_COLUMNS = 72
-# The heat map's scale: full colour is at least so much used; it suits this share of the hosts where the others are
-# so many times fuller.
-LEAST_FULL = 0.01
-MOST_HOSTS = 0.9
-MUCH_FULLER = 4.0
 NOTHING = "-"
 TIME = "time since the first intended arrival, s"
 
@@ -55,7 +51,7 @@ def render(record: LoadRecord) -> str:
             section("Where the time goes", stack(_stage_means(record), _stage_table(record)), _stage_ranges(record)),
             section("Retries, conflicts and queues", _retries(record), _queues(record)),
             section("Hosts", _heat(record.utilisation), _fullness(record.utilisation)),
-            section("How they ended", _outcomes(record), _codes(record)),
+            section("How they ended", stack(_outcomes(record), _codes(record)), _by_flavor(record)),
             section("Settings and machine", _settings(record), _machine(record)),
         ],
     )
@@ -72,13 +68,14 @@ def _when(record: LoadRecord) -> str:
 
 def _headline(record: LoadRecord) -> str:
     totals, latency = record.totals, summary(latencies_ms(record.boots))
-    lost, active = totals.outcomes.get("lost", 0), totals.outcomes.get("active", 0)
+    lost, late, active = (totals.outcomes.get(name, 0) for name in ("lost", "late", "active"))
     shown = [
         (number(totals.boots_per_s), "active boots a second", ""),
         (f"{active:,}", f"active of {totals.boots:,}", "good" if active == totals.boots else ""),
         (f"{number(latency['p50'])} ms" if latency else NOTHING, "median latency", ""),
         (f"{number(latency['p99'])} ms" if latency else NOTHING, "99th percentile", ""),
         (f"{lost:,}", "lost", "bad" if lost else "good"),
+        *([(f"{late:,}", "still under way at the bound", "bad")] if late else []),
         (NOTHING if totals.conflicts is None else f"{totals.conflicts:,}", "claims lost to others", ""),
         (f"{totals.backpressure:,}", "refusals by backpressure", ""),
     ]
@@ -227,7 +224,9 @@ def _queues(record: LoadRecord) -> str:
         shown[f"{len(others)} others together"] = [sum(v or 0 for v in row) for row in columns]
     at, high = figures.thinned(samples.at_s, shown)
     series = [Series(name, values) for name, values in high.items()]
-    return charts.lines("Messages waiting in queues", at, series, x_label=TIME, y_label="messages (many items each)")
+    looks = "at each look" if len(at) == len(samples) else "the most of a few looks"
+    title = f"Messages waiting in queues, {looks}"
+    return charts.lines(title, at, series, x_label=TIME, y_label="messages (many items each)", joined=False)
 
 
 def _heat(heat: Utilisation) -> str:
@@ -237,7 +236,6 @@ def _heat(heat: Utilisation) -> str:
     moments = np.unique(np.linspace(0, len(heat.at_s) - 1, MAX_HEAT_COLUMNS).astype(int))
     share = np.nan_to_num(np.array([heat.share[at] for at in moments], dtype=np.float64))
     at = [heat.at_s[moment] for moment in moments]
-    full, beyond = _full_colour(share)
     names, cells, before = [], [], ""
     for members in rows:
         first, last = int(members[0]), int(members[-1])
@@ -246,23 +244,10 @@ def _heat(heat: Utilisation) -> str:
         before = cell
         who = cut(heat.hosts[first]) + (f" to {cut(heat.hosts[last])} ({len(members)} hosts)" if first != last else "")
         moment_by_moment = zip(at, share[:, members], strict=True)
-        cells.append([(float(part.mean()) / full, _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
+        cells.append([(float(part.mean()), _heat_note(cell, who, t, part)) for t, part in moment_by_moment])
     kept = f"{len(heat.hosts):,} of {heat.of_hosts:,} hosts" if heat.of_hosts > len(heat.hosts) else "every host"
-    title = f"How full the hosts are ({kept}; blank: empty, full colour: {full:.0%} used{beyond})"
+    title = f"How full the hosts are ({kept}; the fullest of a host's resources)"
     return charts.heat(title, at, names, cells, x_label=TIME)
-
-
-def _full_colour(share: figures.Array) -> tuple[float, str]:
-    """The share at which the colour is full, and whether some are beyond it.
-
-    Hosts that are hardly used differ as well, so it is a round share above the highest; and where a few are much fuller
-    than all others (whole nodes are empty or full), above the others'.
-    """
-    highest = charts.nice(max(float(share.max()), LEAST_FULL))
-    usual = charts.nice(max(float(np.quantile(share, MOST_HOSTS)), LEAST_FULL))
-    if usual * MUCH_FULLER <= highest:
-        return min(1.0, usual), " or more"
-    return min(1.0, highest), ""
 
 
 def _rows_of(heat: Utilisation) -> list[npt.NDArray[np.int64]]:
@@ -319,6 +304,31 @@ def _codes(record: LoadRecord) -> str:
     if len(counts) > MAX_KINDS:
         rows.append(["", f"and {len(counts) - MAX_KINDS} other codes", ""])
     return table(["asked for", "code", "count"], rows, words=2)
+
+
+def _by_flavor(record: LoadRecord) -> str:
+    """How the boots of each flavor ended, and the most frequent codes of those that did not become active."""
+    boots = record.boots
+    ends: dict[int, Counter[str]] = {}
+    codes: dict[int, Counter[str]] = {}
+    for flavor, outcome, code in zip(boots.flavor, boots.outcome, boots.code, strict=True):
+        ends.setdefault(flavor, Counter())[OUTCOMES[outcome]] += 1
+        if boots.codes[code] and OUTCOMES[outcome] != "active":
+            codes.setdefault(flavor, Counter())[boots.codes[code]] += 1
+    if not ends:
+        return ""
+    others = [name for name in OUTCOMES if name != "active" and any(found[name] for found in ends.values())]
+    rows = [
+        [
+            cut(boots.flavors[flavor]),
+            ", ".join(f"{count:,} {cut(code)}" for code, count in codes.get(flavor, Counter()).most_common(MAX_CODES)),
+            f"{found.total():,}",
+            *(f"{found[name]:,}" for name in ("active", *others)),
+            f"{1 - found['active'] / found.total():.1%}",
+        ]
+        for flavor, found in sorted(ends.items(), key=lambda item: -(item[1].total() - item[1]["active"]))[:MAX_KINDS]
+    ]
+    return table(["flavor", "codes", "asked for", "active", *others, "not active"], rows, words=2)
 
 
 def facts(value: msgspec.Struct) -> dict[str, str]:

@@ -125,7 +125,13 @@ class LoadRun:
                 task.cancel()
             await asyncio.gather(reaper, *self._offering, return_exceptions=True)
         for ledger in (self.boots, self.deletes):
-            ledger.give_up(as_outcome="open" if self.interrupted else "lost")
+            ledger.give_up(self._unended)
+
+    def _unended(self, uuid: str) -> str:
+        if self.interrupted:
+            return "open"
+        track = self._client.tracks.get(uuid)
+        return "late" if track is not None and track.under_way else "lost"
 
     async def _open_loop(self, drawn: Iterator[tuple[Arrival, BuildRequest]]) -> None:
         """Offer each at its time; a late publisher does not shift the intentions after it."""

@@ -149,7 +149,7 @@ class Sampler:
             cells=[known[name] for name in names],
             of_hosts=of_hosts,
             at_s=[round(at, 3) for at, _ in self._heat],
-            share=[_shares(hosts, names) for _, hosts in self._heat],
+            share=[shares_of(hosts, names) for _, hosts in self._heat],
         )
 
     def _now(self) -> float:
@@ -170,14 +170,17 @@ def _queues(bus: str) -> list[str]:
     return [*names, dead_queue("scheduler.requests")] if bus == API else names
 
 
-def _shares(hosts: Sequence[HostRecord], names: Sequence[str]) -> list[float]:
+def shares_of(hosts: Sequence[HostRecord], names: Sequence[str]) -> list[float]:
+    """How full the named hosts are, in their order; 0 of those that are not there."""
     full = {host.name: _share(host) for host in hosts}
     return [full.get(name, 0.0) for name in names]
 
 
 def _share(host: HostRecord) -> float:
-    """Used over capacity of the fullest class."""
-    shares = [used / capacity for used, capacity in host.resources.values() if capacity > 0]
+    """Used over capacity of the fullest class; a deployed node is full, though its capacity is reserved down to 0."""
+    shares = [
+        used / capacity if capacity > 0 else 1.0 for used, capacity in host.resources.values() if used or capacity
+    ]
     return round(max(shares, default=0.0), 3)
 
 

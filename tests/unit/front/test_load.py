@@ -190,6 +190,20 @@ async def test_what_never_ends_is_lost_and_said_so(client_world: ClientWorld) ->
     assert outcomes(run) == {"active": 2, "lost": 3}
 
 
+async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not_lost(
+    client_world: ClientWorld,
+) -> None:
+    client_world.answer_at_once = False
+    plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
+    run = LoadRun(client_world.client, plan, clock=client_world.clock, rng=random.Random(3))
+    going = asyncio.create_task(run.go())
+    await client_world.asked_more()
+    await client_world.finish(2)
+    await client_world.say(client_world.waiting[0], BuildState.BUILDING, 3, terminal=False)
+    await going
+    assert outcomes(run) == {"active": 2, "late": 1, "lost": 2}
+
+
 async def test_interrupted_nothing_more_is_offered_and_nothing_counts_as_lost(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     plan = LoadPlan(boots=500, mix={"f": 1.0}, concurrency=10, timeout_s=60.0)

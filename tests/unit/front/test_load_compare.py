@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -68,6 +70,28 @@ def test_another_question_is_said_first() -> None:
     assert ("machine: cpus", "2", "8") in found.differences
     moved = compare(one, replace(one, machine=other.machine))
     assert moved.verdict[0] == "They were asked the same; what differs: machine: cpus."
+
+
+def test_nobody_is_faster_at_what_the_other_was_not_asked() -> None:
+    calm, slow = made_up(5_000, seed=1), made_up(5_000, seed=2, slower=1.3)
+    calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
+    for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
+        assert line(found, "latency p50, ms").word == word
+        assert "faster" not in found.text + found.html and "slower" not in found.text + found.html
+        assert "they were asked otherwise" in found.verdict[1]
+
+
+def test_stage_bars_of_two_runs_are_on_one_scale() -> None:
+    """Both filled the width, so that a run of 30 ms and one of 60 ms looked alike."""
+    html = compare(made_up(500, seed=1), made_up(500, seed=1, slower=2.0), names=("a", "b")).html
+    figures = re.findall(
+        r"<figcaption>Mean time in each stage: (.), ([0-9.]+) ms together</figcaption>(.*?)</figure>", html
+    )
+    ends = {
+        name: max(float(x) + float(w) for x, w in re.findall(r'x="([0-9.]+)" y="2.0" width="([0-9.]+)"', drawn))
+        for name, _, drawn in figures
+    }
+    assert ends["b"] > 755 and ends["a"] / ends["b"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_the_same_records_and_seed_say_the_same() -> None:

@@ -11,8 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from berth.load import charts, figures
+from berth.load.charts import Series
 from berth.load.record import LoadRecord, Operations, Utilisation
 from berth.load.report import MAX_HEAT_COLUMNS, MAX_HEAT_ROWS, render
+from berth.load.sampler import shares_of
+from bus.contracts.build import HostRecord
 from tests.unit.front.load_records import made_up
 
 HOSTILE = "<script>alert(1)</script>\"'>&<img src=x onerror=alert(1)>"
@@ -125,15 +128,40 @@ def heat_of(share: list[float]) -> str:
     return render(replace(made_up(1), utilisation=heat))
 
 
-def test_a_few_full_nodes_do_not_make_all_other_hosts_look_empty() -> None:
-    """Bare-metal nodes are empty or full: the scale went to 100 %, and hosts at 2 % and at 6 % were both white."""
-    machines = [0.02 + 0.04 * (number % 2) for number in range(95)]
-    text = heat_of([1.0] * 5 + machines)
-    assert "full colour: 10% used or more" in text
-    opacities = [float(found) for found in re.findall(r'class="heat" fill-opacity="([0-9.]+)"', text)]
-    assert max(opacities) == 1.0 and {0.0, 0.2, 0.6} <= set(opacities)
-    assert "full colour: 10% used)" in heat_of(machines)
-    assert "full colour: 50% used)" in heat_of([0.25, 0.5] * 20), "not far apart: one scale for all"
+def test_the_heat_maps_scale_is_the_same_in_every_report_and_tells_low_shares_apart() -> None:
+    """Full colour was 10 % where few were fuller: a fleet at a tenth looked as full as one that is."""
+    text = heat_of([1.0] * 5 + [0.02 + 0.04 * (number % 2) for number in range(95)])
+    assert {0.0, 0.14, 0.24, 1.0} <= opacities(text)
+    assert opacities(heat_of([0.1] * 40)) == {0.0, 0.32}
+    for share, shown in (("0%", "0.00"), ("10%", "0.32"), ("100%", "1.00")):
+        assert f'style="opacity:{shown}"></i>{share}</li>' in text, "and the legend says so"
+
+
+def opacities(text: str) -> set[float]:
+    return {float(found) for found in re.findall(r'class="heat" fill-opacity="([0-9.]+)"', text)}
+
+
+def test_a_deployed_node_is_full_though_its_capacity_is_reserved_away() -> None:
+    def host(name: str, used: float, capacity: float) -> HostRecord:
+        return HostRecord(uuid=name, name=name, resources={"CUSTOM_BAREMETAL_GOLD": (used, capacity)})
+
+    hosts = [host("deployed", 1.0, 0.0), host("free", 0.0, 1.0), host("cleaning", 0.0, 0.0)]
+    assert shares_of(hosts, ["deployed", "free", "cleaning", "gone"]) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_depths_of_a_queue_are_dots_and_no_fence() -> None:
+    """It is looked at now and then, and empties in between: a line said what nobody saw."""
+    drawn = charts.lines("t", [0.0, 1.0, 2.0], [Series("q", [5.0, 0.0, 7.0])], x_label="", y_label="", joined=False)
+    assert "<path" not in drawn and drawn.count("<circle") == 2
+
+
+def test_failures_are_told_by_flavor() -> None:
+    text = re.sub(r"<.*?>", "|", render(made_up(1000)))
+    failed_vms, failed_nodes = (text.index(f"{name}||") for name in ("m1.small", "m1.small.metal"))
+    table = text[text.index("asked for||active||failed") :]
+    assert "m1.small||20 m1.small.code||900||880||20||2.2%" in table
+    assert "m1.small.metal||||100||100||0||0.0%" in table
+    assert failed_vms != failed_nodes
 
 
 def test_the_last_look_at_the_hosts_is_not_drawn_far_beyond_the_run() -> None:
