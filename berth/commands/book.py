@@ -62,7 +62,9 @@ def audit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find what is wrong with the book: orphaned, doubled and miscounted allocations, and capacity exceeded.
+    """Find what is wrong with the book.
+
+    Orphaned, doubled and miscounted allocations, and capacity exceeded.
 
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
     --consumers, held by whoever is not named there. Doubled: of an instance, on another host than its own; with
@@ -123,7 +125,9 @@ def import_(
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
     replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
 ) -> None:
-    """Make the book be what a file says, or a copy of a live Placement's; the feed tells every replica.
+    """Make the book be what a file or a Placement says.
+
+    A live Placement is copied; the feed tells every replica.
 
     With --from-url it copies while both run, pass after pass, until a pass that asked for everything finds nothing
     new: then the copy is equal, and it says so.

@@ -103,7 +103,7 @@ def boot(
 
 def delete(
     context: typer.Context,
-    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID...")],
+    uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they are gone.")] = False,
     timeout: Timeout = 120.0,
     as_json: AsJson = False,
@@ -130,7 +130,7 @@ def show(
     history: Annotated[bool, typer.Option("--history", help="The whole story, a line each.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one build: where it stands, and why it failed if it did."""
+    """Show one build: where it stands, and why."""
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
@@ -181,7 +181,10 @@ def hosts(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List hosts as a scheduler sees them: up or not, and what is used of each resource."""
+    """List hosts as a scheduler sees them.
+
+    Up or not, and what is used of each resource.
+    """
 
     async def body() -> None:
         settings = settings_of(context)
@@ -196,7 +199,7 @@ def hosts(
             print_json(page.hosts)
             return
         rows = [_host_row(host) for host in page.hosts]
-        render_rows(out, ["host", "cell", "service", "", "failed builds", "used / capacity"], rows)
+        render_rows(out, ["host", "cell", "service", "state", "failed builds", "used / capacity"], rows)
 
     run(body)
 

@@ -24,7 +24,7 @@ MAX_NAMED = 10  # letters in one sentence
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Look at messages that were given up; send them back or drop them.")
+app = typer.Typer(no_args_is_help=True, help="Messages that were given up: look, send back, drop.")
 
 Queue = Annotated[
     str,
@@ -90,7 +90,10 @@ def replay(
     bus: BusName = API,
     as_json: AsJson = False,
 ) -> None:
-    """Send dead letters back to their queue; not what is so old that a delete of it may be forgotten."""
+    """Send dead letters back to their queue.
+
+    Not what is so old that a delete of it may be forgotten.
+    """
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")
 

@@ -83,7 +83,7 @@ def load(
     report: ReportFile = None,
     compare: Compare = None,
 ) -> None:
-    """Fire builds at a running system and say honestly what became of each.
+    """Fire builds at a system; say what became of each.
 
     A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
     else lost. Exit status: 0 fine, 1 not one became active, or one was told to have ended twice, 3 the bus was away,

@@ -19,9 +19,10 @@ def permissions(
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the permissions that each user of RabbitMQ needs, as rabbitmqctl commands; the buses are the settings'.
+    """Print the RabbitMQ permissions that each user needs.
 
-    Nothing is changed: the administrator of the broker makes the users and runs the commands.
+    As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
+    the users and runs the commands.
     """
 
     async def body() -> None:

@@ -23,7 +23,7 @@ from placement_worker.rest.openapi import document
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
-app = typer.Typer(no_args_is_help=True, help="The resource book: serve it alone, audit, export and import it.")
+app = typer.Typer(no_args_is_help=True, help="The resource book: serve, audit, export, import.")
 app.command("audit")(book.audit)
 app.command("export")(book.export)
 app.command("import")(book.import_)
@@ -36,7 +36,9 @@ def serve(
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
     scratch: Annotated[bool, typer.Option("--scratch", help="An empty book that is gone afterwards.")] = False,
 ) -> None:
-    """Serve Placement's REST API alone, a drop-in for OpenStack Placement: no broker, no other worker needed.
+    """Serve Placement's REST API alone.
+
+    A drop-in for OpenStack Placement: no broker, no other worker needed.
 
     The book is in the configured database, else in an embedded PostgreSQL below the state directory. Its change feed
     goes to a bus inside this process; to share the book with a whole berth use `berth run placement --http`.

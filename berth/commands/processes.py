@@ -83,7 +83,9 @@ def up(
     computes: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run everything until it is interrupted, in this process or as processes; other terminals reach it.
+    """Run everything until it is interrupted.
+
+    In this process, or each worker as a process; commands in other terminals reach it.
 
     Placement's REST API is at 127.0.0.1:8778, or at a free port; what is said when all is up names it, and its token.
 
@@ -195,7 +197,10 @@ def run_role(
         str | None, typer.Option(help="Serve the REST API at a HOST:PORT of its own (placement only).")
     ] = None,
 ) -> None:
-    """Run one worker as this process, until SIGTERM or SIGINT; start as many as you like."""
+    """Run one worker as this process.
+
+    Until SIGTERM or SIGINT, which drain it; start as many as you like.
+    """
     try:
         settings = settings_of(context)
         if api is not None:

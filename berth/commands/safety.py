@@ -33,12 +33,8 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import DESTROY, KEEP, Noted, PostgresSafety, Safety
 
-quarantine = typer.Typer(
-    no_args_is_help=True, help="Machines of ours that no record explains: kept until an operator decides."
-)
-breaker = typer.Typer(
-    no_args_is_help=True, help="Breakers: a service of which too much was lost or unexplained in one report."
-)
+quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an operator decides about them.")
+breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost in one report.")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
@@ -46,7 +42,7 @@ By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user
 
 @quarantine.command("list")
 def list_quarantine(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
-    """List the machines in quarantine, with what was decided about them."""
+    """List the machines in quarantine, and what was decided."""
 
     async def body() -> None:
         show_unexplained(
@@ -113,7 +109,7 @@ def list_breakers(context: typer.Context, cell: CellName = None, as_json: AsJson
                 ]
                 for name, one in found
             ]
-            render_rows(out, ["cell", "service", "", "lost", "quarantined", "over", "tripped"], rows)
+            render_rows(out, ["cell", "service", "state", "lost", "quarantined", "over", "tripped"], rows)
         return EXIT_NO if any(one.is_open for _, one in found) else 0
 
     run(body)
@@ -126,7 +122,10 @@ def reset(
     cell: CellName = None,
     by: By = None,
 ) -> None:
-    """Say go: what tripped the breaker may be destroyed or taken for lost. What comes later is judged anew."""
+    """Say go to what tripped the breaker.
+
+    It may be destroyed or taken for lost; what comes later is judged anew.
+    """
 
     async def body() -> None:
         here, done = database_of(settings_of(context)), []
@@ -169,7 +168,7 @@ def show_unexplained(found: Sequence[tuple[str, Noted]], as_json: bool) -> None:
         ]
         for name, one in found
     ]
-    render_rows(out, ["", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"], rows)
+    render_rows(out, ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"], rows)
 
 
 def _cells(here: Site, cell: str | None) -> Sequence[str]:

@@ -22,7 +22,10 @@ def trace_settings(
     hosts: Annotated[Path, typer.Argument(help="CSV of the hosts: cpu_milli, memory_mib, gpu, model.")],
     requests: Annotated[Path, typer.Argument(help="CSV of the requests, as for `berth load --trace`.")],
 ) -> None:
-    """Print settings with a real cluster's hosts and flavors, for --config of `berth up` and `berth load --trace`."""
+    """Print settings with a real cluster's hosts and flavors.
+
+    For --config of `berth up` and `berth load --trace`.
+    """
 
     async def body() -> None:
         try:

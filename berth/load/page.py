@@ -28,7 +28,8 @@ h1 { font-size: 22px; margin: 0 } h2 { font-size: 17px; margin: 32px 0 10px } p 
 .tiles div { min-width: 128px } .tiles b { display: block; font-size: 23px; line-height: 1.25 }
 .grid2 { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(620px, 100%), 1fr));
   align-items: start } .table { overflow-x: auto } .stack > * + * { margin-top: 14px }
-figcaption { font-weight: 600; margin-bottom: 6px } svg { display: block; width: 100%; height: auto }
+figcaption { font-weight: 600; margin-bottom: 6px } svg { display: block; width: 100%; min-width: 540px; height: auto }
+figure { overflow-x: auto }
 figure ul { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; padding: 0; margin: 8px 0 0;
   font-size: 13px; color: var(--soft); overflow-wrap: anywhere }
 figure i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px;

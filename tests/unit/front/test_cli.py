@@ -35,6 +35,13 @@ def test_help_cuts_nothing_off_in_80_columns() -> None:
     assert "`small=8,large=2,metal=1`" in re.sub(r"\s+", " ", text)
 
 
+@pytest.mark.parametrize("group", [(), ("dead-letters",), ("placement",), ("quarantine",), ("breaker",)])
+def test_what_a_command_is_for_is_told_whole(group: tuple[str, ...]) -> None:
+    commands = printed(*group, "--help").partition("Commands:")[2]
+    assert commands
+    assert [line for line in commands.splitlines() if line.rstrip().endswith("...")] == []
+
+
 def test_a_database_away_has_the_status_of_what_is_out_of_reach() -> None:
     stop = explain(DatabaseUnavailable("connection refused"))
     assert stop is not None
