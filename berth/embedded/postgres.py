@@ -12,9 +12,8 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote, urlencode
 
 from berth.embedded.process import (
@@ -22,10 +21,10 @@ from berth.embedded.process import (
     GuardedProcess,
     ServerFailed,
     ServerMissing,
-    Workspace,
     clean_environment,
     free_port,
 )
+from berth.embedded.server import PrivateServer
 
 SUPERUSER = "berth"
 INITDB_TIMEOUT_S = 60.0
@@ -51,23 +50,29 @@ COMMON = {
 FAST = {"fsync": "off", "full_page_writes": "off", "shared_buffers": "'64MB'"}
 
 
-class Postgres:
+class Postgres(PrivateServer):
     """A private PostgreSQL server. `with Postgres() as server: server.url("postgres")`.
 
-    directory: keep the data there (None: temporary). durable: fsync on. tcp: also listen on a free port of
-    127.0.0.1, with a password. binaries: a directory with `postgres` and `initdb` (None: the wheel's, then Debian's).
+    durable: fsync on. tcp: also listen on a free port of 127.0.0.1, with a password. binaries: a directory with
+    `postgres` and `initdb` (None: the wheel's, then Debian's). settings: for postgresql.conf, beside ours.
     """
 
     def __init__(
-        self, directory: Path | None = None, *, durable: bool = False, tcp: bool = False, binaries: Path | None = None
+        self,
+        directory: Path | None = None,
+        *,
+        durable: bool = False,
+        tcp: bool = False,
+        binaries: Path | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(directory, "berth-pg-")
         self._durable = durable
+        self.settings = dict(settings or {})
         self._account = Account(ACCOUNTS)
         self._binaries = runnable_by(self._account, binaries or find_binaries())
         self.port = free_port() if tcp else 5432
         self._tcp = tcp
-        self._process: GuardedProcess | None = None
-        self._work = Workspace(directory, "berth-pg-")
         self._data = self._work.path / "data"
         self._password_file = self._work.path / "password"
         self._sockets = self._work.path
@@ -78,18 +83,6 @@ class Postgres:
         except BaseException:
             self.stop()
             raise
-
-    def start(self) -> Self:
-        """Make the data directory when there is none, start the server and wait until it answers.
-
-        A server that does not start leaves nothing behind: a temporary directory goes. Raises ServerFailed.
-        """
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def _start(self) -> None:
         if not (self._data / "PG_VERSION").exists():
@@ -106,29 +99,9 @@ class Postgres:
             else:
                 break
 
-    def stop(self) -> None:
-        """Stop the server and, when its directory was temporary, remove it."""
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-        self._work.remove()
+    def _clear(self) -> None:
         if self._sockets != self._work.path:
             shutil.rmtree(self._sockets, ignore_errors=True)
-
-    def shut_down(self) -> None:
-        """Stop the server and keep its data: `start` brings it back."""
-        if self._process is not None:
-            self._process.stop()
-
-    def kill(self) -> None:
-        """End the server as a crash would; `start` recovers from the log."""
-        if self._process is not None:
-            self._process.kill()
-
-    @property
-    def pid(self) -> int:
-        """The server's process id; 0 when it does not run."""
-        return self._process.pid if self._process is not None and self._process.running else 0
 
     def url(self, database: str = "postgres") -> str:
         """The URL of one database of this server, through its Unix socket."""
@@ -140,14 +113,6 @@ class Postgres:
         assert self._tcp, "started without tcp"
         password = self._password_file.read_text().strip()
         return f"postgresql://{SUPERUSER}:{password}@127.0.0.1:{self.port}/{quote(database)}"
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def _spawn(self) -> GuardedProcess:
         return GuardedProcess(
@@ -191,7 +156,7 @@ class Postgres:
     def _write_settings(self) -> None:
         settings = COMMON | ({} if self._durable else FAST)
         settings |= {"listen_addresses": "'127.0.0.1'" if self._tcp else "''", "port": str(self.port)}
-        settings["unix_socket_directories"] = f"'{self._sockets}'"
+        settings |= {"unix_socket_directories": f"'{self._sockets}'", **self.settings}
         path = self._data / "postgresql.auto.conf"
         path.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
         self._account.own(path)

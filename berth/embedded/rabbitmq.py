@@ -12,8 +12,6 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
 from berth.embedded.process import (
@@ -22,10 +20,10 @@ from berth.embedded.process import (
     GuardedProcess,
     ServerFailed,
     ServerMissing,
-    Workspace,
     free_port,
     listening,
 )
+from berth.embedded.server import PrivateServer
 
 ADMIN = "berth"
 COMMAND_TIMEOUT_S = 60.0
@@ -42,45 +40,39 @@ SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 # The distribution's /usr/sbin wrappers change to the machine's rabbitmq user and home; these scripts do not.
 
 
-class RabbitMQ:
+class RabbitMQ(PrivateServer):
     """A private broker. `with RabbitMQ() as broker: broker.url()`.
 
-    directory: keep data and logs there (None: temporary); another broker made on it later goes on with the same node,
-    password and messages. The administrator's user name is `berth`, its password random; vhost `/` exists. Only listens
-    on 127.0.0.1.
+    Another one made on its directory later goes on with the same node, password and messages. The administrator's user
+    name is `berth`, its password random; vhost `/` exists. Only listens on 127.0.0.1. config: lines for rabbitmq.conf,
+    beside ours. beside: another one, with which it can `join` a cluster; that one is started first and stopped last.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    stop_timeout_s = STOP_TIMEOUT_S
+
+    def __init__(self, directory: Path | None = None, *, config: str = "", beside: RabbitMQ | None = None) -> None:
         self._scripts = find_scripts()
-        self._work = Workspace(directory, "berth-mq-")
-        self._process: GuardedProcess | None = None
+        super().__init__(directory, "berth-mq-")
+        self._config = config
+        self._beside = beside
         self._epmd: GuardedProcess | None = None
         self.port = free_port()
         self._distribution_port = free_port()
-        self._epmd_port = free_port()
+        self._epmd_port: int = free_port() if beside is None else beside._epmd_port
+        self._cookie = self._work.path / ".erlang.cookie"
         self._identity = self._work.path / "identity.json"
+        self.node: str
+        self.password: str
         self.node, self.password = self._known() or (
             f"berth-{uuid.uuid4().hex[:10]}@localhost",
-            secrets.token_urlsafe(18),
+            secrets.token_urlsafe(18) if beside is None else beside.password,
         )
-
-    def start(self) -> Self:
-        """Start the broker on its data and wait until it takes connections.
-
-        A broker that does not start leaves nothing behind: a temporary directory goes. Raises ServerFailed.
-        """
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def _start(self) -> None:
         if not (self._work.path / "definitions.json").exists():
             self._initialise()
         self._configure()
-        if self._epmd is None or not self._epmd.running:
+        if self._beside is None and (self._epmd is None or not self._epmd.running):
             self._start_epmd()
         self._process = GuardedProcess(
             [str(self._scripts / "rabbitmq-server")],
@@ -92,28 +84,16 @@ class RabbitMQ:
         )
         self._process.wait_until(self._ready)
 
-    def stop(self) -> None:
-        """Stop the broker and, when its directory was temporary, remove it."""
-        self.shut_down()
+    def join(self) -> None:
+        """Become a node of the cluster of the broker beside which this one runs; what it held is gone."""
+        assert self._beside is not None, "made with beside="
+        for command in (("stop_app",), ("join_cluster", self._beside.node), ("start_app",)):
+            self.control(*command)
+
+    def _clear(self) -> None:
         if self._epmd is not None:
             self._epmd.stop()
-        self._process = self._epmd = None
-        self._work.remove()
-
-    def shut_down(self) -> None:
-        """Stop the broker in good order and keep its data: `start` brings it back on the same port."""
-        if self._process is not None:
-            self._process.stop(timeout_s=STOP_TIMEOUT_S)
-
-    def kill(self) -> None:
-        """End the broker as a crash would; `start` brings it back on the same data and port."""
-        if self._process is not None:
-            self._process.kill()
-
-    @property
-    def pid(self) -> int:
-        """The broker's process id; 0 when it does not run."""
-        return self._process.pid if self._process is not None and self._process.running else 0
+        self._epmd = None
 
     def url(self, vhost: str = "/", *, user: str = ADMIN, password: str | None = None) -> str:
         """The AMQP URL of a vhost, as the administrator or as the given user."""
@@ -196,14 +176,6 @@ class RabbitMQ:
     def _registered(self) -> bytes:
         return b"".join(path.read_bytes() for path in self._work.path.glob("data/*/quorum/*/names.dets"))
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     def _known(self) -> tuple[str, str] | None:
         """Node name and password of the broker that was here before."""
         try:
@@ -214,9 +186,10 @@ class RabbitMQ:
 
     def _initialise(self) -> None:
         home = self._work.path
-        cookie = home / ".erlang.cookie"
+        cookie = self._cookie
         cookie.touch(mode=0o600)
-        cookie.write_text(secrets.token_hex(16).upper())
+        shared = self._beside._cookie if self._beside is not None else None
+        cookie.write_text(shared.read_text() if shared is not None else secrets.token_hex(16).upper())
         cookie.chmod(0o400)
         (home / "enabled_plugins").write_text("[].\n")
         definitions = {
@@ -240,6 +213,7 @@ class RabbitMQ:
             "log.file.level = warning\n"
             "vm_memory_high_watermark.absolute = 2GB\n"
             "disk_free_limit.absolute = 50MB\n"
+            f"{self._config}"
         )
         (home / "advanced.config").write_text(
             f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {DEAD_LETTER_AGAIN_MS}}}]}}].\n"

@@ -1,0 +1,120 @@
+"""Several servers that are one: a RabbitMQ cluster of three nodes, a PostgreSQL with a synchronous stand-by."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
+
+import asyncpg
+
+from berth.embedded.postgres import SUPERUSER, Postgres
+from berth.embedded.process import ServerFailed
+from berth.embedded.rabbitmq import ADMIN, RabbitMQ
+
+NODES = 3
+STAND_BY = "standby"
+PATIENCE_S = 60.0
+POLL_S = 0.1
+
+
+class BrokerCluster:
+    """Nodes of one RabbitMQ cluster, each with its port on loopback."""
+
+    def __init__(self, nodes: tuple[RabbitMQ, ...]) -> None:
+        self.nodes = nodes
+
+    def url(self, vhost: str) -> str:
+        """One URL that names all the nodes."""
+        login = f"{ADMIN}:{quote(self.nodes[0].password, safe='')}"
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"amqp://{login}@{hosts}/{quote(vhost, safe='')}"
+
+    def connections(self) -> Counter[str]:
+        """How many clients each node serves, by the node's name."""
+        pids = self.nodes[0].control("list_connections", "pid", "--no-table-headers").split()
+        return Counter(pid.strip("<>").rsplit(".", 3)[0] for pid in pids)
+
+    def busiest(self) -> RabbitMQ:
+        """The node that serves the most clients."""
+        name = self.connections().most_common(1)[0][0]
+        return next(node for node in self.nodes if node.node == name)
+
+
+@contextlib.contextmanager
+def broker_cluster() -> Iterator[BrokerCluster]:
+    """Three nodes, joined, for as long as the block runs."""
+    with RabbitMQ() as first, ThreadPoolExecutor(NODES) as pool, contextlib.ExitStack() as others:
+        nodes = [RabbitMQ(beside=first) for _ in range(NODES - 1)]
+        for node in nodes:
+            others.callback(node.stop)
+        for started in [pool.submit(node.start) for node in nodes]:
+            started.result()
+        for node in nodes:
+            node.join()
+        yield BrokerCluster((first, *nodes))
+
+
+class StandBy(Postgres):
+    """A copy of a running server that follows it; `promote` makes it take writes."""
+
+    def __init__(self, primary: Postgres) -> None:
+        conninfo = f"host={primary._sockets} port={primary.port} user={SUPERUSER} application_name={STAND_BY}"
+        super().__init__(tcp=True, settings={"primary_conninfo": f"'{conninfo}'"})
+        self._primary = primary
+
+    def promote(self) -> None:
+        """Leave the primary that is gone, and take writes."""
+        done = self._account.run(self._binaries / "pg_ctl", "promote", "-D", str(self._data))
+        if done.returncode != 0:
+            raise ServerFailed(done.stdout + done.stderr)
+
+    def _initialise(self) -> None:
+        source = ("-h", str(self._primary._sockets), "-p", str(self._primary.port), "-U", SUPERUSER)
+        command = (self._binaries / "pg_basebackup", "-D", str(self._data), *source, "-X", "stream", "-c", "fast")
+        done = self._account.run(*command)
+        if done.returncode != 0:
+            raise ServerFailed(done.stdout + done.stderr)
+        (self._data / "standby.signal").touch()
+        shutil.copy(self._primary._password_file, self._password_file)
+
+
+class DatabasePair:
+    """A primary, and a stand-by that has each commit before it is confirmed."""
+
+    def __init__(self, primary: Postgres, stand_by: StandBy) -> None:
+        self.primary = primary
+        self.stand_by = stand_by
+
+    @property
+    def url(self) -> str:
+        """One URL that names both."""
+        login, _, rest = self.primary.tcp_url().rpartition("@")
+        first, _, name = rest.partition("/")
+        return f"{login}@{first},127.0.0.1:{self.stand_by.port}/{name}"
+
+
+@contextlib.contextmanager
+def database_pair() -> Iterator[DatabasePair]:
+    """Both, the stand-by synchronous, for as long as the block runs."""
+    with Postgres(tcp=True) as primary, StandBy(primary) as stand_by:
+        asyncio.run(_make_synchronous(primary.url()))
+        yield DatabasePair(primary, stand_by)
+
+
+async def _make_synchronous(url: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{STAND_BY}'")
+        await connection.execute("SELECT pg_reload_conf()")
+        until = time.monotonic() + PATIENCE_S
+        while await connection.fetchval("SELECT sync_state FROM pg_stat_replication") != "sync":
+            assert time.monotonic() < until, "the stand-by did not become synchronous"
+            await asyncio.sleep(POLL_S)
+    finally:
+        await connection.close()
