@@ -13,6 +13,7 @@ from bus.service.service import Service
 from .config import ConductorConfig
 from .engine import Engine
 from .handlers import HostHandlers, RequestHandlers
+from .lease_keeper import LeaseKeeper
 from .side_tasks import ReportRequester, purge_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
@@ -20,6 +21,7 @@ from .store.postgres import PostgresInstances
 REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
 HOSTS = "conductor.hosts.{process}"
+LEASES = "conductor.leases.{process}"
 # Declared here too: what a cell announces before its first scheduler listens must not be lost.
 ANNOUNCED_TO = "scheduler.builds"
 
@@ -40,13 +42,14 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     store = store if store is not None else PostgresInstances(env.database(f"cell_{cell}"))
     bus = env.bus(cell)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
-    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell)
+    keeper = LeaseKeeper(store, bus, clock=env.clock, config=config, cell=cell, process=env.process)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, away=keeper.away)
     requests = RequestHandlers(engine, env.clock)
     hosts = HostHandlers(engine, store, env.clock, config, bus)
     reporter = ReportRequester(bus, env.clock, config)
 
     async def declare() -> None:
-        for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS):
+        for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS, LEASES):
             await bus.declare(queue)
 
     service.resource(store.open, store.close)
@@ -56,6 +59,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.task("deadlines", lambda: sweep_forever(engine, env.clock, config))
     service.task("retention", lambda: purge_forever(store, env.clock, config))
     service.task("reports", reporter.run)
+    service.task("leases", lambda: keeper.run(engine))
     for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
         consumer = bus.consumer(
             queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
@@ -64,6 +68,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         service.check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
     # One at a time: the newest report of a service decides, so their order is kept.
     service.consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
+    # A queue of their own: a report waits for the database, and a heartbeat that waits behind it would be missing.
+    service.consumer(bus.consumer(LEASES, keeper.heard, max_batch=config.max_batch, concurrency=1))
     service.check("bus", lambda: bus.transport.connected)
     service.check("database", lambda: store.ready)
     service.drain(relay.drain)

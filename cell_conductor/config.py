@@ -19,6 +19,9 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     a host that does not confirm, at first; destroy_longest_s: later. report_grace_s: a host's report only counts
     against an instance when it was made this long after the instance's last command, so that a report on its way
     cannot kill a young build.
+    missed_beats: so many heartbeats of a compute service in a row are missing, while the bus delivers, before it counts
+    as silent: its builds go to other services, and schedulers choose none of its hosts. services_keep_s: how long a
+    service that is away stays on record.
     breaker_limit: so many machines of one compute service may be lost, newly quarantined or found over in one report;
     more trip its breaker, and nothing of it is destroyed or taken for lost until an operator says go.
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
@@ -40,6 +43,8 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch: Annotated[int, Bound(ge=1, le=1000)] = 128
     concurrency: Annotated[int, Bound(ge=1, le=16)] = 2
     prefetch: Annotated[int, Bound(ge=1, le=65_535)] = 512
+    missed_beats: Annotated[int, Bound(ge=2, le=1000)] = 5
+    services_keep_s: Annotated[float, Bound(ge=86_400)] = 7 * 86_400.0
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
     deleted_keep_s: Seconds = 86_400.0
     failed_keep_s: Annotated[float, Bound(gt=0)] = 8 * 86_400.0

@@ -6,7 +6,7 @@ The only place where an instance changes. Everything works on whole batches; sev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import structlog
@@ -27,6 +27,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, Claimed, ClaimRefused, Event, Released, TimedOut
 from .domain.instance import Instance, State
+from .domain.leases import Lease
 from .domain.rules import Timeouts
 from .domain.table import IllegalStep, step, wanted
 from .store.port import DatabaseChange, InstanceStore, Transaction
@@ -83,13 +84,22 @@ class Engine:
     """Moves the instances of one cell."""
 
     def __init__(
-        self, *, store: InstanceStore, bus: Bus, relay: Sender, clock: Clock, config: ConductorConfig, cell: str
+        self,
+        *,
+        store: InstanceStore,
+        bus: Bus,
+        relay: Sender,
+        clock: Clock,
+        config: ConductorConfig,
+        cell: str,
+        away: Callable[[], Mapping[str, Lease]] = dict,
     ) -> None:
         self._store = store
         self._bus = bus
         self._relay = relay
         self._clock = clock
         self._config = config
+        self._away = away
         self._asking: set[str] = set()
         self._timeouts = Timeouts(
             cell=cell,
@@ -216,7 +226,7 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        timeouts = replace(self._timeouts, deployment=self._store.deployment)
+        timeouts = replace(self._timeouts, deployment=self._store.deployment, away=self._away())
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
             stepped = step(before, instance_event.event, timeouts)

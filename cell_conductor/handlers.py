@@ -66,7 +66,7 @@ class HostHandlers:
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ComputeHosts; heartbeats say nothing about instances."""
+        """ComputeHosts."""
         for received in batch:
             message = received.message
             if isinstance(message, ComputeHosts) and self._newest.is_news(message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
@@ -30,6 +30,8 @@ UNASKED = Counter(
     "Placement's answers to what no record has asked, by state and answer: the database was set back or replaced.",
     ["state", "answer"],
 )
+SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])
+AWAY = Gauge("berth_conductor_services_away", "Compute services that take no builds now: silent, or stopped.")
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 

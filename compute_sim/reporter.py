@@ -209,6 +209,7 @@ class Reporter:
                     epoch=self._records.epoch,
                     sequence=self._sequence,
                     leaving=leaving,
+                    every_s=self._heartbeat_s,
                 )
             )
 

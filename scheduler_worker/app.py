@@ -9,7 +9,7 @@ from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import ComputeHosts, Heartbeat, ReportHosts
+from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.persistence.outbox import Relay
 from bus.port import BusError
 from bus.service.environment import Environment
@@ -33,7 +33,7 @@ from scheduler_worker.store.postgres import PostgresBuilds
 
 
 class HostsListener:
-    """Keeps the host table: applies announcements, and asks for them at start, after a reconnect, and periodically."""
+    """Keeps the host table: applies announcements and digests, and asks for announcements when some may be missing."""
 
     def __init__(self, bus: Bus, table: HostTable, *, clock: Clock, rng: random.Random, again_s: float) -> None:
         self._bus = bus
@@ -48,7 +48,7 @@ class HostsListener:
         now_s = self._clock.monotonic()
         for received in batch:
             message = received.message
-            if isinstance(message, ComputeHosts | Heartbeat) and message.cell == self._bus.name:
+            if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
         return [Done()] * len(batch)
@@ -185,7 +185,7 @@ def _requests(
     engine: SchedulingEngine,
     config: SchedulerConfig,
 ) -> None:
-    queries = QueryHandler(store, selector, clock=env.clock, service_down_time_s=config.service_down_time_s)
+    queries = QueryHandler(store, selector)
     requests = RequestHandler(engine, tuple(config.flavors), clock=env.clock, config=config)
     service.consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
     service.consumer(

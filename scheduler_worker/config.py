@@ -124,7 +124,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     quotas: dict[str, Quota] = {}  # by project, instead of the default
 
     # Hosts
-    service_down_time_s: Seconds = 60.0
     hosts_warmup_s: Seconds = 5.0  # after a start, hosts may still be announced: requests are retried, not failed
     cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are unavailable; those are connected to later
     report_again_s: Seconds = 300.0  # hosts are asked again so often, in case an announcement was lost

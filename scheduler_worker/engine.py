@@ -266,7 +266,7 @@ class SchedulingEngine:
             for pending, spec in specs
             if isinstance(spec, RequestSpec) and not has_peers(pending.request)
         }
-        decisions, chosen = self._decision_round(started_s), dict[str, Attempt]()
+        decisions, chosen = self._decision_round(), dict[str, Attempt]()
         for uuid, attempt in attempts.items():
             with suppress(QueryTooWide):
                 choice = decisions.choose(attempt)
@@ -279,7 +279,7 @@ class SchedulingEngine:
     def _decide(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """One synchronous pass: each choice is assumed, so that the next one sees it."""
         started_s = self._clock.monotonic()
-        decisions = self._decision_round(started_s)
+        decisions = self._decision_round()
         decided = [decisions.decide(attempt) for attempt in attempts]
         pairs = zip(attempts, decided, strict=True)
         chosen = sum(after.choice is not None and not before.chosen_ahead for before, after in pairs)
@@ -288,10 +288,10 @@ class SchedulingEngine:
         metrics.STAGE_S.labels("decide").observe(ended_s - started_s)
         return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
 
-    def _decision_round(self, now_s: float) -> DecisionRound:
+    def _decision_round(self) -> DecisionRound:
         subset = self._spread.subset(self._config.host_subset_size, self._config.max_subset_size)
         metrics.SUBSET.set(subset)
-        return DecisionRound(self._selector, self._rng, now_s=now_s, subset=subset)
+        return DecisionRound(self._selector, self._rng, subset=subset)
 
     def _drop(self, attempts: Iterable[Attempt]) -> None:
         """Assume no longer what was chosen and not claimed."""
@@ -368,12 +368,12 @@ class SchedulingEngine:
         started_s = self._clock.monotonic()
         claims = [claim_of(one, self._config.quota_of(one.request.project_id)) for one in attempts]
         answers = await self._claims.submit(claims)
-        now, now_s, lost = self._clock.time(), self._clock.monotonic(), 0
+        now, lost = self._clock.time(), 0
         after: dict[str, Attempt] = {}
         for attempt, answer in zip(attempts, answers, strict=True):
             metrics.claimed(answer, retried=attempt.choice is not None and _is_lost(answer))
             lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
-            stepped = step(attempt, answer, self._selector, now=now, now_s=now_s)
+            stepped = step(attempt, answer, self._selector, now=now)
             uuid = attempt.request.instance_uuid
             for command in stepped.commands:
                 if isinstance(command, Assume):

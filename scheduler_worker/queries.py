@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
 from bus.faults import DatabaseUnavailable
@@ -19,11 +18,9 @@ from scheduler_worker.store.port import SchedulerStore
 class QueryHandler:
     """Handles queue `scheduler.queries`."""
 
-    def __init__(self, store: SchedulerStore, selector: Selector, *, clock: Clock, service_down_time_s: float) -> None:
+    def __init__(self, store: SchedulerStore, selector: Selector) -> None:
         self._store = store
         self._selector = selector
-        self._clock = clock
-        self._service_down_time_s = service_down_time_s
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """One after another: queries are rare."""
@@ -43,7 +40,7 @@ class QueryHandler:
     def hosts(self, query: HostsQuery) -> HostsPage:
         """The hosts of the replica by name, with what their compute services announce."""
         book, table = self._selector.book, self._selector.table
-        down = table.down(self._clock.monotonic(), self._service_down_time_s)
+        down = table.down()
         rows = [row for row in book.rows_of_roots().tolist() if self._matches(row, query, down)]
         rows = sorted(rows, key=book.name_of)[: query.limit]
         asked = np.array(rows, dtype=np.intp)

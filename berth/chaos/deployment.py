@@ -75,7 +75,7 @@ def _tuned(settings: Settings, directory: Path) -> Settings:
     return replace(
         settings,
         compute=replace(settings.compute, state_dir=str(directory / "machines"), report_s=20.0),
-        scheduler=replace(settings.scheduler, service_down_time_s=10.0, build_timeout_s=40.0),
+        scheduler=replace(settings.scheduler, build_timeout_s=40.0),
         conductor=replace(settings.conductor, destroy_again_s=8.0, report_grace_s=15.0, report_every_s=20.0),
     )
 

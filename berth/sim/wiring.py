@@ -39,7 +39,6 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
 
 BUILD_TIMEOUT_S = 20.0
-DOWN_S = 10.0  # five heartbeats
 
 PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_s=1.0)
 CONDUCTOR = ConductorConfig(
@@ -79,7 +78,6 @@ def scheduler(plan: Plan) -> SchedulerConfig:
     config = SchedulerConfig(
         host_subset_size=plan.subset,
         build_timeout_s=BUILD_TIMEOUT_S,
-        service_down_time_s=DOWN_S,
         default_quota=plan.quota,
         quotas=plan.quotas,
     )

@@ -126,6 +126,17 @@ class HostMissing(Event, frozen=True, kw_only=True):
     look: Look | None = None
 
 
+class ServiceLost(Event, frozen=True, kw_only=True):
+    """A compute service is silent, or was stopped and did not come back: its builds are not waited for.
+
+    code, reason: which of the two (see `leases`). It proves nothing of its machines.
+    """
+
+    service: str
+    code: str
+    reason: str = ""
+
+
 EVENTS: tuple[type[Event], ...] = (
     BuildAsked,
     DeleteAsked,
@@ -138,4 +149,5 @@ EVENTS: tuple[type[Event], ...] = (
     Released,
     HostRuns,
     HostMissing,
+    ServiceLost,
 )

@@ -6,6 +6,8 @@ destroying what should not run. Commands are the contract's own messages, ready 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -25,22 +27,29 @@ from .events import (
     HostMissing,
     HostRuns,
     Released,
+    ServiceLost,
     Spawned,
     SpawnFailed,
     TimedOut,
 )
 from .instance import Instance, State
+from .leases import Lease
 from .proof import is_over
+
+# Of an alternate, or a first host, whose service was away when its turn came.
+NOT_TRIED = "not_tried"
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
     """How long the machine waits, and where it is (`cell` is named in every announcement).
 
-    deployment: the identity of the cell's database, which every machine is marked with.
+    deployment: the identity of the cell's database, which every machine is marked with. away: compute services that
+    take no builds now, so that none is begun there while another host can be tried.
     """
 
     cell: str
     deployment: str | None = None
+    away: Mapping[str, Lease] = {}
     ask_again_s: float = 15.0
     answer_s: float = 10.0
     destroy_again_s: float = 30.0
@@ -61,8 +70,14 @@ def keep(instance: Instance, event: object, timeouts: Timeouts) -> Step:
 
 
 def begin(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
-    """The first selection, claimed under attempt 1, is commanded."""
-    return _spawn(_adopt(instance, event), event.at, timeouts)
+    """The first selection, claimed under attempt 1, is commanded; unless its service is away and another's is not."""
+    adopted = _adopt(instance, event)
+    away = timeouts.away.get(adopted.here.service)
+    if away is None or not _has_somewhere_to_go(adopted, timeouts):
+        return _spawn(adopted, event.at, timeouts)
+    # Nothing was commanded there, so nothing has to be destroyed.
+    passed = _noted(adopted, NOT_TRIED, at=event.at, code=away.code, reason=away.reason)
+    return Step(_ask(_without_away(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 
 
 def begin_again(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
@@ -163,6 +178,19 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
         order = replace(_destroy_here(instance, timeouts), unless_built=True)
         return Step(replace(instance, asked=True, deadline=event.at + wait_s), (order,))
     return _over_time(instance, event, timeouts)
+
+
+def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) -> Step:
+    """Its service is not waited for: fence the attempt there, then claim the next alternate that is elsewhere.
+
+    Without one it waits for its deadline, in case the service comes back. What the lost service may have built, or
+    still builds, is an attempt that is over: when it is heard of again, the record proves that and it is destroyed.
+    A record that is doubted proves nothing, so that build waits for its host.
+    """
+    if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, timeouts):
+        return Step(instance)
+    failed = _noted(instance, "failed", at=event.at, code=event.code, reason=event.reason)
+    return _next(replace(failed, stamps=_stamped(failed, event)), event.at, timeouts)
 
 
 def vanish(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
@@ -322,9 +350,34 @@ def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeou
 
 def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
+    instance = _without_away(instance, at, timeouts)
     if not instance.alternates:
         return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_story(instance))
     return Step(_ask(instance, State.RECLAIMING, at, timeouts), (_destroy_here(instance, timeouts),))
+
+
+def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
+    return any(selection.service not in timeouts.away for selection in instance.alternates)
+
+
+def _without_away(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+    """Alternates whose service is away are passed over, and written down: a question to placement is never changed."""
+    passed = [selection for selection in instance.alternates if selection.service in timeouts.away]
+    if not passed:
+        return instance
+    notes = tuple(
+        AttemptRecord(
+            attempt=instance.attempt + 1,
+            host=selection.host,
+            outcome=NOT_TRIED,
+            code=timeouts.away[selection.service].code,
+            at=at,
+        )
+        for selection in passed
+    )
+    kept = tuple(selection for selection in instance.alternates if selection.service not in timeouts.away)
+    tried = instance.selections[: instance.position + 1]
+    return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 
 
 def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, reason: str) -> Step:
@@ -479,7 +532,11 @@ def _story(instance: Instance) -> str:
         + (f" ({record.code}{': ' if record.reason else ''}{record.reason})" if record.code else "")
         for record in instance.history
     )
-    return f"{len(instance.history)} of {len(instance.selections)} hosts tried, none is left. {tries}"
+    passed = sum(record.outcome == NOT_TRIED for record in instance.history)
+    hosts = len(instance.selections) + sum(
+        record.outcome == NOT_TRIED and record.attempt > 1 for record in instance.history
+    )
+    return f"{len(instance.history) - passed} of {hosts} hosts tried, none is left. {tries}"
 
 
 def _cut(reason: str) -> str:

@@ -21,6 +21,7 @@ from .events import (
     HostMissing,
     HostRuns,
     Released,
+    ServiceLost,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -57,7 +58,7 @@ AGAIN = Rule(rules.ask_again)
 # a deadline, and Claimed, ClaimRefused and Released only after the state that asks for them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
-        BuildAsked: Rule(rules.begin, (State.BUILDING,)),
+        BuildAsked: Rule(rules.begin, (State.BUILDING, State.RECLAIMING)),
         DeleteAsked: Rule(rules.tombstone, (State.TOMBSTONE,)),
         Spawned: KEEP,  # no record proves nothing: the database may be new, another's, or older than the machine
         SpawnFailed: KEEP,
@@ -68,6 +69,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: KEEP,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.TOMBSTONE: {
         BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),
@@ -81,6 +83,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.BUILDING: {
         BuildAsked: KEEP,
@@ -94,6 +97,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
         HostMissing: KEEP,  # it may not have started yet: the deadline decides
+        ServiceLost: Rule(rules.leave_service, (State.RECLAIMING,)),
     },
     State.RECLAIMING: {
         BuildAsked: KEEP,
@@ -107,6 +111,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.ABANDONING: {
         BuildAsked: KEEP,
@@ -120,6 +125,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.ACTIVE: {
         BuildAsked: KEEP,
@@ -133,6 +139,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: STAY_UP,
         HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
+        ServiceLost: KEEP,  # its machines may run: only a person, or a fence, can say that they do not
     },
     State.GIVING_UP: {
         BuildAsked: KEEP,
@@ -146,9 +153,10 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: Rule(rules.end_failed, (State.FAILED,)),
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.FAILED: {
-        BuildAsked: Rule(rules.begin_again, (State.BUILDING,)),
+        BuildAsked: Rule(rules.begin_again, (State.BUILDING, State.RECLAIMING)),
         DeleteAsked: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: KEEP,
@@ -159,6 +167,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: KEEP,
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.DELETING: {
         BuildAsked: KEEP,
@@ -172,6 +181,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: None,
         HostRuns: REPEAT_DESTROY,
         HostMissing: Rule(rules.let_go, (State.RELEASING,)),
+        ServiceLost: KEEP,  # the order waits in its queue, and the allocation with it
     },
     State.RELEASING: {
         BuildAsked: KEEP,
@@ -185,6 +195,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: Rule(rules.end_deleted, (State.DELETED,)),
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
     State.DELETED: {
         BuildAsked: KEEP,
@@ -198,6 +209,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Released: KEEP,
         HostRuns: DESTROY_ORPHAN,
         HostMissing: KEEP,
+        ServiceLost: KEEP,
     },
 }
 

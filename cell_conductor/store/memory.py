@@ -16,7 +16,9 @@ from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
+from cell_conductor.domain.leases import Lease
 
+from .memory_leases import Keeper, MemoryLeases
 from .memory_safety import MemorySafety
 from .port import Brief, DatabaseChange, KnownDatabase
 from .safety import Noted
@@ -28,7 +30,7 @@ HANDLER = "conductor"
 class MemoryInstanceTable(MemoryDatabase):
     """The committed instances of one cell; it outlives the conductors."""
 
-    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers", "origin")
+    ROWS = (*MemoryDatabase.ROWS, "instances", "unexplained", "breakers", "origin", "leases", "lease_keeper")
 
     def __init__(self, *arguments: object, deployment: str | None = None, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -38,6 +40,8 @@ class MemoryInstanceTable(MemoryDatabase):
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], Noted] = {}
         self.breakers: dict[str, Breaker] = {}
+        self.leases: dict[str, Lease] = {}
+        self.lease_keeper: dict[str, Keeper] = {}
 
 
 class MemoryTransaction:
@@ -176,6 +180,7 @@ class MemoryInstances:
         self.outbox = MemoryRows(session)
         self.safety = MemorySafety(session.database, session)
         self._seen = KnownDatabase()
+        self.leases = MemoryLeases(session.database, session)
         self.ready = False
 
     @property
@@ -220,6 +225,17 @@ class MemoryInstances:
                 Brief(i.uuid, i.state, i.host_uuid, i.here.service if i.selections else "", i.attempt, i.since)
                 for i in self._table.instances.values()
                 if i.uuid in named or (i.state in (State.ACTIVE, State.DELETING) and i.host_uuid in hosts)
+            ]
+
+    async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
+        """What these compute services were told to build."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            named = frozenset(services)
+            return [
+                (uuid, instance.here.service)
+                for uuid, instance in sorted(self._table.instances.items())
+                if instance.state is State.BUILDING and instance.here.service in named
             ]
 
     async def purge_deleted(self, before: float, limit: int) -> int:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from bus.persistence.outbox import OutboxMessage, Rows
 from cell_conductor.domain.instance import Instance, State
 
+from .leases import LeaseStore
 from .safety import Safety
 
 
@@ -101,6 +102,10 @@ class InstanceStore(Protocol):
         """What is reported and left alone, and the breakers, in the same schema."""
 
     @property
+    def leases(self) -> LeaseStore:
+        """What is believed of the cell's compute services, in the same schema."""
+
+    @property
     def deployment(self) -> str:
         """The identity of this cell's database: a uuid made once with its schema. Known once it has been open.
 
@@ -127,6 +132,9 @@ class InstanceStore(Protocol):
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts (active or deleting there), and these instances whatever they are."""
+
+    async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
+        """(uuid, service) of the instances that these compute services were told to build, by uuid."""
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""

@@ -20,6 +20,7 @@ from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.instance import UNDER_WAY, Instance, State
 
 from . import rows
+from .leases import PostgresLeases
 from .port import Brief, DatabaseChange, KnownDatabase
 from .safety import PostgresSafety
 from .unit_of_work import InstanceWrites, OptimisticTransaction
@@ -45,13 +46,20 @@ UPDATE = rows.numbered(rows.UPDATE)
 READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
 # The states whose host must run the instance (active) or may still run it (deleting): the partial index's condition.
-_BRIEF = """
+_SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+_BRIEF = f"""
 SELECT uuid, state, host_uuid,
-    coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '') AS service,
+    {_SERVICE} AS service,
     attempt, since
 FROM instances
 """
 BRIEFS_OF_HOSTS = f"{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'deleting')"
+# Whatever is being built has a deadline, so the few rows that are under way are found by its index.
+BUILDING_AT = f"""
+SELECT uuid, service FROM (
+    SELECT uuid, {_SERVICE} AS service FROM instances WHERE deadline IS NOT NULL AND state = 'building') AS building
+WHERE service = ANY($1::text[]) ORDER BY uuid
+"""
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
@@ -154,6 +162,7 @@ class PostgresInstances:
         self._cache: VersionCache[Instance] = VersionCache(database)
         self._seen = KnownDatabase()
         self.safety = PostgresSafety(database)
+        self.leases = PostgresLeases(database)
         self.outbox = outbox.PostgresRows(database)
 
     @property
@@ -212,6 +221,11 @@ class PostgresInstances:
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
         return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in found]
+
+    async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
+        """What these compute services were told to build."""
+        async with self._database.raw() as connection:
+            return [(row[0], row[1]) for row in await connection.fetch(BUILDING_AT, list(services))]
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop instances that were deleted before, at most so many."""

@@ -76,6 +76,25 @@ CREATE TABLE breakers (
     record json NOT NULL
 );
 
+-- What is believed of each compute service (cell_conductor.domain.leases). every_s: how often it sends a heartbeat;
+-- since: of its standing, in seconds since the epoch.
+CREATE TABLE leases (
+    service text PRIMARY KEY,
+    epoch bigint NOT NULL,
+    every_s double precision NOT NULL,
+    standing text NOT NULL,
+    since double precision NOT NULL,
+    reason text NOT NULL
+);
+
+-- The conductor that records and tells the leases, until when; its term rises with each change of keeper.
+CREATE TABLE lease_keeper (
+    process text NOT NULL,
+    term bigint NOT NULL,
+    until timestamptz NOT NULL,
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
 -- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
 -- writing it would cost.

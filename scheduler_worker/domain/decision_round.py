@@ -19,11 +19,10 @@ class DecisionRound:
     their requests.
     """
 
-    def __init__(self, selector: Selector, rng: RandomSource, *, now_s: float, subset: int) -> None:
+    def __init__(self, selector: Selector, rng: RandomSource, *, subset: int) -> None:
         self._selector = selector
         self._book = selector.book
         self._rng = rng
-        self._now_s = now_s
         self._subset = subset
         self.rankings: dict[tuple[str, ...], Ranking] = {}
 
@@ -33,7 +32,7 @@ class DecisionRound:
             return replace(attempt, chosen_ahead=False)
         try:
             attempt = self.choose(attempt)
-            return attempt if attempt.choice is not None else nothing_fits(attempt, self._selector, self._now_s)
+            return attempt if attempt.choice is not None else nothing_fits(attempt, self._selector)
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
             return refused(attempt, error.code, str(error))
 
@@ -45,7 +44,7 @@ class DecisionRound:
             return replace(attempt, choice=choice)
         ranking = self.rankings.get(attempt.spec.key)
         if ranking is None:
-            ranking = self._selector.rank(attempt.spec, self._now_s, self._rng)
+            ranking = self._selector.rank(attempt.spec, self._rng)
             self.rankings[attempt.spec.key] = ranking
         excluded = self._selector.rows_of(attempt.rejected)
         choice = ranking.pick(excluded, subset=self._subset, alternates=attempt.max_alternates)

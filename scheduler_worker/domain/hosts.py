@@ -2,10 +2,12 @@
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
 because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.
+Which services are away is what a cell's conductor says in its digest; no heartbeat is heard here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -23,12 +25,16 @@ NO_SERVICE = -1  # no service manages this host any more
 MAX_HOSTS = 4_000_000  # announced hosts kept; a cell that announces more is broken
 MAX_SERVICES = 100_000  # compute services kept; announcements of further names are ignored
 INITIAL_CAPACITY = 1024
-# A host stays with its cell for so long after its service last announced: another cell cannot take its builds over.
+# A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
+# The hosts of a service that is away for so long are nobody's, until they are announced again. Conductors forget such a
+# service much later, and say nothing of it then.
+AWAY_HOLD_S = 3600.0
+LEFT = "service.left"
 
 
 class ServiceState(Struct):
-    """The last announcement of one compute service. `heard_s`: when, monotonic.
+    """The last announcement of one compute service. `heard_s`: when, monotonic. away: why it takes no builds now.
 
     began: the sequence of the first page of its newest full report; heard: how many pages of it came; listing: its
     number here.
@@ -39,10 +45,21 @@ class ServiceState(Struct):
     epoch: int
     sequence: int
     heard_s: float
-    leaving: bool = False
+    away: ServiceAway | None = None
+    away_s: float = 0.0
     began: int = 0
     heard: int = 0
     listing: int = 0
+
+
+class CellDigest(Struct):
+    """The newest digest of one cell. heard_s: when it, or the same again, was heard. page: the last of it that came."""
+
+    version: tuple[int, int] = (-1, -1)
+    heard_s: float = -math.inf
+    page: int = 0
+    gathered: dict[str, ServiceAway] = {}
+    away: dict[str, ServiceAway] = {}
 
 
 class HostTable:
@@ -51,6 +68,7 @@ class HostTable:
     def __init__(self) -> None:
         self.services: list[ServiceState] = []
         self.cells: list[str] = []
+        self._digests: dict[str, CellDigest] = {}
         self._service_index: dict[tuple[str, str], int] = {}
         self._index: dict[str, int] = {}
         self._by_name: dict[str, list[int]] = {}
@@ -79,8 +97,10 @@ class HostTable:
             return [name]
         return [self.uuids[index] for index in self._by_name.get(name, ())]
 
-    def apply(self, message: ComputeHosts | Heartbeat, now_s: float) -> bool:
+    def apply(self, message: ComputeHosts | ServicesDigest, now_s: float) -> bool:
         """Apply one announcement. False: it is outdated, and ignored."""
+        if isinstance(message, ServicesDigest):
+            return self._apply_digest(message, now_s)
         known = self._service_index.get((message.cell, message.service))
         if known is None and len(self.services) >= MAX_SERVICES:
             return False
@@ -93,17 +113,48 @@ class HostTable:
             if message.epoch != service.epoch:
                 service.began = 0  # its sequence starts again
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
-        self.services[known].leaving = isinstance(message, Heartbeat) and message.leaving
-        if isinstance(message, ComputeHosts):
-            self._apply_hosts(known, message, now_s)
+        digest = self._digests.get(message.cell)
+        if digest is not None:
+            self._judge(self.services[known], digest, now_s)
+        self._apply_hosts(known, message, now_s)
         return True
 
-    def down(self, now_s: float, service_down_time_s: float) -> Mask:
-        """Per service: silent for too long, or stopped on purpose. One more entry at the end stands for NO_SERVICE."""
-        silent = [s.leaving or now_s - s.heard_s > service_down_time_s for s in self.services]
-        return np.array([*silent, True], dtype=np.bool_)
+    def down(self) -> Mask:
+        """Per service: whether its cell says that it is away. One more entry at the end stands for NO_SERVICE."""
+        return np.array([*(service.away is not None for service in self.services), True], dtype=np.bool_)
 
-    def _add_service(self, message: ComputeHosts | Heartbeat, now_s: float) -> int:
+    def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
+        """A digest counts when all its pages have come; until then, and for ever if one is lost, the last one does."""
+        known = self._digests.setdefault(digest.cell, CellDigest())
+        version = (digest.term, digest.number)
+        if digest.page == 1:
+            if version <= known.version:
+                return False
+            known.version, known.page, known.gathered = version, 0, {}
+        if version != known.version or digest.page != known.page + 1:
+            return False
+        known.page = digest.page
+        known.gathered.update((away.service, away) for away in digest.away)
+        if digest.page < digest.pages:
+            return True
+        known.away, known.gathered, known.heard_s = known.gathered, {}, now_s
+        for index, service in enumerate(self.services):
+            if service.cell == digest.cell:
+                self._judge(service, known, now_s)
+                if service.away is not None and now_s - service.away_s > AWAY_HOLD_S:
+                    self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
+        return True
+
+    def _judge(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
+        """What its cell says of this service: of its present life, or of a later one."""
+        away = digest.away.get(service.name)
+        if away is not None and away.epoch < service.epoch:
+            away = None
+        if away is not None and service.away is None:
+            service.away_s = now_s
+        service.away = away
+
+    def _add_service(self, message: ComputeHosts, now_s: float) -> int:
         self.services.append(ServiceState(message.service, message.cell, message.epoch, message.sequence, now_s))
         self._service_index[message.cell, message.service] = len(self.services) - 1
         if message.cell not in self.cells:
@@ -135,7 +186,10 @@ class HostTable:
         if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
             return False
         holder = self.services[self.service[index]]
-        return not holder.leaving and now_s - holder.heard_s <= CELL_HOLD_S
+        if holder.away is not None:
+            return holder.away.code != LEFT and now_s - holder.away_s <= CELL_HOLD_S
+        digest = self._digests.get(holder.cell)
+        return now_s - max(holder.heard_s, digest.heard_s if digest else -math.inf) <= CELL_HOLD_S
 
     def _put(self, host: HostReport, service: int, cell: int) -> None:
         index = self._index.get(host.uuid)

@@ -8,6 +8,7 @@ at 1,000,000 hosts.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Container
 from itertools import pairwise
 from typing import Protocol
@@ -27,6 +28,8 @@ from scheduler_worker.domain.weights import score, score_again
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
 ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer
+# ... for those of another compute service, before further ones of the same services do; looking costs a microsecond.
+OTHER_SERVICE_WALK = 16
 
 
 # (minus the score, a tie-breaker, position in the view): the smallest is the best.
@@ -85,6 +88,8 @@ class Ranking:
         self._rng = rng
         self._max_options = max_options
         self._cells = view.cell
+        self._services = view.service
+        self._several: dict[int, int] | None = None  # how many services each cell's hosts have
         self._scores, self._scales = score(view, spec, weighings)
         self._heaps = self._sorted(rng, shuffle=shuffle)
 
@@ -127,17 +132,71 @@ class Ranking:
         drawn: list[Entry],
         count: int,
     ) -> tuple[RankedHost, ...]:
-        """Hosts of the same cell, best first; not claimed, and other requests may name them too."""
-        cell = self._cells[selected.position]
-        mine = [other for other in others if self._cells[other.position] == cell][:count]
-        for _ in range(ALTERNATE_WALK):
-            if len(mine) >= count:
-                break
-            found = self._next(excluded, drawn, 1, cell=int(cell))
+        """Hosts of the same cell, best first; not claimed, and other requests may name them too.
+
+        Each is of another compute service while there are some: one service that dies must not take all of them along.
+        """
+        cell = int(self._cells[selected.position])
+        mine, spare, services = list[RankedHost](), list[RankedHost](), {int(self._services[selected.position])}
+        for other in others:
+            if int(self._cells[other.position]) == cell:
+                service = int(self._services[other.position])
+                (spare if service in services else mine).append(other)
+                services.add(service)
+        passed: list[Entry] = []
+        while len(mine) < count and len(services) < self._services_of(cell) and len(passed) < OTHER_SERVICE_WALK:
+            found = self._elsewhere(cell, excluded, drawn, passed, services)
             if found is None:
                 break
             mine.append(found)
-        return tuple(mine)
+            services.add(int(self._services[found.position]))
+        spare += self._fitting(passed, excluded, count - len(mine) - len(spare))
+        for _ in range(ALTERNATE_WALK):
+            if len(mine) + len(spare) >= count:
+                break
+            found = self._next(excluded, drawn, 1, cell=cell)
+            if found is None:
+                break
+            spare.append(found)
+        chosen = [*mine, *spare][:count]
+        return tuple(sorted(chosen, key=lambda host: -host.score))
+
+    def _elsewhere(
+        self, cell: int, excluded: Container[int], drawn: list[Entry], passed: list[Entry], services: set[int]
+    ) -> RankedHost | None:
+        """The next host that fits and is of none of these services; what is drawn of theirs is added to `passed`."""
+        while len(passed) < OTHER_SERVICE_WALK:
+            entry = self._heaps[cell].draw()
+            if entry is None:
+                return None
+            drawn.append(entry)
+            if int(self._services[entry[2]]) in services:
+                passed.append(entry)
+                continue
+            for found in self._fitting([entry], excluded, 1):
+                return found
+            passed.append(entry)
+        return None
+
+    def _fitting(self, entries: list[Entry], excluded: Container[int], count: int) -> list[RankedHost]:
+        """The first of these that may be claimed now, so many."""
+        fitting: list[RankedHost] = []
+        for score_, _, position in entries:
+            if len(fitting) >= count:
+                break
+            row = int(self.view.rows[position])
+            found = [] if row in excluded else options(self.view.book, self.spec.query, row, limit=1)
+            if found:
+                fitting.append(RankedHost(self.view.book.uuid_of(row), row, position, -score_, found))
+        return fitting
+
+    def _services_of(self, cell: int) -> int:
+        """How many compute services the hosts of this cell have."""
+        if self._several is None:
+            there = np.flatnonzero(np.bincount(self._services[self._services >= 0]))
+            cells = Counter(self.view.table.services[service].cell for service in there.tolist())
+            self._several = {at: cells[name] for at, name in enumerate(self.view.table.cells)}
+        return self._several[cell]
 
     def _next(
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None

@@ -81,9 +81,9 @@ class Selector:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
-    def rank(self, spec: RequestSpec, now_s: float, rng: RandomSource) -> Ranking:
+    def rank(self, spec: RequestSpec, rng: RandomSource) -> Ranking:
         """All hosts that can take the request now, best first; there may be none."""
-        view, funnel = self._passing(spec, now_s, explain=False)
+        view, funnel = self._passing(spec, explain=False)
         return Ranking(
             view,
             spec,
@@ -94,9 +94,9 @@ class Selector:
             max_options=self.config.max_options,
         )
 
-    def explain(self, spec: RequestSpec, now_s: float, tried: Mapping[str, str]) -> NoValidHost:
+    def explain(self, spec: RequestSpec, tried: Mapping[str, str]) -> NoValidHost:
         """Why no host is left. `tried`: {host uuid: reason} of hosts that this request may not use any more."""
-        view, funnel = self._passing(spec, now_s, explain=True)
+        view, funnel = self._passing(spec, explain=True)
         rows = self.rows_of(tried)
         out = [rows[row] for row in view.rows.tolist() if row in rows]
         if out:
@@ -136,10 +136,10 @@ class Selector:
         row = self.book.row_of(host_uuid)
         return host_uuid if row is None else self.book.name_of(row)
 
-    def _passing(self, spec: RequestSpec, now_s: float, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
+    def _passing(self, spec: RequestSpec, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
         """Search, then run each filter in order; the funnel tells how many hosts each step left."""
         found = search(self.book, spec.query, explain=explain)
-        down = self.table.down(now_s, self.config.service_down_time_s)
+        down = self.table.down()
         view = HostsView(
             self.book, self.table, self.membership, rows=found.roots, index=self._index_of(found.roots), down=down
         )

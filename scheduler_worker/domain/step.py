@@ -43,8 +43,8 @@ MAX_SECOND_LOOKS = 3
 NEVER_GIVEN = 0
 
 
-def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float, now_s: float) -> AttemptStep:
-    """Apply the answer to an attempt's claim. now: wall clock; now_s: the clock of the host table."""
+def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> AttemptStep:
+    """Apply the answer to an attempt's claim. now: wall clock."""
     attempt = replace(attempt, claims=attempt.claims + 1)
     choice = attempt.choice
     if isinstance(answer, Fault):
@@ -56,13 +56,13 @@ def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, n
         candidates = () if choice is None else (choice.selected, *choice.alternates)
         return _recover(attempt, candidates, answer, selector, now=now)
     if choice is None:
-        return AttemptStep(no_valid_host(attempt, selector, now_s))
+        return AttemptStep(no_valid_host(attempt, selector))
     if answer.outcome in LOST:
         return AttemptStep(_after_loss(attempt, choice, answer, selector))
     return AttemptStep(_after_refusal(attempt, answer))
 
 
-def nothing_fits(attempt: Attempt, selector: Selector, now_s: float) -> Attempt:
+def nothing_fits(attempt: Attempt, selector: Selector) -> Attempt:
     """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
     if not attempt.refreshed or (attempt.partly_full and attempt.second_looks < MAX_SECOND_LOOKS):
         # A full child does not make its host full: another scheduler may have taken what was claimed, and left the like
@@ -75,12 +75,12 @@ def nothing_fits(attempt: Attempt, selector: Selector, now_s: float) -> Attempt:
         probe = _unclaimable(attempt.spec, selector)
         if probe is not None:
             return replace(attempt, probe=probe)
-    return no_valid_host(attempt, selector, now_s)
+    return no_valid_host(attempt, selector)
 
 
-def no_valid_host(attempt: Attempt, selector: Selector, now_s: float) -> Attempt:
+def no_valid_host(attempt: Attempt, selector: Selector) -> Attempt:
     """The end without a host, with the funnel that explains it."""
-    explained = selector.explain(attempt.spec, now_s, attempt.rejected)
+    explained = selector.explain(attempt.spec, attempt.rejected)
     return replace(attempt, result=replace(explained, claims=attempt.claims))
 
 

@@ -88,7 +88,7 @@ class HostsView:
 
     @property
     def up(self) -> Mask:
-        """Whether the host's service was heard from recently. A host without a service is not up."""
+        """Whether the host's service is there. A host without a service is not up."""
         # NO_SERVICE (-1) indexes the last entry of `down`, which is always True.
         return ~self.down[self.table.service[self.index]]
 
@@ -96,6 +96,11 @@ class HostsView:
     def cell(self) -> Rows:
         """Index of the host's cell in `table.cells`."""
         return self.table.cell[self.index].astype(np.intp)
+
+    @property
+    def service(self) -> Rows:
+        """Index of the host's compute service in `table.services`, or NO_SERVICE."""
+        return self.table.service[self.index].astype(np.intp)
 
     @property
     def failed_builds(self) -> Floats:

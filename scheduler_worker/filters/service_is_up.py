@@ -1,4 +1,4 @@
-"""Is the host enabled, and has its compute service announced recently?"""
+"""Is the host enabled, and is its compute service there?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler_worker.domain.view import HostsView
 
 
 class ComputeFilter:
-    """Passes hosts that are enabled and whose service has not been silent for `service_down_time_s`."""
+    """Passes hosts that are enabled and whose service is not away, as the conductor of its cell says."""
 
     name: ClassVar[str] = "ComputeFilter"
 

@@ -87,9 +87,9 @@ def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
 
 
 def dead_service_still_chosen() -> AbstractContextManager[Any]:
-    """Hosts whose service has not been heard of for long are chosen like any other."""
+    """Hosts whose service is away are chosen like any other."""
 
-    def down(self: HostTable, now_s: float, service_down_time_s: float) -> Any:
+    def down(self: HostTable) -> Any:
         return np.zeros(len(self.services) + 1, dtype=np.bool_)
 
     return patch.object(HostTable, "down", down)

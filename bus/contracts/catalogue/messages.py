@@ -255,6 +255,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="service, epoch and sequence",
     ),
     MessageRow(
+        message=cell.ServicesDigest,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="services.digest",
+        persistent=False,
+        idempotency="cell, term, number and page",
+    ),
+    MessageRow(
         message=cell.MachinesUnexplained,
         owner="cell_conductor",
         publishers=("cell_conductor",),

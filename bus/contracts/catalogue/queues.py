@@ -95,7 +95,15 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="cell_conductor",
-        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "compute.heartbeat.#")),
+        bindings=((EVENTS, "compute.hosts.#"),),
+        max_length=100_000,
+    ),
+    QueueRow(
+        name="conductor.leases.{process}",
+        where=Where.CELL,
+        kind=QueueKind.PRIVATE,
+        consumer="cell_conductor",
+        bindings=((EVENTS, "compute.heartbeat.#"), (EVENTS, "services.digest")),
         max_length=100_000,
     ),
     QueueRow(
@@ -128,7 +136,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "compute.heartbeat.#")),
+        bindings=((EVENTS, "compute.hosts.#"), (EVENTS, "services.digest")),
         max_length=100_000,
     ),
     QueueRow(

@@ -54,7 +54,12 @@ class Cell:
 
     async def open(self) -> None:
         await self.bus.open()
-        for queue in ("conductor.results", "conductor.hosts.{process}", "placement.inventory"):
+        for queue in (
+            "conductor.results",
+            "conductor.hosts.{process}",
+            "conductor.leases.{process}",
+            "placement.inventory",
+        ):
             consumer = self.bus.consumer(queue, self._hear, max_batch=1000, concurrency=1)
             await consumer.start()
             self._tasks.append(asyncio.create_task(consumer.run()))

@@ -13,7 +13,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, Heartbeat, HostReport, ReportHosts
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
 from bus.contracts.placement import (
     Inventory,
     InventoryResult,
@@ -200,12 +200,6 @@ class World:
             service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, hosts=hosts, complete=True
         )
         await self.buses[cell].publish(message)
-
-    async def beat(self, cell: str, *, leaving: bool = False) -> None:
-        self._sequence += 1
-        await self.buses[cell].publish(
-            Heartbeat(service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, leaving=leaving)
-        )
 
     # --- clients
 

@@ -93,10 +93,10 @@ class Hosts:
         assert isinstance(spec, RequestSpec), spec
         return spec
 
-    def view(self, now_s: float = 0.0) -> HostsView:
+    def view(self) -> HostsView:
         rows = np.array([self.book.row_of(uuid) for uuid in self.uuids], dtype=np.intp)
         index = np.array([self.table.index_of(uuid) for uuid in self.uuids], dtype=np.intp)
-        down = self.table.down(now_s, self.config.service_down_time_s)
+        down = self.table.down()
         return HostsView(self.book, self.table, self.selector.membership, rows=rows, index=index, down=down)
 
     def name(self, row: int) -> str:

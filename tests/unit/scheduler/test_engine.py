@@ -90,7 +90,7 @@ class Cluster:
 
 # Hosts were announced at 0, and the loop has its own time.
 APART = GroupPolicy.ANTI_AFFINITY
-CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001, service_down_time_s=1e12)
+CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001)
 
 
 def result(outcome: ClaimOutcome) -> ClaimResult:

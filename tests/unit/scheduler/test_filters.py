@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
 from scheduler_worker import plugins
 from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.extra_specs import matches
@@ -59,17 +59,18 @@ def test_extra_spec_operators(value: str | None, wanted: str, passes: bool) -> N
     assert matches(value, wanted) is passes
 
 
-def test_compute_filter_wants_enabled_and_heard_from_recently() -> None:
+def test_compute_filter_wants_enabled_and_a_service_that_is_there() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c1", "c2"], reports={0: {"enabled": False}})
     spec = hosts.spec()
     verdict = ComputeFilter().filter(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
-    hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=2), 50.0)
-    verdict = ComputeFilter().filter(hosts.view(now_s=70.0), spec)
+    away = (ServiceAway(service="compute-c1", epoch=1, code="service.silent"),)
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, away=away), 50.0)
+    verdict = ComputeFilter().filter(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, False, True]
     assert verdict.rejected == {"host.disabled": 1, "service.down": 1}
-    hosts.table.apply(Heartbeat(service="compute-c2", cell="c2", epoch=1, sequence=3, leaving=True), 70.0)
-    assert ComputeFilter().filter(hosts.view(now_s=70.0), spec).passed.tolist() == [False, False, False]
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=2), 51.0)
+    assert ComputeFilter().filter(hosts.view(), spec).passed.tolist() == [False, True, True]
 
 
 def test_old_announcements_lose_and_a_host_moves_between_services() -> None:
@@ -145,7 +146,7 @@ def test_an_operators_filter_is_loaded_by_class_path_and_counts_in_the_funnel() 
 
     sys.modules.setdefault(__name__, sys.modules[OnlyEven.__module__])
     hosts = Hosts([PLENTY] * 5, config=config)
-    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
     assert len(ranking) == 3
     assert ranking.funnel[-1].step == "OnlyEven" and ranking.funnel[-1].rejected == {"odd": 2}
 

@@ -110,7 +110,7 @@ class Cluster:
 
     def choice(self) -> Choice | None:
         selector = self.hosts.selector
-        return selector.rank(self.hosts.spec("f"), 0.0, self.hosts.rng).pick({}, subset=1, alternates=2)
+        return selector.rank(self.hosts.spec("f"), self.hosts.rng).pick({}, subset=1, alternates=2)
 
     def allocations(self, option: ClaimOption) -> dict[str, dict[str, int]]:
         return {self.names[uuid]: dict(amounts) for uuid, amounts in option.allocations.items()}
@@ -126,7 +126,7 @@ class Cluster:
 
     def why_not(self) -> str:
         spec = self.hosts.spec("f")
-        nobody = self.hosts.selector.explain(spec, 0.0, {})
+        nobody = self.hosts.selector.explain(spec, {})
         assert isinstance(nobody, NoValidHost)
         return sentence(spec, nobody.funnel, 3)
 
@@ -300,7 +300,7 @@ def test_a_zone_holds_for_flavors_of_groups_alone_and_not_for_the_pool() -> None
     cluster.add(90, {"DISK_GB": 150}, traits=(SHARES,), aggregates=("rack",))
     selector = cluster.hosts.selector
     for name, hosts in (("z1", {"h1"}), ("nova", {"h0", "h2"})):
-        ranking = selector.rank(cluster.hosts.spec("f", availability_zone=name), 0.0, cluster.hosts.rng)
+        ranking = selector.rank(cluster.hosts.spec("f", availability_zone=name), cluster.hosts.rng)
         assert {cluster.hosts.name(int(row)) for row in ranking.view.rows} == hosts
         choice = ranking.pick({}, subset=1, alternates=0)
         assert choice is not None

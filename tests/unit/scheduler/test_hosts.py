@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
 from scheduler_worker.domain import hosts
 
 
 def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MAX_SERVICES", 3)
     table = hosts.HostTable()
-    heard = [table.apply(Heartbeat(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
+    heard = [table.apply(ComputeHosts(service=f"s{n}", cell="c1", epoch=1, sequence=1), 0.0) for n in range(5)]
     assert heard == [True, True, True, False, False]
-    assert table.apply(Heartbeat(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
+    assert table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=2), 1.0)
     assert len(table.services) == 3
 
 
@@ -89,5 +89,63 @@ def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> No
     table = hosts.HostTable()
     announce(table, "c1", 1, 0.0)
     assert announce(table, "c2", 1, hosts.CELL_HOLD_S + 1) == "c2"
-    table.apply(Heartbeat(service="s", cell="c2", epoch=1, sequence=2, leaving=True), hosts.CELL_HOLD_S + 2)
+    away = (ServiceAway(service="s", epoch=1, code="service.left"),)
+    table.apply(ServicesDigest(cell="c2", term=1, number=1, away=away), hosts.CELL_HOLD_S + 2)
     assert announce(table, "c1", 2, hosts.CELL_HOLD_S + 3) == "c1"
+
+
+def digest(number: int, *away: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServicesDigest:
+    named = tuple(ServiceAway(service=name, epoch=epoch, code="service.silent") for name in away)
+    return ServicesDigest(cell="c1", term=term, number=number, page=page, pages=pages, away=named)
+
+
+def services(*names: str) -> hosts.HostTable:
+    table = hosts.HostTable()
+    for n, name in enumerate(names):
+        said = (HostReport(uuid=f"{n}0000000-0000-4000-8000-000000000001", name=f"h{n}"),)
+        table.apply(ComputeHosts(service=name, cell="c1", epoch=1, sequence=1, hosts=said, complete=True), 0.0)
+    return table
+
+
+def test_the_newest_whole_digest_of_a_cell_says_which_services_are_away() -> None:
+    table = services("a", "b")
+    assert table.apply(digest(5, "a"), 1.0) and table.down().tolist() == [True, False, True]
+    assert not table.apply(digest(5, "b"), 1.0) and not table.apply(digest(4), 1.0), "older, or the same again"
+    assert table.apply(digest(6, "a", pages=2), 2.0) and table.down().tolist() == [True, False, True]
+    assert table.apply(digest(6, "b", page=2, pages=2), 2.0) and table.down().tolist() == [True, True, True]
+    table.apply(digest(7, pages=3), 3.0)
+    assert not table.apply(digest(7, page=3, pages=3), 3.0), "page 2 was lost"
+    assert table.down().tolist() == [True, True, True]
+    assert table.apply(digest(1, term=2), 4.0) and table.down().tolist() == [False, False, True]
+    assert not table.apply(digest(99, "a"), 5.0), "of a keeper that was replaced"
+
+
+def test_a_service_that_was_started_anew_is_not_the_one_that_was_away() -> None:
+    table = services("a")
+    table.apply(digest(1, "a", "b"), 1.0)
+    table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 1.5)
+    assert table.down().tolist() == [True, True], "the same life, told again: its cell has not heard it yet"
+    table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=1), 2.0)
+    table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1), 2.0)
+    assert table.down().tolist() == [False, True, True], "b was announced after its cell had said that it is away"
+    table.apply(digest(2, "a", epoch=1), 3.0)
+    assert table.down().tolist() == [False, False, True]
+
+
+def test_a_living_service_keeps_its_hosts_though_it_announces_them_seldom() -> None:
+    table = hosts.HostTable()
+    announce(table, "c1", 1, 0.0)
+    table.apply(digest(1), 10 * hosts.CELL_HOLD_S)
+    assert announce(table, "c2", 1, 11 * hosts.CELL_HOLD_S) == "c1"
+    table.apply(digest(2, "s"), 11 * hosts.CELL_HOLD_S)
+    assert announce(table, "c2", 2, 12 * hosts.CELL_HOLD_S) == "c1", "silent, and perhaps back in a moment"
+    assert announce(table, "c2", 3, 12 * hosts.CELL_HOLD_S + 1) == "c2"
+
+
+def test_hosts_of_a_service_that_is_away_for_long_are_nobodys() -> None:
+    table = services("a")
+    table.apply(digest(1, "a"), 1.0)
+    table.apply(digest(2, "a"), 2.0 + hosts.AWAY_HOLD_S)
+    assert table.service[0] == hosts.NO_SERVICE
+    table.apply(digest(3), 3.0 + hosts.AWAY_HOLD_S)
+    assert table.service[0] == hosts.NO_SERVICE, "forgotten by its cell, which is not the same as back"

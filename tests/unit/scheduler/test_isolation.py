@@ -15,7 +15,7 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 

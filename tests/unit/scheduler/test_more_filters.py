@@ -109,7 +109,7 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     assert [one.name for one in plugins.filters(config)][-4:] == ["AggregateInstanceExtraSpecsFilter", *names]
     hosts = Hosts([PLENTY] * 2, config=config)
     spec = hosts.spec(image_properties={"hw_architecture": "arm"})
-    said = sentence(spec, hosts.selector.explain(spec, 0.0, {}).funnel, 3)
+    said = sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
     assert said.endswith(": 2 do not run what the image is made for.")
 
 
@@ -119,7 +119,7 @@ def test_images_that_differ_share_no_ranking() -> None:
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 

@@ -6,16 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
+from bus.contracts.cell import ServiceAway, ServicesDigest
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.queries import QueryHandler
-from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import PLENTY, Hosts
-
-SERVICE_DOWN_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -32,14 +29,11 @@ SERVICE_DOWN_S = 60.0
     ],
 )
 def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) -> None:
-    """The bound counts what was asked for, not what comes before it: c1 has been silent for long, c2 has not."""
+    """The bound counts what was asked for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
-    clock = HandClock()
-    clock.now = SERVICE_DOWN_S * 10
-    of_c2 = hosts.table.index_of(hosts.uuids[3])
-    assert of_c2 is not None
-    hosts.table.services[int(hosts.table.service[of_c2])].heard_s = clock.now
-    handler = QueryHandler(cast("Any", None), hosts.selector, clock=clock, service_down_time_s=SERVICE_DOWN_S)
+    away = (ServiceAway(service="compute-c1", epoch=1, code="service.silent"),)
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, away=away), 1.0)
+    handler = QueryHandler(cast("Any", None), hosts.selector)
     assert [host.name for host in handler.hosts(query).hosts] == names
 
 
@@ -53,6 +47,6 @@ class Away:
 async def test_a_question_while_the_database_is_away_is_refused_at_once() -> None:
     """Not kept until it is back: who asked would wait in vain, and be told that there is no scheduler."""
     hosts = Hosts([PLENTY])
-    handler = QueryHandler(cast("Any", Away()), hosts.selector, clock=SystemClock(), service_down_time_s=60.0)
+    handler = QueryHandler(cast("Any", Away()), hosts.selector)
     asked = Received(message=BuildQuery(), meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
     assert await handler([asked]) == [Refuse("database.unavailable", "connection refused")]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.contracts.cell import ComputeHosts, HostReport
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
@@ -76,7 +77,7 @@ def zones() -> tuple[Aggregate, Aggregate, SchedulerConfig, Hosts]:
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
-    ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(**request), hosts.rng)
     return sorted(hosts.name(row) for row in ranking.view.rows.tolist())
 
 
@@ -114,7 +115,7 @@ def test_a_requested_host_goes_through_the_filters() -> None:
 
 def pick(hosts: Hosts, count: int = 1, subset: int = 1, **request: Any) -> list[Choice | None]:
     """As the claim loop picks for a batch of like requests: each is assumed before the next."""
-    ranking: Ranking = hosts.selector.rank(hosts.spec(**request), 0.0, hosts.rng)
+    ranking: Ranking = hosts.selector.rank(hosts.spec(**request), hosts.rng)
     choices = []
     for number in range(count):
         choice = ranking.pick({}, subset=subset, alternates=2)
@@ -133,11 +134,51 @@ def test_alternates_are_of_the_same_cell_and_none_is_the_selected_host() -> None
         assert len(set(names)) == 3 and len({int(name[1:]) % 2 for name in names}) == 1
 
 
+def of_services(count: int, hosts_of: dict[str, range]) -> Hosts:
+    """Hosts of one cell, by the compute service that announces them."""
+    hosts = Hosts([PLENTY] * count)
+    for sequence, (service, numbers) in enumerate(hosts_of.items()):
+        said = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+    return hosts
+
+
+def services_of(hosts: Hosts, choice: Choice | None) -> list[str]:
+    assert choice is not None
+    chosen = (choice.selected, *choice.alternates)
+    return [hosts.selector.selection(candidate).service for candidate in chosen]
+
+
+def test_alternates_are_of_different_compute_services_where_there_are_some() -> None:
+    """A thousand builds on four services, one of which died: a quarter had all their alternates there, too."""
+    hosts = of_services(12, {"a": range(9), "b": range(9, 11), "c": range(11, 12)})
+    for choice in pick(hosts, 30):
+        assert sorted(services_of(hosts, choice)) == ["a", "b", "c"]
+    two = of_services(12, {"a": range(10), "b": range(10, 12)})
+    for choice in pick(two, 30):
+        assert set(services_of(two, choice)) == {"a", "b"} and len(services_of(two, choice)) == 3
+    one = of_services(4, {"a": range(4)})
+    assert services_of(one, pick(one)[0]) == ["a", "a", "a"]
+
+
+def test_the_best_alternates_of_other_services_come_before_better_ones_of_the_same() -> None:
+    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (9 - at)} for at in range(8)], config=config)
+    for sequence, (service, at) in enumerate([("a", 0), ("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5)]):
+        said = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+    (choice,) = pick(hosts)
+    assert choice is not None and hosts.name(choice.selected.row) == "h0"
+    assert [hosts.name(alternate.row) for alternate in choice.alternates] == ["h3", "h5"]
+    last = hosts.selector.rank(hosts.spec(), hosts.rng).pick({}, subset=1, alternates=7)
+    assert last is not None and [hosts.name(one.row) for one in last.alternates][:5] == ["h1", "h2", "h3", "h4", "h5"]
+
+
 def test_there_may_be_fewer_alternates_and_none_for_one_attempt() -> None:
     hosts = Hosts([PLENTY] * 3, cells=["c1", "c2", "c2"])
     (choice,) = pick(hosts, host="h0")
     assert choice is not None and choice.alternates == ()
-    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
     alone = ranking.pick({}, subset=1, alternates=0)
     assert alone is not None and alone.alternates == ()
 
@@ -173,7 +214,7 @@ def test_subset_chooses_among_the_best_only() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (at + 1)} for at in range(8)])
     seen = set()
     for _ in range(40):
-        ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
+        ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
         choice = ranking.pick({}, subset=3, alternates=2)
         assert choice is not None and len(choice.alternates) == 2
         assert choice.selected.row not in [alternate.row for alternate in choice.alternates]
@@ -197,7 +238,7 @@ def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: s
     hosts = Hosts([{"MEMORY_MB": max(1, amount)} for amount in memory], config=config)
     free = {hosts.book.row_of(uuid): max(1, amount) for uuid, amount in zip(hosts.uuids, memory, strict=True)}
     out = {row: "x" for at, row in enumerate(list(free)) if at in excluded}
-    ranking = hosts.selector.rank(hosts.spec("f"), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec("f"), hosts.rng)
     for number in range(picks):
         best = max((amount for row, amount in free.items() if row not in out and amount >= 2), default=None)
         choice = ranking.pick(out, subset=1, alternates=2)
@@ -219,7 +260,7 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
         reports={0: {"enabled": False}},
     )
     spec = hosts.spec("m1.medium")
-    nothing = hosts.selector.explain(spec, 0.0, {hosts.uuids[1]: "claim.full"})
+    nothing = hosts.selector.explain(spec, {hosts.uuids[1]: "claim.full"})
     left = 4
     for step in nothing.funnel:
         assert step.left + sum(step.rejected.values()) == left, nothing.funnel
@@ -232,14 +273,14 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
 def test_an_empty_book_says_so() -> None:
     hosts = Hosts([])
     spec = hosts.spec()
-    assert "no hosts at all" in sentence(spec, hosts.selector.explain(spec, 0.0, {}).funnel, 3)
+    assert "no hosts at all" in sentence(spec, hosts.selector.explain(spec, {}).funnel, 3)
 
 
 def test_hosts_that_nobody_announced_are_counted() -> None:
     hosts = Hosts([PLENTY] * 2)
     other = Hosts([PLENTY] * 3, seed=9)
     hosts.book.load(hosts.states + other.states[2:], 0)
-    assert hosts.selector.explain(hosts.spec(host=other.uuids[2]), 0.0, {}).unannounced == 1
+    assert hosts.selector.explain(hosts.spec(host=other.uuids[2]), {}).unannounced == 1
 
 
 def test_what_an_earlier_claim_holds() -> None:

@@ -47,7 +47,7 @@ def test_hard_rules(
 ) -> None:
     hosts = Hosts([PLENTY] * 3)
     spec = in_group(hosts, policy, members, **fields)
-    ranking = hosts.selector.rank(spec, 0.0, hosts.rng)
+    ranking = hosts.selector.rank(spec, hosts.rng)
     passed = {hosts.name(row) for row in ranking.view.rows.tolist()}
     assert [f"h{at}" in passed for at in range(3)] == passes
 
@@ -69,7 +69,7 @@ def test_wishes_are_weights_of_the_others() -> None:
     assert ServerGroupSoftAntiAffinityWeigher().weigh(hosts.view(), apart).tolist() == [1, 0, 4]
 
     def best(spec: RequestSpec) -> str:
-        choice = hosts.selector.rank(spec, 0.0, hosts.rng).pick({}, subset=1, alternates=0)
+        choice = hosts.selector.rank(spec, hosts.rng).pick({}, subset=1, alternates=0)
         assert choice is not None
         return hosts.name(choice.selected.row)
 
@@ -99,7 +99,7 @@ def test_who_names_nobody_is_not_asked_after_and_pays_for_no_filter() -> None:
     assert not has_peers(hosts.request())
     spec = hosts.spec()
     assert not any(applies_to(one(), spec) for one in OURS)
-    steps = [step.step for step in hosts.selector.explain(spec, 0.0, {}).funnel]
+    steps = [step.step for step in hosts.selector.explain(spec, {}).funnel]
     assert not {one.name for one in OURS} & set(steps)
 
 

@@ -30,7 +30,7 @@ from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import MAX_SECOND_LOOKS, nothing_fits, step
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
-CONFIG = SchedulerConfig(raced_retries=2, service_down_time_s=1e12)
+CONFIG = SchedulerConfig(raced_retries=2)
 
 
 class ClaimCase:
@@ -40,14 +40,14 @@ class ClaimCase:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
         placement = PlacementRequest(request=request, spec=self.hosts.spec(), fresh=fresh)
-        self.round = DecisionRound(self.hosts.selector, self.hosts.rng, now_s=0.0, subset=1)
+        self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
         self.attempt = self.round.choose(new_attempt(placement, self.hosts.selector))
         assert self.attempt.choice is not None
         self.chosen = self.attempt.choice.selected.uuid
 
     def step(self, outcome: ClaimOutcome, *, attempt: Attempt | None = None, **more: Any) -> AttemptStep:
         answer = ClaimResult(outcome=outcome, **more)
-        return step(attempt or self.attempt, answer, self.hosts.selector, now=7.0, now_s=0.0)
+        return step(attempt or self.attempt, answer, self.hosts.selector, now=7.0)
 
 
 def test_a_claim_that_holds_ends_the_attempt_and_is_settled_at_its_generations() -> None:
@@ -105,18 +105,18 @@ def test_a_refusal_is_final(outcome: ClaimOutcome, code: str) -> None:
 
 def test_no_answer_is_not_no_valid_host() -> None:
     case = ClaimCase()
-    lost = step(case.attempt, RequestTimeout("late"), case.hosts.selector, now=0.0, now_s=0.0).attempt
+    lost = step(case.attempt, RequestTimeout("late"), case.hosts.selector, now=0.0).attempt
     assert isinstance(lost.result, PlacementUnavailable)
-    refused = step(case.attempt, RequestRefused("no", code="c"), case.hosts.selector, now=0.0, now_s=0.0).attempt
+    refused = step(case.attempt, RequestRefused("no", code="c"), case.hosts.selector, now=0.0).attempt
     assert refused.result == PlacementRefused("c", "no")
 
 
 def test_no_valid_host_is_said_on_the_newest_state_and_after_a_probe() -> None:
     case = ClaimCase(fresh=False)
     none = replace(case.attempt, choice=None)
-    refreshed = nothing_fits(none, case.hosts.selector, 0.0)
+    refreshed = nothing_fits(none, case.hosts.selector)
     assert refreshed.needs_newest and refreshed.result is None
-    probing = nothing_fits(refreshed, case.hosts.selector, 0.0)
+    probing = nothing_fits(refreshed, case.hosts.selector)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
     ended = case.step(ClaimOutcome.FULL, attempt=probing).attempt
     assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
@@ -127,7 +127,7 @@ def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
     attempt, looks = replace(case.attempt, choice=None), 0
     while attempt.result is None:
         attempt = replace(attempt, partly_full=(case.chosen,), rejected={case.chosen: "claim.full"})
-        attempt = nothing_fits(attempt, case.hosts.selector, 0.0)
+        attempt = nothing_fits(attempt, case.hosts.selector)
         looks += attempt.result is None
         assert (case.chosen in attempt.rejected) is (attempt.result is not None)
     assert looks == MAX_SECOND_LOOKS
@@ -136,7 +136,7 @@ def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
 def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
     case = ClaimCase(fresh=False)
-    probing = nothing_fits(replace(case.attempt, choice=None, refreshed=True), case.hosts.selector, 0.0)
+    probing = nothing_fits(replace(case.attempt, choice=None, refreshed=True), case.hosts.selector)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
     inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}

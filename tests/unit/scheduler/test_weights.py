@@ -86,7 +86,7 @@ def test_ram_alone_does_not_pack_and_the_multipliers_of_the_readme_do() -> None:
     for config, first in ((SchedulerConfig(multipliers={"ram": -1.0}), "h1"), (packing, "h0")):
         hosts = Hosts([PLENTY, PLENTY], config=config)
         hosts.book.assume("one", {hosts.uuids[0]: used})
-        choice = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng).pick({}, subset=1, alternates=0)
+        choice = hosts.selector.rank(hosts.spec(), hosts.rng).pick({}, subset=1, alternates=0)
         assert choice is not None and hosts.name(choice.selected.row) == first
 
 
@@ -100,7 +100,7 @@ def test_claims_in_flight_count_and_over_full_hosts_clamp_at_zero() -> None:
 
 def test_sick_hosts_sink_below_all_others() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10**6}, PLENTY, PLENTY], reports={0: {"failed_builds": 1}})
-    ranking = hosts.selector.rank(hosts.spec(), 0.0, hosts.rng)
+    ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
     choice = ranking.pick({}, subset=1, alternates=2)
     assert choice is not None
     order = [hosts.name(c.row) for c in (choice.selected, *choice.alternates)]

@@ -1,0 +1,162 @@
+"""Which compute services of a cell are there: the cell's failure detector. It suspects; it never declares dead.
+
+A service holds a lease, and each heartbeat or host announcement renews it. Time is counted only while the bus delivers:
+every delivery moves the clock on by what has passed since the one before, by `STEP_S` at most. So a conductor that was
+paused, cut off, or whose broker stood still suspects nobody for it, and one heartbeat that is missing, or two, means
+nothing. What a suspicion changes can be taken back: new builds go elsewhere, and so do builds that are under way and
+have somewhere else to go. A machine that the service may run is destroyed by its own fence, see `proof`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+# What a pause between two deliveries counts for at most. A conductor hears its keeper's digests more often than that.
+STEP_S = 2.0
+# A service that does not say how often it sends a heartbeat.
+UNSAID_BEAT_S = 10.0
+# So many services are kept at most; further ones are not suspected of anything.
+MAX_SERVICES = 100_000
+
+LEFT = "service.left"
+SILENT = "service.silent"
+
+
+class Standing(StrEnum):
+    """What is believed of a service."""
+
+    UP = "up"
+    SILENT = "silent"  # suspected: so many heartbeats in a row did not come
+    LEFT = "left"  # it said that it stops
+
+
+class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is believed of one service, as it is recorded.
+
+    epoch: its life last heard of. every_s: how often it sends a heartbeat. since, reason: of the standing; seconds
+    since the epoch, and a sentence (empty while it is up).
+    """
+
+    service: str
+    epoch: int
+    every_s: float = UNSAID_BEAT_S
+    standing: Standing = Standing.UP
+    since: float = 0.0
+    reason: str = ""
+
+    @property
+    def code(self) -> str:
+        """Why it takes no builds, as a stable code; "" while it is up."""
+        return {Standing.UP: "", Standing.SILENT: SILENT, Standing.LEFT: LEFT}[self.standing]
+
+
+class _Held(Struct):
+    """A lease as this conductor holds it. sequence: of the last message of its epoch; heard: the clock's value then."""
+
+    lease: Lease
+    sequence: int
+    heard: float
+
+
+class LeaseTable:
+    """The leases of one cell as one conductor knows them. `missed_beats`: so many in a row make a service silent."""
+
+    def __init__(self, missed_beats: int) -> None:
+        self._missed_beats = missed_beats
+        self._held: dict[str, _Held] = {}
+        self._clock = 0.0
+        self._delivered: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def leases(self) -> Mapping[str, Lease]:
+        """All of them, by service."""
+        return {service: held.lease for service, held in self._held.items()}
+
+    @property
+    def away(self) -> dict[str, Lease]:
+        """Services that take no builds now."""
+        return {service: held.lease for service, held in self._held.items() if held.lease.standing is not Standing.UP}
+
+    @property
+    def abandoned(self) -> dict[str, Lease]:
+        """Services whose builds are not waited for: silent, or gone on purpose and not back within a lease."""
+        return {
+            service: lease
+            for service, lease in self.away.items()
+            if lease.standing is Standing.SILENT or self._is_overdue(self._held[service])
+        }
+
+    def believe(self, recorded: Iterable[Lease]) -> None:
+        """What another conductor, or an earlier life of this one, has recorded of services that were not heard here.
+
+        One that was up has a whole lease from now on to be heard in; one that was away is until it is heard.
+        """
+        for lease in recorded:
+            if lease.service not in self._held and len(self._held) < MAX_SERVICES:
+                # After its farewell nothing of that life counts: what comes is a copy, or was overtaken.
+                sequence = _LAST if lease.standing is Standing.LEFT else -1
+                self._held[lease.service] = _Held(lease, sequence, self._clock)
+
+    def delivered(self, now_s: float) -> None:
+        """The bus has delivered something, whatever it was; now_s: monotonic."""
+        if self._delivered is not None:
+            self._clock += min(max(0.0, now_s - self._delivered), STEP_S)
+        self._delivered = now_s
+
+    def heard(
+        self, service: str, epoch: int, sequence: int, *, at: float, every_s: float = 0.0, leaving: bool = False
+    ) -> bool:
+        """One message of a service; at: seconds since the epoch. True: its standing or its life is another now."""
+        if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
+            return False  # no service of ours
+        held = self._held.get(service)
+        if held is None:
+            if len(self._held) >= MAX_SERVICES:
+                return False
+            held = self._held[service] = _Held(Lease(service=service, epoch=-1), -1, self._clock)
+        before = held.lease
+        if (epoch, sequence) <= (before.epoch, held.sequence):
+            return False
+        every_s = every_s if every_s > 0 else before.every_s
+        held.sequence, held.heard = sequence, self._clock
+        if leaving:
+            held.sequence = _LAST
+            held.lease = replace(
+                before, epoch=epoch, every_s=every_s, standing=Standing.LEFT, since=at, reason="it was stopped"
+            )
+        elif (before.standing, before.epoch, before.every_s) != (Standing.UP, epoch, every_s):
+            held.lease = Lease(service=service, epoch=epoch, every_s=every_s, since=at)
+        return held.lease is not before
+
+    def judge(self, at: float) -> list[Lease]:
+        """Services that have fallen silent by now, in order of their names."""
+        silent: list[Lease] = []
+        for _, held in sorted(self._held.items()):
+            if held.lease.standing is Standing.UP and self._is_overdue(held):
+                reason = (
+                    f"nothing was heard of it for {self._clock - held.heard:.1f} s while others were;"
+                    f" it sends a heartbeat every {held.lease.every_s:g} s"
+                )
+                held.lease = replace(held.lease, standing=Standing.SILENT, since=at, reason=reason)
+                silent.append(held.lease)
+        return silent
+
+    def forget(self, services: Iterable[str]) -> None:
+        """These are not on record any more. One that is up is kept: it will be recorded again."""
+        for service in services:
+            held = self._held.get(service)
+            if held is not None and held.lease.standing is not Standing.UP:
+                del self._held[service]
+
+    def _is_overdue(self, held: _Held) -> bool:
+        return self._clock - held.heard > self._missed_beats * held.lease.every_s
+
+
+_LAST = 2**63 - 1

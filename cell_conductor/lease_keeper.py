@@ -1,0 +1,185 @@
+"""Keeps the leases of a cell's compute services: hears heartbeats, fails builds over, records and tells who is away.
+
+Every conductor hears every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does no
+harm). One of them, the keeper (`store.leases`), records what it believes and publishes it, a digest a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.cell import Heartbeat, ServiceAway, ServicesDigest
+from bus.faults import Transient
+from bus.port import BusError
+
+from . import metrics
+from .config import ConductorConfig
+from .domain.events import ServiceLost
+from .domain.leases import STEP_S, Lease, LeaseTable
+from .engine import Engine, InstanceEvent
+from .store.port import InstanceStore
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.25  # between two looks at the leases; what changed within it is told together
+DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
+KEEP_S = 5.0  # a keeper that does not say so again is replaced after this
+KEEP_AGAIN_S = 1.0
+FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is away all the same are looked for so often
+PER_PAGE = 1000
+MAX_PAGES = 100
+FORGET_BATCH = 1000
+
+
+class _Term(Struct):
+    """This conductor is the keeper, for sure until then (monotonic). number: of its last digest."""
+
+    term: int
+    until: float
+    number: int = 0
+
+
+class LeaseKeeper:
+    """The leases of one cell as this conductor has them."""
+
+    def __init__(
+        self, store: InstanceStore, bus: Bus, *, clock: Clock, config: ConductorConfig, cell: str, process: str
+    ) -> None:
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._config = config
+        self._cell = cell
+        self._process = process
+        self._table = LeaseTable(config.missed_beats)
+        self._keeping: _Term | None = None
+        self._recorded: Mapping[str, Lease] = {}
+        self._told: Mapping[str, Lease] | None = None
+        self._keep_at = self._digest_at = self._fail_over_at = self._forget_at = 0.0
+        self._failed_over: frozenset[str] = frozenset()
+
+    def away(self) -> Mapping[str, Lease]:
+        """Compute services that take no builds now."""
+        return self._table.away
+
+    async def heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
+        now_s, at = self._clock.monotonic(), self._clock.time()
+        for received in batch:
+            self._table.delivered(now_s)
+            beat = received.message
+            if isinstance(beat, Heartbeat) and beat.cell == self._cell:
+                changed = self._table.heard(
+                    beat.service, beat.epoch, beat.sequence, at=at, every_s=beat.every_s, leaving=beat.leaving
+                )
+                if changed:
+                    lease = self._table.leases[beat.service]
+                    log.info("service.standing", service=beat.service, standing=lease.standing, reason=lease.reason)
+        return [Done()] * len(batch)
+
+    async def run(self, engine: Engine) -> None:
+        """Until cancelled."""
+        while True:
+            await self._clock.sleep(TICK_S)
+            self._judge()
+            try:
+                await self._fail_over(engine)
+                await self._keep()
+                await self._tell()
+            except (Transient, BusError) as fault:
+                log.warning("leases.waiting", code=fault.code, reason=str(fault))
+
+    def _judge(self) -> None:
+        for lease in self._table.judge(self._clock.time()):
+            metrics.SILENT.labels(lease.service).inc()
+            log.warning("service.standing", service=lease.service, standing=lease.standing, reason=lease.reason)
+        metrics.AWAY.set(len(self._table.away))
+
+    async def _fail_over(self, engine: Engine) -> None:
+        """Builds under way at services that are not waited for go elsewhere, where they can."""
+        lost, now_s = self._table.abandoned, self._clock.monotonic()
+        if lost and (now_s >= self._fail_over_at or not self._failed_over.issuperset(lost)):
+            found = await self._store.building_at(sorted(lost))
+            at = self._clock.time()
+            incoming = [
+                InstanceEvent(
+                    uuid, ServiceLost(at=at, service=service, code=lost[service].code, reason=lost[service].reason)
+                )
+                for uuid, service in found
+            ]
+            for start in range(0, len(incoming), self._config.max_batch):
+                await engine.take(incoming[start : start + self._config.max_batch], source="leases")
+            self._fail_over_at = now_s + FAIL_OVER_AGAIN_S
+        self._failed_over = frozenset(lost)
+
+    async def _keep(self) -> None:
+        """Be the keeper if nobody else is, and record what has changed."""
+        now_s = self._clock.monotonic()
+        if now_s >= self._keep_at:
+            self._keep_at = now_s + KEEP_AGAIN_S
+            term = await self._store.leases.keep(self._process, KEEP_S)
+            if term is None:
+                self._keeping = None
+            elif self._keeping is None or self._keeping.term != term:
+                recorded = {lease.service: lease for lease in await self._store.leases.leases()}
+                self._table.believe(recorded.values())
+                self._recorded, self._told = recorded, None
+                self._keeping = _Term(term, now_s + KEEP_S)
+                log.info("leases.keeper", term=term, services=len(recorded))
+            else:
+                self._keeping.until = now_s + KEEP_S
+        keeping = self._keeping
+        if keeping is None:
+            return
+        leases = self._table.leases
+        changed = [lease for service, lease in leases.items() if self._recorded.get(service) != lease]
+        if changed and not await self._store.leases.record(keeping.term, changed):
+            self._keeping = None
+            return
+        self._recorded = leases
+        if now_s >= self._forget_at:
+            self._forget_at = now_s + self._config.purge_every_s
+            before = self._clock.time() - self._config.services_keep_s
+            gone = await self._store.leases.forget(keeping.term, before, FORGET_BATCH)
+            self._table.forget(gone)
+            self._recorded = self._table.leases
+
+    async def _tell(self) -> None:
+        """The digest, when it has changed, and now and then."""
+        keeping, now_s = self._keeping, self._clock.monotonic()
+        if keeping is None or now_s >= keeping.until:
+            return
+        away = self._table.away
+        if away == self._told and now_s < self._digest_at:
+            return
+        keeping.number += 1
+        pages = _pages(away)
+        for number, page in enumerate(pages, 1):
+            await self._bus.publish(
+                ServicesDigest(
+                    cell=self._cell,
+                    term=keeping.term,
+                    number=keeping.number,
+                    page=number,
+                    pages=len(pages),
+                    away=page,
+                    up=len(self._table) - len(away),
+                    at=self._clock.time(),
+                )
+            )
+        self._told, self._digest_at = away, now_s + DIGEST_S * len(pages)
+
+
+def _pages(away: Mapping[str, Lease]) -> list[tuple[ServiceAway, ...]]:
+    """One page at least. Beyond the last page nothing is told: a cell that has lost so many has other worries."""
+    said = [
+        ServiceAway(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
+        for service, lease in sorted(away.items())
+    ][: PER_PAGE * MAX_PAGES]
+    return [tuple(said[start : start + PER_PAGE]) for start in range(0, max(len(said), 1), PER_PAGE)]

@@ -1,0 +1,100 @@
+"""What is kept of the leases of compute services, and who keeps them: a port, and PostgreSQL.
+
+One conductor of a cell is the keeper: it records what is believed, and tells it. It holds one row for a few seconds at
+a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored: the digests
+of a former keeper that has not noticed yet lose, and what it would record is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bus.persistence.database import Database
+from cell_conductor.domain.leases import Lease, Standing
+
+
+class LeaseStore(Protocol):
+    """The leases on record, and their keeper."""
+
+    async def keep(self, process: str, for_s: float) -> int | None:
+        """Be the keeper for so long from now on, again or as nobody else is; the term, or None: another is."""
+
+    async def leases(self) -> list[Lease]:
+        """All on record, by service."""
+
+    async def record(self, term: int, leases: Sequence[Lease]) -> bool:
+        """Record these. False: there is a newer term, and nothing was recorded."""
+
+    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+        """Drop at most so many services that are away since before, oldest first; returns which."""
+
+
+KEEP = """
+INSERT INTO lease_keeper AS k (process, term, until)
+VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, clock_timestamp() + $2 * interval '1 s')
+ON CONFLICT (one) DO UPDATE SET
+    term = CASE WHEN k.process = $1 THEN k.term ELSE greatest(k.term + 1, excluded.term) END,
+    process = $1, until = excluded.until
+WHERE k.process = $1 OR k.until < clock_timestamp()
+RETURNING term
+"""
+LEASES = "SELECT service, epoch, every_s, standing, since, reason FROM leases ORDER BY service"
+# The keeper's row is locked: no newer term begins while this one writes.
+_MINE = "SELECT 1 FROM lease_keeper WHERE term = $1 FOR SHARE"
+RECORD = """
+INSERT INTO leases (service, epoch, every_s, standing, since, reason)
+SELECT * FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::text[], $5::float8[], $6::text[])
+ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, every_s = excluded.every_s, standing = excluded.standing,
+    since = excluded.since, reason = excluded.reason
+"""
+FORGET = """
+DELETE FROM leases WHERE service IN (
+    SELECT service FROM leases WHERE standing <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
+"""
+
+
+class PostgresLeases:
+    """In the cell's schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def keep(self, process: str, for_s: float) -> int | None:
+        """One statement."""
+        async with self._database.raw() as connection:
+            term: int | None = await connection.fetchval(KEEP, process, for_s)
+        return term
+
+    async def leases(self) -> list[Lease]:
+        """One statement."""
+        async with self._database.raw() as connection:
+            found = await connection.fetch(LEASES)
+        return [
+            Lease(service=row[0], epoch=row[1], every_s=row[2], standing=Standing(row[3]), since=row[4], reason=row[5])
+            for row in found
+        ]
+
+    async def record(self, term: int, leases: Sequence[Lease]) -> bool:
+        """One transaction."""
+        ordered = sorted(leases, key=lambda lease: lease.service)
+        async with self._database.raw() as connection:
+            if await connection.fetchval(_MINE, term) is None:
+                return False
+            await connection.execute(
+                RECORD,
+                [lease.service for lease in ordered],
+                [lease.epoch for lease in ordered],
+                [lease.every_s for lease in ordered],
+                [lease.standing.value for lease in ordered],
+                [lease.since for lease in ordered],
+                [lease.reason for lease in ordered],
+            )
+        return True
+
+    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+        """One transaction."""
+        async with self._database.raw() as connection:
+            if await connection.fetchval(_MINE, term) is None:
+                return []
+            return sorted(row[0] for row in await connection.fetch(FORGET, before, limit))

@@ -1,0 +1,94 @@
+"""Leases of compute services in memory. It passes the same suite as PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.persistence.memory_database import MemorySession
+from cell_conductor.domain.leases import Lease, Standing
+
+
+class Keeper(Struct, frozen=True):
+    """Who keeps the leases, and until when."""
+
+    process: str
+    term: int
+    until: float
+
+
+class Tables(Protocol):
+    """The committed rows."""
+
+    clock: Clock
+    leases: dict[str, Lease]
+    lease_keeper: dict[str, Keeper]
+
+
+ONE = "one"
+_ROW = ("lease_keeper", ONE)
+
+
+class MemoryLeases:
+    """In a cell's tables."""
+
+    def __init__(self, table: Tables, session: MemorySession) -> None:
+        self._table = table
+        self._session = session
+
+    async def keep(self, process: str, for_s: float) -> int | None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_ROW])
+            now = self._table.clock.time()
+            held = self._table.lease_keeper.get(ONE)
+            if held is not None and held.process != process and held.until >= now:
+                return None
+            term = held.term if held is not None else 0
+            if held is None or held.process != process:
+                term = max(term + 1, int(now * 1000))
+            made = Keeper(process, term, now + for_s)
+            transaction.will(partial(self._table.lease_keeper.update, {ONE: made}))
+            return term
+
+    async def leases(self) -> list[Lease]:
+        """All of them."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return [lease for _, lease in sorted(self._table.leases.items())]
+
+    async def record(self, term: int, leases: Sequence[Lease]) -> bool:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_ROW])
+            if not self._is_mine(term):
+                return False
+            transaction.will(partial(self._table.leases.update, {lease.service: lease for lease in leases}))
+            return True
+
+    async def forget(self, term: int, before: float, limit: int) -> list[str]:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_ROW])
+            away = [one for one in self._table.leases.values() if one.standing is not Standing.UP]
+            gone = [one.service for one in sorted(away, key=lambda one: one.since) if one.since < before][:limit]
+            if not self._is_mine(term):
+                return []
+            transaction.will(partial(_drop, self._table.leases, gone))
+            return sorted(gone)
+
+    def _is_mine(self, term: int) -> bool:
+        held = self._table.lease_keeper.get(ONE)
+        return held is not None and held.term == term
+
+
+def _drop(rows: dict[str, Lease], services: Sequence[str]) -> None:
+    for service in services:
+        rows.pop(service, None)

@@ -1,0 +1,95 @@
+"""One suite for both stores of leases: one keeper at a time, and what a former one would record is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.persistence.database import Database
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease, Standing
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.postgres import PostgresInstances
+from tests.unit.conductor.story import SPEC, selection
+
+UP = Lease(service="a", epoch=7, every_s=1.0, since=5.0)
+SILENT = Lease(service="b", epoch=2**62, every_s=0.5, standing=Standing.SILENT, since=6.0, reason="nothing was heard")
+LEFT = Lease(service="c", epoch=1, every_s=1.0, standing=Standing.LEFT, since=4.0, reason="it was stopped")
+LONG_S, OVER_S = 60.0, -1.0
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[InstanceStore]:
+    made: InstanceStore
+    if request.param == "memory":
+        made = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    else:
+        made = PostgresInstances(Database(request.getfixturevalue("postgres_url"), "cell_leases"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_one_conductor_keeps_the_leases_until_it_does_not_say_so_any_more(store: InstanceStore) -> None:
+    leases = store.leases
+    term = await leases.keep("one", LONG_S)
+    assert term is not None and await leases.keep("two", LONG_S) is None
+    assert await leases.keep("one", OVER_S) == term, "the same keeper, the same term"
+    newer = await leases.keep("two", LONG_S)
+    assert newer is not None and newer > term
+    assert await leases.keep("one", LONG_S) is None
+
+
+async def test_what_a_former_keeper_records_is_refused(store: InstanceStore) -> None:
+    leases = store.leases
+    term = await leases.keep("one", OVER_S)
+    assert term is not None and await leases.record(term, [SILENT, UP])
+    assert await leases.leases() == [UP, SILENT]
+    newer = await leases.keep("two", LONG_S)
+    assert newer is not None and await leases.leases() == [UP, SILENT], "the next keeper starts from these"
+    assert not await leases.record(term, [LEFT]) and await leases.forget(term, 100.0, 10) == []
+    back = replace(UP, service="b")
+    assert await leases.record(newer, [back, LEFT])
+    assert await leases.leases() == [UP, back, LEFT]
+
+
+async def test_only_services_that_are_away_for_long_are_forgotten(store: InstanceStore) -> None:
+    term = await store.leases.keep("one", LONG_S)
+    assert term is not None
+    await store.leases.record(term, [UP, SILENT, LEFT])
+    assert await store.leases.forget(term, 4.0, 10) == []
+    assert await store.leases.forget(term, 100.0, 1) == ["c"]
+    assert await store.leases.forget(term, 100.0, 10) == ["b"]
+    assert await store.leases.leases() == [UP]
+
+
+def instance(number: int, service: str, state: State, *, position: int = 0) -> Instance:
+    uuid = f"00000000-0000-4000-8000-{number:012d}"
+    selections = tuple(replace(selection(n), service=service if n - 1 == position else "other") for n in (1, 2, 3))
+    deadline = 9.0 if state is State.BUILDING else None
+    return Instance(
+        uuid=uuid, state=state, spec=SPEC, selections=selections, position=position, attempt=1, deadline=deadline
+    )
+
+
+async def test_what_a_service_was_told_to_build_is_found_by_its_current_host(store: InstanceStore) -> None:
+    kept = [
+        instance(1, "a", State.BUILDING),
+        instance(2, "a", State.BUILDING, position=2),
+        instance(3, "b", State.BUILDING),
+        instance(4, "a", State.ACTIVE),
+        instance(5, "a", State.DELETING),
+        instance(6, "c", State.BUILDING),
+    ]
+    async with store.transaction() as transaction:
+        await transaction.insert(kept)
+    assert await store.building_at(["b", "a", "nobody"]) == [
+        (kept[0].uuid, "a"),
+        (kept[1].uuid, "a"),
+        (kept[2].uuid, "b"),
+    ]
+    assert await store.building_at([]) == []

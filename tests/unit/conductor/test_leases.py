@@ -1,0 +1,145 @@
+"""The failure detector of a cell: who is suspected, and who never is."""
+
+from __future__ import annotations
+
+from cell_conductor.domain.leases import STEP_S, Lease, LeaseTable, Standing
+
+MISSED = 5
+
+
+class Story:
+    """A conductor that hears its keeper's digest each second, and services that beat each second unless told."""
+
+    def __init__(self, *services: str) -> None:
+        self.table = LeaseTable(MISSED)
+        self.services = dict.fromkeys(services, 1)  # the epoch
+        self.now = 1000.0
+        self.sequence = 0
+        self.run(1)
+
+    def run(self, seconds: int, *, without: str = "") -> list[str]:
+        silent: list[str] = []
+        for _ in range(seconds):
+            self.now += 1.0
+            self.sequence += 1
+            self.table.delivered(self.now)  # the digest
+            for service, epoch in self.services.items():
+                if service not in without.split():
+                    self.beat(service, epoch)
+            silent += [lease.service for lease in self.table.judge(self.now)]
+        return silent
+
+    def beat(self, service: str, epoch: int, *, leaving: bool = False) -> bool:
+        self.table.delivered(self.now)
+        return self.table.heard(service, epoch, self.sequence, at=self.now, every_s=1.0, leaving=leaving)
+
+    def standing(self, service: str) -> Standing:
+        return self.table.leases[service].standing
+
+
+def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
+    story = Story("a", "b")
+    assert story.run(MISSED, without="a") == []
+    assert story.run(1, without="a") == ["a"]
+    lease = story.table.leases["a"]
+    assert (lease.standing, lease.code, lease.since) == (Standing.SILENT, "service.silent", story.now)
+    assert "6.0 s" in lease.reason and "every 1 s" in lease.reason
+    assert list(story.table.away) == list(story.table.abandoned) == ["a"]
+    assert story.run(3, without="a") == [], "said once"
+
+
+def test_missing_heartbeats_with_one_between_them_mean_nothing() -> None:
+    story = Story("a", "b")
+    for _ in range(10):
+        assert story.run(MISSED, without="a") == []
+        story.run(1)
+
+
+def test_a_heartbeat_ends_the_suspicion_in_the_same_life_and_in_the_next() -> None:
+    for epoch in (1, 2):
+        story = Story("a")
+        story.run(MISSED + 1, without="a")
+        story.services["a"] = epoch
+        story.run(1)
+        assert story.standing("a") is Standing.UP and not story.table.away
+
+
+def test_a_service_is_measured_by_its_own_interval() -> None:
+    story = Story("a")
+    story.table.heard("slow", 1, 1, at=story.now, every_s=60.0)
+    assert story.run(60 * MISSED) == []
+    assert story.run(1) == ["slow"]
+
+
+def test_who_was_paused_or_cut_off_suspects_nobody_for_it() -> None:
+    """Nothing was delivered for a minute, to it or by the broker: that says nothing of the services."""
+    story = Story("a", "b")
+    for _ in range(3):
+        story.now += 60.0
+        assert story.table.judge(story.now) == []
+        assert story.run(1, without="a") == [], f"a pause counts for {STEP_S} s at most"
+        story.run(1)
+
+
+def test_a_cell_that_delivers_nothing_is_not_judged() -> None:
+    story = Story("a", "b")
+    for _ in range(100):
+        story.now += 1.0
+        assert story.table.judge(story.now) == []
+
+
+def test_a_service_that_says_good_bye_takes_no_builds_at_once_and_its_builds_are_waited_for_a_lease() -> None:
+    story = Story("a", "b")
+    story.sequence += 1
+    assert story.beat("a", 1, leaving=True)
+    assert story.standing("a") is Standing.LEFT and list(story.table.away) == ["a"] and not story.table.abandoned
+    story.run(1)
+    assert story.standing("a") is Standing.LEFT, "a heartbeat that came late, of a life that is over"
+    story.run(MISSED, without="a")
+    assert list(story.table.abandoned) == ["a"]
+    story.services["a"] = 2
+    story.run(1)
+    assert not story.table.away
+
+
+def test_what_comes_late_or_twice_renews_nothing() -> None:
+    story = Story("a", "b")
+    first = story.sequence
+    for _ in range(MISSED):
+        story.run(1, without="a")
+        assert not story.table.heard("a", 1, first, at=story.now, every_s=1.0)
+        assert not story.table.heard("a", 0, first + 99, at=story.now, every_s=1.0)
+    assert story.run(1, without="a") == ["a"]
+
+
+def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_who_was_away() -> None:
+    story = Story("b")
+    story.table.believe(
+        [
+            Lease(service="a", epoch=1, every_s=1.0),
+            Lease(service="b", epoch=0, every_s=1.0, standing=Standing.SILENT, since=3.0),
+            Lease(service="gone", epoch=1, every_s=1.0, standing=Standing.SILENT, since=3.0, reason="why"),
+            Lease(service="left", epoch=1, every_s=1.0, standing=Standing.LEFT, since=3.0),
+        ]
+    )
+    assert sorted(story.table.away) == ["gone", "left"], "b was heard here, which counts for more"
+    assert story.table.leases["gone"].since == 3.0
+    assert story.run(MISSED) == [] and story.run(1) == ["a"]
+    story.sequence += 1
+    assert not story.beat("left", 1) and story.beat("left", 2) and story.beat("gone", 1)
+    assert list(story.table.away) == ["a"]
+
+
+def test_forgotten_services_are_not_told_and_living_ones_are_not_forgotten() -> None:
+    story = Story("a", "b")
+    story.run(MISSED + 1, without="a")
+    story.table.forget(["a", "b", "c"])
+    assert list(story.table.leases) == ["b"]
+
+
+def test_numbers_that_no_service_has_and_too_many_names_are_left_out() -> None:
+    table = LeaseTable(MISSED)
+    table.delivered(1.0)
+    for epoch, sequence in ((-1, 1), (2**63, 1), (1, -1), (1, 2**70)):
+        assert not table.heard("a", epoch, sequence, at=1.0)
+    assert len(table) == 0
