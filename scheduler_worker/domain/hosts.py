@@ -185,7 +185,7 @@ class HostTable:
         index = self._index.get(uuid)
         if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
             return False
-        holder = self.services[self.service[index]]
+        holder = self.services[int(self.service[index])]
         if holder.away is not None:
             return holder.away.code != LEFT and now_s - holder.away_s <= CELL_HOLD_S
         digest = self._digests.get(holder.cell)
