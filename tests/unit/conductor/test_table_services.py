@@ -80,7 +80,7 @@ def test_a_build_without_a_living_alternate_waits_for_its_deadline(services: tup
     assert run(LOST, away=away, start=building) == Step(building)
     up = run(spawned(), away=away, start=building)
     assert up.instance.state is State.ACTIVE, "it came back in time"
-    over = run(TIMED_OUT, RELEASED, away=away, start=building)
+    over = run(TIMED_OUT, TIMED_OUT, RELEASED, away=away, start=building)
     assert over.instance.state is State.FAILED and over.instance.code == "max_retries_exceeded"
     assert f"1 of {len(services)} hosts tried" in over.instance.reason, "no other host of a service that is away"
 
