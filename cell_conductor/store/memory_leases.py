@@ -21,7 +21,7 @@ class Keeper(Struct, frozen=True):
     until: float
 
 
-class Tables(Protocol):
+class LeaseTables(Protocol):
     """The committed rows."""
 
     clock: Clock
@@ -36,7 +36,7 @@ _ROW = ("lease_keeper", ONE)
 class MemoryLeases:
     """In a cell's tables."""
 
-    def __init__(self, table: Tables, session: MemorySession) -> None:
+    def __init__(self, table: LeaseTables, session: MemorySession) -> None:
         self._table = table
         self._session = session
 
