@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Union
+from typing import Any, Union, get_args, get_type_hints
 
 import msgspec
 import structlog
@@ -176,7 +176,7 @@ class Codec:
         self._queue = queue
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
-        self._fields = sorted({name for kind in kinds for name in kind.__struct_fields__})
+        self._fields = sorted({name for kind in kinds for name in _field_names(kind)})
         self._heads = [(_head(BY_TYPE[kind].key), tag_of(kind)) for kind in kinds if kind in BY_TYPE]
         self._heads.sort(key=lambda pair: -len(pair[0]))
         item = msgspec.defstruct("Item", [("meta", Meta), ("body", Union[tuple(kinds)])])  # noqa: UP007
@@ -279,6 +279,16 @@ class Codec:
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
         return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
+
+
+def _field_names(kind: type[Struct]) -> set[str]:
+    """Of a message and of the structs in its fields."""
+    names = set(kind.__struct_fields__)
+    for hint in get_type_hints(kind).values():
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, type) and issubclass(part, Struct):
+                names |= _field_names(part)
+    return names
 
 
 def _with_suggestion(reason: str, fields: Sequence[str]) -> str:

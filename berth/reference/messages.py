@@ -9,7 +9,7 @@ import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where
-from bus.wire import BATCH
+from bus.wire import BATCH, MAX_BATCH_ITEMS, MAX_BODY_BYTES
 
 EXAMPLE = """\
 import asyncio, json, os, uuid
@@ -44,7 +44,8 @@ Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
 `{COMMANDS}` for commands (publish with `mandatory`: a command nobody takes is an error), `{EVENTS}` for events (which
-may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects, `content-type: application/json`.
+may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects, `content-type: application/json`, of
+at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a batch has at most {MAX_BATCH_ITEMS:,} items.
 
 | AMQP property or header | meaning |
 | --- | --- |
@@ -61,6 +62,8 @@ A message has one routing key: the one below, filled with its own fields. Under 
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
 ([Permissions](../howto/permissions.md)). What `operator` alone publishes is not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
+A field that a message does not have is refused where the message says so below; elsewhere it is passed over, so that
+workers of two versions understand each other (in an `inventory.update`, too: spell its fields with care).
 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).
@@ -109,6 +112,8 @@ def _message(row: MessageRow) -> Iterator[str]:
         yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
     yield f"- said by {', '.join(row.publishers)}; decided on by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
+    if row.message.__struct_config__.forbid_unknown_fields:
+        yield "- a field that it does not have is refused by name (`message.invalid`)"
     if row.reply is not None:
         yield f"- answered by `{tag_of(row.reply)}`, or `{tag_of(Refusal)}`"
     yield ""
@@ -166,9 +171,10 @@ def _type(spec: dict[str, Any]) -> str:
     kind = str(spec.get("type", "any"))
     if kind == "array":
         items = spec.get("prefixItems")
-        return "[" + (", ".join(_type(i) for i in items) if items else _type(spec.get("items") or {}) + ", ...") + "]"
+        inner = ", ".join(_type(i) for i in items) if items else _type(spec.get("items") or {}) + ", ..."
+        return f"[{inner}]{'' if items else _size(spec, 'Items')}"
     if kind == "object" and isinstance(spec.get("additionalProperties"), dict):
-        return "{name: " + _type(spec["additionalProperties"]) + "}"
+        return "{name: " + _type(spec["additionalProperties"]) + "}" + _size(spec, "Properties")
     bounds = [
         f"{word} {spec[key]}"
         for key, word in (
@@ -184,6 +190,14 @@ def _type(spec: dict[str, Any]) -> str:
         pattern = spec["pattern"].removesuffix(r"(?!\n)")  # Python's `$` takes a line end; others need not know
         bounds.append(f"`{pattern}`".replace("|", "\\|"))
     return kind + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _size(spec: dict[str, Any], what: str) -> str:
+    """How many a list or table holds, where that is bounded."""
+    bounds = [
+        f"{word} {spec[key]}" for key, word in ((f"min{what}", "at least"), (f"max{what}", "at most")) if key in spec
+    ]
+    return f" ({', '.join(bounds)})" if bounds else ""
 
 
 def _default(spec: dict[str, Any]) -> str:

@@ -40,8 +40,9 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     forced: with `host`, past the filters; what the flavor asks is claimed there all the same.
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
-    server_group: whom it wants to be with or apart from. different_host, same_host: not where any of these instances
-    of the project is, or only where one of them is; those that are nowhere count for nothing.
+    server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
+    also where another named another, and nobody is moved for it. different_host, same_host: not where any of these
+    instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     """
 
@@ -98,8 +99,9 @@ class AttemptRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     """A build changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
 
-    sequence: rises with every state of one instance, so a late event is recognised. `terminal`: no other
-    terminal event follows for the request that caused it. code and reason explain failed and refused;
+    sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
+    is not told, so any but the terminal may be missing. `terminal`: no other terminal event follows for the request
+    that caused it. code and reason explain failed and refused;
     funnel explains a request that no host could take; history lists the attempts. stamps: with the end of a build, when
     each of its stages ended, [asked, queued, decided, claimed, dispatched, built, announced] in seconds since the
     epoch, 0 where it never came to that; and then how many claims were lost to others.

@@ -267,7 +267,7 @@ def test_a_project_with_dots_is_no_project() -> None:
     ("fields", "named"),
     [
         ({"hostt": "h1"}, "unknown field `hostt`; did you mean `host`?"),
-        ({"server_group": {"uuid": UUID, "policy": "affinity", "max_per_hots": 2}}, "unknown field `max_per_hots`"),
+        ({"server_group": {"uuid": UUID, "policy": "affinity", "max_per_hots": 2}}, "did you mean `max_per_host`?"),
         ({"zzz": 1}, "unknown field `zzz`"),
     ],
 )
