@@ -196,8 +196,8 @@ class Bus:
         )
         packed = pack(message, meta)
         # Where only berth's own processes listen it leaves in batches alone, of all states and projects together.
-        key = row.batch_key if row.batch_key and not mode.asks_first else routing_key(message)
-        said_twice = mode.asks_first
+        key = row.batch_key if row.batch_key and not mode.probes_first else routing_key(message)
+        said_twice = mode.probes_first
         if said_twice and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
@@ -213,6 +213,9 @@ class Bus:
             # Programs that are not ours listen to public events on the API bus, and read one JSON object a message.
             # Where there are none, as good as nothing is spent on them.
             alone = row.public and row.exchange == EVENTS and self.name == API
-            asks_first = alone and bool(row.batch_key)
-            found = self._modes[kind] = (row, Mode(not alone, row.persistent, row.mandatory, asks_first, row.max_batch))
+            probes_first = alone and bool(row.batch_key)
+            found = self._modes[kind] = (
+                row,
+                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
+            )
         return found

@@ -50,7 +50,7 @@ class Mode(Struct, frozen=True):
     batches: bool
     persistent: bool = True
     mandatory: bool = False
-    asks_first: bool = False
+    probes_first: bool = False
     max_batch: int = 0
 
     def at_most(self, limits: BusLimits) -> int:
@@ -140,9 +140,9 @@ class _BatchingPublisher:
         return taken
 
     @property
-    def must_ask(self) -> bool:
+    def must_probe(self) -> bool:
         """Whether the next entry leaves to find out about those behind it."""
-        return self.mode.asks_first and not self.heard and len(self.entries) > 1
+        return self.mode.probes_first and not self.heard and len(self.entries) > 1
 
     def answer(self, error: BaseException | None) -> list[_Entry]:
         """The entry that asked is settled. Returns those that nobody would hear."""
@@ -258,7 +258,7 @@ class Publisher:
             if len(self._flights) >= self._limits.flights:
                 self._stalled[link] = None
                 return
-            asks = link.must_ask
+            asks = link.must_probe
             entries = link.take(self._limits)
             link.asked = len(link.entries) if asks else 0
             link.heard = max(0, link.heard - 1)

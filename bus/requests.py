@@ -29,7 +29,7 @@ FIRST_WAIT_S = 0.02
 LONGEST_WAIT_S = 1.0
 
 
-class _Asked:
+class _PendingRequests:
     """The requests of one call, and what has come back for each."""
 
     def __init__(self, count: int) -> None:
@@ -57,7 +57,7 @@ class Requester:
         self._rng = rng
         self._queue = f"{REPLY_PREFIX}{process}.{rng.getrandbits(48):012x}"
         self._codec = Codec(REPLIES, queue=self._queue)
-        self._pending: dict[str, tuple[_Asked, int]] = {}
+        self._pending: dict[str, tuple[_PendingRequests, int]] = {}
         self._opening = asyncio.Lock()
         self._is_open = False
         self._late = metrics.LATE_REPLIES.labels(bus)
@@ -67,7 +67,7 @@ class Requester:
         self, messages: Sequence[Message], reply: type[R], *, timeout_s: float, causes: Sequence[str]
     ) -> list[R | Fault]:
         """Ask for all of them at once; each gets its reply or its fault."""
-        asked = _Asked(len(messages))
+        asked = _PendingRequests(len(messages))
         if not messages:
             return []
         ids = [new_uuid(self._rng) for _ in messages]
@@ -99,7 +99,12 @@ class Requester:
                     wait = min(wait * 2, LONGEST_WAIT_S)
 
     async def _exchange(
-        self, messages: Sequence[Message], causes: Sequence[str], ids: Sequence[str], asked: _Asked, timeout_s: float
+        self,
+        messages: Sequence[Message],
+        causes: Sequence[str],
+        ids: Sequence[str],
+        asked: _PendingRequests,
+        timeout_s: float,
     ) -> None:
         """Publish until the broker takes them: the other side may be starting, and whoever asks may ask again."""
         deadline = self._clock.time() + timeout_s

@@ -188,7 +188,7 @@ class Agent:
     def _start_destroy(self, key: Key, attempt: int, deployment: str | None) -> None:
         chain = self._jobs.without_build(key)
         chain.answers.add(attempt)
-        self._jobs.start(key, chain, self._clear_away(key, chain, attempt, deployment))
+        self._jobs.start(key, chain, self._destroy_leftovers(key, chain, attempt, deployment))
 
     async def _look_then_destroy(self, key: Key, chain: Chain, command: Destroy) -> None:
         """Nothing is on record: the machine's own mark says whether this attempt is complete. If so, it is recorded."""
@@ -253,7 +253,7 @@ class Agent:
             return built(self._records.get(key), number)
         return failed(self._records.get(key), number, code, reason[:MAX_REASON], final=final)
 
-    async def _clear_away(self, key: Key, chain: Chain, attempt: int, deployment: str | None) -> None:
+    async def _destroy_leftovers(self, key: Key, chain: Chain, attempt: int, deployment: str | None) -> None:
         async with chain.lock:
             try:
                 await self._clear(key, attempt, deployment)
@@ -283,9 +283,9 @@ class Agent:
         """
         while True:
             await self._clock.sleep(DESTROY_AGAIN_S)
-            self.take_up_again()
+            self.resume_destroys()
 
-    def take_up_again(self) -> None:
+    def resume_destroys(self) -> None:
         """Start the oldest destructions that were given up, unless something else has happened there meanwhile."""
         for key in list(itertools.islice(self._undone, MAX_AGAIN)):
             del self._undone[key]
@@ -315,7 +315,7 @@ class Agent:
 
         A machine that is not on record is reported as its mark has it, and not made a record of: the conductor decides.
         """
-        await self.learn_hosts()
+        await self.load_hosts()
         listed = await self._driver.list()
         found = {(m.host_uuid, m.instance_uuid): m for machines in listed.values() for m in machines}
         for key, entry in self._records.entries():
@@ -352,7 +352,7 @@ class Agent:
         elif not entry.reported:
             self._answers.ended(key, entry)
 
-    async def learn_hosts(self) -> Sequence[DriverHost]:
+    async def load_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are; from now on builds are taken for these, and only these."""
         hosts = await self._driver.hosts()
         self._hosts = frozenset(host.uuid for host in hosts)

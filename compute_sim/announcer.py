@@ -59,7 +59,7 @@ class ResultSender:
         self._has_capacity.set()
         self._publishing = asyncio.Lock()
 
-    def say(self, result: ComputeResult) -> None:
+    def send(self, result: ComputeResult) -> None:
         """Publish this soon. Never waits; a handler awaits `wait_for_capacity` before it takes new work."""
         self._waiting.append(result)
         self._some.set()
@@ -109,12 +109,12 @@ class ResultSender:
             wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
             retry=tenacity.retry_if_exception_type((BusError, Transient))
             & tenacity.retry_if_not_exception_type(BusForbidden),
-            before_sleep=self._say_so,
+            before_sleep=self._log_state,
             reraise=True,
         )
         await retrying(self._bus.publish_all, [(result, result.instance_uuid) for result in batch])
         metrics.RESULTS.labels(self._service).inc(len(batch))
 
-    def _say_so(self, state: tenacity.RetryCallState) -> None:
+    def _log_state(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         log.warning("results.not_published", waiting=len(self._waiting), code=getattr(error, "code", ""))

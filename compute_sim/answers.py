@@ -27,15 +27,15 @@ class Answers:
         """How the attempt on record ended."""
         said = answer(entry)
         assert said is not None, entry
-        self._tell(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
+        self._report(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
 
     def refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
         """Not on this host, and why."""
-        self._tell(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
+        self._report(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
 
     def destroyed(self, key: Key, attempt: int) -> None:
         """Nothing is left of it."""
-        self._tell(key, attempt, ComputeOutcome.DESTROYED)
+        self._report(key, attempt, ComputeOutcome.DESTROYED)
 
     def cleared(self, key: Key, chain: Chain) -> None:
         """Nothing is left of all that this chain owes an answer for."""
@@ -43,7 +43,7 @@ class Answers:
             self.destroyed(key, attempt)
         chain.answers.clear()
 
-    def _tell(
+    def _report(
         self,
         key: Key,
         attempt: int,

@@ -16,7 +16,7 @@ from bus.service.service import Service
 from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
-from compute_sim.domain.faults import fate
+from compute_sim.domain.faults import plan_attempt
 from compute_sim.driver import Driver, DriverUnavailable
 from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
@@ -24,7 +24,7 @@ from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.name import QUEUE, ServiceName
 from compute_sim.reporter import Reporter
-from compute_sim.unreliable import Unreliable
+from compute_sim.unreliable import FaultyResultSender
 
 if TYPE_CHECKING:
     from bus.service.environment import Environment
@@ -72,7 +72,7 @@ def build(
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
     result.task("destructions", parts.agent.insist)
-    result.task("fate", parts.crash_plan.wait)
+    result.task("crash plan", parts.crash_plan.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)
     # Before the first announcement, as the one that holds the name is: whoever hears it may send builds at once.
@@ -111,15 +111,15 @@ class Parts:
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
         )
         self.announcer = ResultSender(self.bus, clock=env.clock, on_reported=records.reported, service=service)
-        self.result_sender = Unreliable(
-            self.announcer.say, self.fleet, config.faults, seed=config.seed, clock=env.clock
+        self.result_sender = FaultyResultSender(
+            self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
         self.crash_plan = CrashPlan(config, self.fleet, die)
         self.agent = Agent(
             service=service,
             driver=self.driver,
             records=records,
-            say=self.result_sender.say,
+            say=self.result_sender.send,
             clock=env.clock,
             limits=Limits(
                 per_host=config.max_builds_per_host,
@@ -205,7 +205,7 @@ class CrashPlan:
         if (faults.die_after is not None and records.starts == 1 and records.accepted == faults.die_after) or (
             faults.die_rate
             and (host := self._fleet.host(command.host_uuid)) is not None
-            and fate(faults, self._seed, host.plan.name, command.spec.instance_uuid, command.attempt).dies
+            and plan_attempt(faults, self._seed, host.plan.name, command.spec.instance_uuid, command.attempt).dies
         ):
             self._kill()
 

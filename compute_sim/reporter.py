@@ -53,17 +53,17 @@ class PublishingBus(Protocol):
         """Publish many messages."""
 
 
-class Work(Protocol):
+class HostSource(Protocol):
     """What the reporter asks the agent."""
 
-    async def learn_hosts(self) -> Sequence[DriverHost]:
+    async def load_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are."""
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Running]]:
         """What each host that was seen carries."""
 
 
-class Wanted:
+class PendingReport:
     """What is to be said: everything, or some hosts. Setting it wakes whoever waits."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Wanted:
         self._some = asyncio.Event()
         self._some.set()
 
-    def want(self, hosts: Sequence[str] | None = None) -> None:
+    def add(self, hosts: Sequence[str] | None = None) -> None:
         """These hosts, or everything."""
         if hosts is None:
             self.everything = True
@@ -106,7 +106,7 @@ class Reporter:
         service: str,
         cell: str,
         driver: Driver,
-        work: Work,
+        work: HostSource,
         records: Records,
         clock: Clock,
         rng: random.Random,
@@ -123,8 +123,8 @@ class Reporter:
         self._rng = rng
         self._heartbeat_s = heartbeat_s
         self._report_s = report_s
-        self._announce = Wanted()
-        self._inventory = Wanted()
+        self._announce = PendingReport()
+        self._inventory = PendingReport()
         self._changed: dict[str, float] = {}  # hosts whose inventory is to be said once more, and when they changed
         self._publishing = asyncio.Lock()
         self._sequence = 0
@@ -133,22 +133,22 @@ class Reporter:
 
     def asked(self) -> None:
         """A listener has just started and wants to know everything."""
-        self._announce.want()
+        self._announce.add()
 
     def host_changed(self, hosts: Sequence[str]) -> None:
         """The driver saw these hosts change."""
-        self._announce.want(hosts)
-        self._inventory.want(hosts)
+        self._announce.add(hosts)
+        self._inventory.add(hosts)
         self._changed.update(dict.fromkeys(hosts, self._clock.monotonic()))
 
     def failures_changed(self, host: str) -> None:
         """This host's count of consecutive failed builds changed."""
-        self._announce.want((host,))
+        self._announce.add((host,))
 
     def reconnected(self) -> None:
         """The broker was away: what was said meanwhile, or just before, may be lost."""
-        self._announce.want()
-        self._inventory.want()
+        self._announce.add()
+        self._inventory.add()
 
     # --- side tasks
 
@@ -161,18 +161,20 @@ class Reporter:
 
     async def announce(self) -> None:
         """Host announcements, until cancelled."""
-        await self._repeat(self._announce, self._say_hosts, self._report_s)
+        await self._repeat(self._announce, self._publish_hosts, self._report_s)
 
     async def report(self) -> None:
         """Inventory updates, until cancelled."""
-        await self._repeat(self._inventory, self._say_inventory, self._report_s * INVENTORY_EVERY)
+        await self._repeat(self._inventory, self._publish_inventory, self._report_s * INVENTORY_EVERY)
 
     async def leave(self) -> None:
         """The last heartbeat: this service stops on purpose."""
         with contextlib.suppress(BusError, Transient):
             await self._heartbeat(leaving=True)
 
-    async def _repeat(self, wanted: Wanted, say: Callable[[list[str] | None], Awaitable[None]], every_s: float) -> None:
+    async def _repeat(
+        self, wanted: PendingReport, say: Callable[[list[str] | None], Awaitable[None]], every_s: float
+    ) -> None:
         while True:
             await wanted.wait(every_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             taken = wanted.take()
@@ -186,12 +188,12 @@ class Reporter:
             wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
             retry=tenacity.retry_if_exception_type((BusError, Transient, DriverUnavailable))
             & tenacity.retry_if_not_exception_type(BusForbidden),
-            before_sleep=self._say_so,
+            before_sleep=self._log_state,
             reraise=True,
         )
         await retrying(say, hosts)
 
-    def _say_so(self, state: tenacity.RetryCallState) -> None:
+    def _log_state(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         log.warning(
             "report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=state.attempt_number
@@ -213,17 +215,17 @@ class Reporter:
                 )
             )
 
-    async def _say_hosts(self, hosts: list[str] | None) -> None:
+    async def _publish_hosts(self, hosts: list[str] | None) -> None:
         # Before looking: a slow driver must not prove a young machine missing.
         look, seen_at = self._records.look(), self._clock.time()
         # Asked once: a host that is announced is one whose builds are taken.
-        known = await self._work.learn_hosts()
+        known = await self._work.load_hosts()
         running = await self._work.running(hosts)
         if hosts is not None:
             wanted = frozenset(hosts)
             known = [host for host in known if host.uuid in wanted]
         else:
-            self._say_changed_again()
+            self._republish_changed()
         pages = self._pages(known, running)
         began = 0
         for number, page in enumerate(pages, 1):
@@ -247,13 +249,13 @@ class Reporter:
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))
 
-    def _say_changed_again(self) -> None:
+    def _republish_changed(self) -> None:
         before = self._clock.monotonic() - UNDONE_S
         due = [host for host, at in self._changed.items() if at <= before]
         for host in due:
             del self._changed[host]
         if due:
-            self._inventory.want(due)
+            self._inventory.add(due)
 
     def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
         """Pages of hosts, bounded by hosts and by what they run; one empty page when there are none."""
@@ -279,7 +281,7 @@ class Reporter:
             )
         return pages
 
-    async def _say_inventory(self, hosts: list[str] | None) -> None:
+    async def _publish_inventory(self, hosts: list[str] | None) -> None:
         uuids = [host.uuid for host in await self._driver.hosts()] if hosts is None else hosts
         for at in range(0, len(uuids), TREES_PER_PUBLISH):
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])

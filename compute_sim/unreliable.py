@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from bus.clock import Clock
 from bus.contracts.cell import ComputeOutcome, ComputeResult
-from compute_sim.domain.faults import NO_FAULTS, Faults, fate
+from compute_sim.domain.faults import NO_FAULTS, Faults, plan_attempt
 from compute_sim.fleet import Fleet
 
 MAX_LATE = 10_000  # lies waiting to be told; beyond it the truth is told
 
 
-class Unreliable:
+class FaultyResultSender:
     """Stands before the announcer. With no faults planned it adds nothing."""
 
     def __init__(
@@ -26,23 +26,23 @@ class Unreliable:
         self._clock = clock
         self._late: set[asyncio.Task[None]] = set()
 
-    def say(self, result: ComputeResult) -> None:
+    def send(self, result: ComputeResult) -> None:
         """Pass a result on as the attempt's fate has it."""
         host = self._fleet.host(result.host_uuid)
         if host is None or self._faults == NO_FAULTS:
             self._say(result)
             return
-        plan = fate(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)
+        plan = plan_attempt(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)
         if plan.late_s and result.outcome is ComputeOutcome.ACTIVE and len(self._late) < MAX_LATE:
             # Whatever happens to the machine meanwhile, destruction included, this will be said: that is the lie.
-            task = asyncio.get_running_loop().create_task(self._say_late(result, plan.late_s))
+            task = asyncio.get_running_loop().create_task(self._send_late(result, plan.late_s))
             self._late.add(task)
             task.add_done_callback(self._late.discard)
             return
         for _ in range(plan.copies):
             self._say(result)
 
-    async def _say_late(self, result: ComputeResult, late_s: float) -> None:
+    async def _send_late(self, result: ComputeResult, late_s: float) -> None:
         await self._clock.sleep(late_s)
         self._say(result)
 

@@ -51,11 +51,11 @@ def build(
         config=config,
     )
 
-    async def nothing_to_open() -> None:
+    async def open_nothing() -> None:
         """The source connects when it is asked."""
 
     service.resource(bus.open, bus.close)
-    service.resource(nothing_to_open, reading.close)
+    service.resource(open_nothing, reading.close)
     service.task("sync", loop.run)
     service.drain(loop.drain)
     service.check("bus", lambda: bus.transport.connected)

@@ -37,14 +37,14 @@ class NotificationListener:
         *,
         clock: Clock,
         config: IronicSyncConfig,
-        look_at_allocation: Callable[[str], None],
+        follow_allocation: Callable[[str], None],
         read_all: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._sync_state = sync_state
         self._clock = clock
         self._config = config
-        self._look_at_allocation = look_at_allocation
+        self._look_at_allocation = follow_allocation
         self._read_all = read_all
         self._subscription: Subscription | None = None
         self._check = asyncio.Event()
@@ -133,13 +133,15 @@ class NotificationListener:
         """True when something must be saved before the message is acknowledged."""
         known = self._sync_state.positions.get(heard.subject or "")
         means = effect_of(heard, seen_updated_at=known.updated_at if known else None)
-        log.debug("ironic.heard", what=heard.event, node=means.read, take_away=means.take_away, cause=heard.request_id)
+        log.debug(
+            "ironic.heard", what=heard.event, node=means.read, reserve_all=means.reserve_all, cause=heard.request_id
+        )
         if means == NO_EFFECT:
             return False
         if means.allocation is not None:
             self._look_at_allocation(means.allocation)
             return False
-        return self._sync_state.hear(means, heard.request_id or heard.message_id)
+        return self._sync_state.apply_notification(means, heard.request_id or heard.message_id)
 
     def _event(self, heard: Notification) -> str:
         """A label from outside, so the number of different ones is bounded."""

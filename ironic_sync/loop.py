@@ -51,7 +51,7 @@ class SyncLoop:
         self._term: _Term | None = None
 
     @property
-    def leading(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process is the writer now."""
         return self._term is not None
 
@@ -97,7 +97,7 @@ class SyncLoop:
         backoff = Backoff(self._clock, self._config.leader_poll_s, self._config.leader_poll_s)
         while True:
             try:
-                async with self._positions.lead() as term:
+                async with self._positions.become_leader() as term:
                     log.info("ironic.leading")
                     self._waiting = False
                     await self._lead(term)
@@ -127,7 +127,7 @@ class SyncLoop:
             sync_state,
             clock=self._clock,
             config=config,
-            look_at_allocation=reader.look_at_allocation,
+            follow_allocation=reader.follow_allocation,
             read_all=reader.read_all,
         )
         self._term = _Term(sync_state, reader, writer, listener)
@@ -137,7 +137,7 @@ class SyncLoop:
         finally:
             self._term = None
             metrics.LEADER.set(0)
-            sync_state.give_back()
+            sync_state.requeue_unacknowledged()
 
     async def _run_together(self, term: _Term, kept: Term) -> None:
         """All side tasks live and die together; the first fault is the term's end."""
@@ -160,9 +160,9 @@ class SyncLoop:
             await kept.check()
             if self._clock.time() >= forget_at:
                 forget_at = self._clock.time() + self._config.republish_s
-                told_before = self._clock.time() - self._config.forget_removed_s
-                await kept.forget(told_before)
-                term.sync_state.forget(told_before)
+                reported_before = self._clock.time() - self._config.forget_removed_s
+                await kept.forget(reported_before)
+                term.sync_state.forget(reported_before)
 
 
 class _Term:

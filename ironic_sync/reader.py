@@ -89,7 +89,7 @@ class Reader:
             else:
                 await backoff.wait()
 
-    def look_at_allocation(self, uuid: str) -> None:
+    def follow_allocation(self, uuid: str) -> None:
         """Look at an allocation of Ironic's until it is made, then read the node it took."""
         if uuid in self._allocations:
             return
@@ -103,7 +103,7 @@ class Reader:
     def _start_due(self) -> None:
         now = self._clock.time()
         while len(self._reading) < self._config.reads_in_flight:
-            uuid = self._sync_state.take_due(now)
+            uuid = self._sync_state.pop_due(now)
             if uuid is None:
                 return
             if uuid in self._reading:
@@ -117,7 +117,7 @@ class Reader:
         del self._reading[uuid]
         if uuid in self._again:
             self._again.discard(uuid)
-            self._sync_state.want(uuid)
+            self._sync_state.schedule_read(uuid)
         self._sync_state.planned.set()
 
     async def _read(self, uuid: str) -> None:
@@ -156,12 +156,12 @@ class Reader:
         self.reachable = True
         for uuid in sync_state.known():
             if sync_state.positions[uuid].read_seq < first:
-                sync_state.want(uuid)
+                sync_state.schedule_read(uuid)
         self.last_all_at = self._clock.time()
-        self._say_all(self._clock.monotonic() - began)
+        self._report_all(self._clock.monotonic() - began)
         return True
 
-    def _say_all(self, took_s: float) -> None:
+    def _report_all(self, took_s: float) -> None:
         nodes, problems = len(self._sync_state.known()), self._sync_state.problems()
         metrics.RESYNCS.labels("read").inc()
         metrics.RESYNC_S.observe(took_s)
@@ -183,7 +183,7 @@ class Reader:
             if allocation is None:
                 break
             if allocation.node_uuid is not None:
-                self._sync_state.want(allocation.node_uuid)
+                self._sync_state.schedule_read(allocation.node_uuid)
                 return
             if allocation.state not in ("allocating", None):
                 return

@@ -60,7 +60,7 @@ class SyncState:
         self._seq += 1
         return self._seq
 
-    def hear(self, effect: Effect, cause: str) -> bool:
+    def apply_notification(self, effect: Effect, cause: str) -> bool:
         """A notification asks for a read of a node. True: the book must be told something first."""
         assert effect.read is not None
         before = self._of(effect.read)
@@ -69,16 +69,16 @@ class SyncState:
         if effect.announced:
             return self._move(before, step.announced(before, now=self._clock.time(), timing=self._timing))
         self.heard_at[before.uuid] = (self._clock.monotonic(), cause)
-        after = step.heard(before, away=effect.take_away, seq=self.next_seq(), now=self._clock.time())
+        after = step.heard(before, away=effect.reserve_all, seq=self.next_seq(), now=self._clock.time())
         return self._move(before, after)
 
-    def give_back(self) -> None:
+    def requeue_unacknowledged(self) -> None:
         """Return what is not acknowledged to the queue, for the next writer."""
         deliveries, self.deliveries = self.deliveries, []
         for delivery in deliveries:
             delivery.nack(requeue=True)
 
-    def want(self, uuid: str) -> None:
+    def schedule_read(self, uuid: str) -> None:
         """Read the node now."""
         before = self._of(uuid)
         if before is not None:
@@ -96,9 +96,9 @@ class SyncState:
         now = self._clock.time()
         if isinstance(node, Unreadable):
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
-            after = step.was_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
+            after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
         else:
-            after = self._republished(step.was_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
+            after = self._republished(step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
         self._move(before, after)
 
     def gone(self, uuid: str, *, seq: int) -> None:
@@ -106,7 +106,7 @@ class SyncState:
         before = self._of(uuid)
         if before is None:
             return
-        after = step.was_gone(before, seq=seq, now=self._clock.time())
+        after = step.apply_removed(before, seq=seq, now=self._clock.time())
         self._move(before, after)
         if after.version == 0 and after.due_at is None:  # never told about: a made-up uuid leaves nothing behind
             del self.positions[uuid]
@@ -148,7 +148,7 @@ class SyncState:
             heapq.heappop(self._due)  # it was read, or planned again, since
         return None
 
-    def take_due(self, now: float) -> str | None:
+    def pop_due(self, now: float) -> str | None:
         """A node whose time has come. It is not planned any more until a step plans it."""
         due_at = self.next_due()
         if due_at is None or due_at > now:
@@ -157,9 +157,9 @@ class SyncState:
         self.positions[uuid] = replace(self.positions[uuid], due_at=None)
         return uuid
 
-    def forget(self, told_before: float) -> None:
+    def forget(self, reported_before: float) -> None:
         """Drop removed nodes of which the book was last told before this time."""
-        limit = int(told_before * 1_000_000)
+        limit = int(reported_before * 1_000_000)
         for uuid, position in list(self.positions.items()):
             told = position.version == self.published.get(uuid, 0)
             if position.report is None and position.due_at is None and told and position.version < limit:
@@ -186,7 +186,7 @@ class SyncState:
         if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
             heapq.heappush(self._due, (after.due_at, after.uuid))
             self.planned.set()
-        self._say_problem(before, after)
+        self._log_problem(before, after)
         if after.read_seq > after.heard_seq and after.version <= self.published.get(after.uuid, 0):
             self.heard_at.pop(after.uuid, None)  # read as asked, and the book knows it all
         if (after.version, after.problem, after.state) == (before.version, before.problem, before.state):
@@ -195,7 +195,7 @@ class SyncState:
         self.moved.set()
         return True
 
-    def _say_problem(self, before: Position, after: Position) -> None:
+    def _log_problem(self, before: Position, after: Position) -> None:
         if after.problem == before.problem:
             return
         if after.problem:

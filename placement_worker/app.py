@@ -65,7 +65,7 @@ def build(
     service.task("feed trim", publisher.trim)
     links = [_link(env.bus(cell), handlers, config) for cell in cells]
     for link in links:
-        service.resource(_nothing, link.close)
+        service.resource(open_nothing, link.close)
         service.task(f"cell {link.name}", link.run)
         service.drain(link.drain)
         service.check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
@@ -113,5 +113,5 @@ def _writers(bus: Bus, handlers: PlacementHandlers, config: PlacementConfig) -> 
     ]
 
 
-async def _nothing() -> None:
+async def open_nothing() -> None:
     """A cell's bus is opened by its own side task."""

@@ -15,10 +15,10 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
     InventoryUpdate,
+    LocateRequest,
     ReleaseResult,
     RevertResult,
     SnapshotRequest,
-    WhereRequest,
 )
 from placement_worker import metrics
 from placement_worker.domain.claim_items import ClaimItem, ClaimReply
@@ -99,8 +99,8 @@ class PlacementHandlers:
                 outcomes.append(Done(await self._store.changes(asked.after, asked.limit, asked.history)))
             elif isinstance(asked, SnapshotRequest):
                 outcomes.append(Done(await self._store.snapshot(asked.after, asked.limit)))
-            elif isinstance(asked, WhereRequest):
-                outcomes.append(Done(await self._store.where(asked)))
+            elif isinstance(asked, LocateRequest):
+                outcomes.append(Done(await self._store.locate(asked)))
             else:
                 outcomes.append(_unexpected(asked))
         return outcomes

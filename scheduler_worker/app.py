@@ -41,7 +41,7 @@ class HostsListener:
         self._clock = clock
         self._rng = rng
         self._again_s = again_s
-        self._asked = True
+        self._requested = True
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
@@ -55,19 +55,19 @@ class HostsListener:
 
     def reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""
-        self._asked = False
+        self._requested = False
 
     async def run(self) -> None:
         """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler."""
-        self._asked = await self.ask()
+        self._requested = await self.request_reports()
         due = self._clock.monotonic() + self._pause()
         while True:
             await self._clock.sleep(RECONNECT_CHECK_S)
-            if not self._asked or self._clock.monotonic() >= due:
-                self._asked = await self.ask()
+            if not self._requested or self._clock.monotonic() >= due:
+                self._requested = await self.request_reports()
                 due = self._clock.monotonic() + self._pause()
 
-    async def ask(self) -> bool:
+    async def request_reports(self) -> bool:
         """Ask every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
         try:
             await self._bus.publish(ReportHosts(why="a scheduler listens"))
@@ -163,7 +163,7 @@ def _link(
         await link.up.wait()
         await listener.run()
 
-    service.resource(nothing, link.close)
+    service.resource(open_nothing, link.close)
     service.task(f"cell {bus.name}", link.run)
     service.task(f"ask hosts of {bus.name}", listen)
     service.drain(link.drain)
@@ -171,7 +171,7 @@ def _link(
     return link
 
 
-async def nothing() -> None:
+async def open_nothing() -> None:
     """Open nothing: the bus of a cell is opened by its own side task."""
 
 

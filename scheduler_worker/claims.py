@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from bus.bus import Bus
 from bus.contracts.base import Message
-from bus.contracts.placement import Claim, ClaimResult, Release, ReleaseResult, WherePage, WhereRequest
+from bus.contracts.placement import Claim, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.faults import Fault, Transient
 from bus.port import BusError
 from scheduler_worker.domain.attempt import PlacementUnavailable
@@ -27,7 +27,7 @@ class ClaimPort(Protocol):
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
 
-    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+    async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """The hosts of server group members and of named instances, as of now."""
 
 
@@ -46,9 +46,9 @@ class BusClaims:
         """All in one round trip."""
         return await self._request(releases, ReleaseResult, [release.consumer for release in releases])
 
-    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+    async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""
-        return await self._request(requests, WherePage, [request.besides or "" for request in requests])
+        return await self._request(requests, LocatePage, [request.besides or "" for request in requests])
 
     async def _request(
         self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]

@@ -65,7 +65,7 @@ from scheduler_worker.domain.decisions import (
 )
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
-from scheduler_worker.domain.peers import has_peers, peers_of, where_request
+from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import (
     Admission,
     PendingBuild,
@@ -139,7 +139,7 @@ class SchedulingEngine:
         self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
         self._in_hand: dict[str, None] = {}  # requests of batches that were not finished (yet)
 
-    async def take(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
+    async def process(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
         """Schedule and delete; the outcomes by position. A delete in the batch is in time to stop its build."""
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
@@ -331,7 +331,7 @@ class SchedulingEngine:
         asking = [attempt for attempt in attempts if has_peers(attempt.request)]
         if not asking:
             return attempts
-        pages = await self._claims.locate([where_request(attempt.request) for attempt in asking])
+        pages = await self._claims.locate([locate_request(attempt.request) for attempt in asking])
         answered: dict[str, Attempt] = {}
         for attempt, page in zip(asking, pages, strict=True):
             uuid = attempt.request.instance_uuid

@@ -38,5 +38,5 @@ class RequestHandler:
             for position, received in enumerate(batch)
             if not isinstance(received.message, BuildRequest)
         ]
-        outcomes = await self._engine.take(builds, deletes)
+        outcomes = await self._engine.process(builds, deletes)
         return [outcomes[position] for position in range(len(batch))]

@@ -81,7 +81,7 @@ def audit(
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
             orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
-            done = await _mend(store, database, orphans, doubled, evict) if mend else []
+            done = await _repair(store, database, orphans, doubled, evict) if mend else []
             if mend:
                 orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
@@ -316,7 +316,7 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
     return [row[0] for row in await _rows(here, schema, statement, *arguments)]
 
 
-async def _mend(
+async def _repair(
     store: PostgresStore, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
 ) -> list[str]:
     for start in range(0, len(orphans), RELEASES_AT_ONCE):

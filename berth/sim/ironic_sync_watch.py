@@ -92,13 +92,13 @@ class WatchedPositions:
         self._inner = inner
         self._watch = watch
 
-    def lead(self) -> AbstractAsyncContextManager[Term]:
+    def become_leader(self) -> AbstractAsyncContextManager[Term]:
         """As ever."""
-        return self._lead()
+        return self._become_leader()
 
     @asynccontextmanager
-    async def _lead(self) -> AsyncIterator[Term]:
-        async with self._inner.lead() as term:
+    async def _become_leader(self) -> AsyncIterator[Term]:
+        async with self._inner.become_leader() as term:
             yield _WatchedTerm(term, self._watch)
 
 
@@ -121,8 +121,8 @@ class _WatchedTerm:
     async def published(self, versions: Mapping[str, int]) -> None:
         await self._inner.published(versions)
 
-    async def forget(self, told_before: float) -> int:
-        return await self._inner.forget(told_before)
+    async def forget(self, reported_before: float) -> int:
+        return await self._inner.forget(reported_before)
 
     async def check(self) -> None:
         await self._inner.check()

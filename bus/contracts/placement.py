@@ -357,7 +357,7 @@ class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.p
 MAX_NAMED = 256
 
 
-class WhereRequest(Message, frozen=True, kw_only=True, tag="placement.where.v1"):
+class LocateRequest(Message, frozen=True, kw_only=True, tag="placement.locate.v1"):
     """Ask on which hosts consumers of a project hold something: those named, and the members of a server group.
 
     besides: not this one, who asks.
@@ -369,7 +369,7 @@ class WhereRequest(Message, frozen=True, kw_only=True, tag="placement.where.v1")
     consumers: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_NAMED)] = ()
 
 
-class WherePage(Message, frozen=True, kw_only=True, tag="placement.where.page.v1"):
+class LocatePage(Message, frozen=True, kw_only=True, tag="placement.locate.page.v1"):
     """Reply. members: of the group, by host; hosts: the roots on which each named consumer holds something."""
 
     members: dict[Uuid, Count] = {}

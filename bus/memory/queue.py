@@ -115,16 +115,16 @@ class Consumption:
         if self.unacked.pop(stored.number, None) is None:
             return
         if requeue:
-            self.queue.take_back(stored)
+            self.queue.requeue(stored)
         else:
             self.queue.die(stored, "rejected")
         self.queue.wake()
 
-    def give_all_back(self) -> None:
+    def requeue_all(self) -> None:
         """Everything unacknowledged goes back in line."""
         unacked, self.unacked = list(self.unacked.values()), {}
         for stored in unacked:
-            self.queue.take_back(stored)
+            self.queue.requeue(stored)
         self.queue.wake()
 
 
@@ -193,7 +193,7 @@ class Queue:
             return self.returned[0][1]
         return self.ready[0] if self.ready else None
 
-    def take_back(self, stored: Stored) -> None:
+    def requeue(self, stored: Stored) -> None:
         """At its old place in line, unless it has come back too often."""
         stored.returns += 1
         stored.redelivered = True
@@ -249,9 +249,9 @@ class Queue:
                 continue
             idle = 0
             handed += 1
-            self.hand_to(consumer)
+            self.deliver_to(consumer)
 
-    def hand_to(self, consumer: Consumption) -> None:
+    def deliver_to(self, consumer: Consumption) -> None:
         """The first in line to this consumer."""
         stored = self.pop()
         consumer.unacked[stored.number] = stored
@@ -264,4 +264,4 @@ class Queue:
         self.holders = [one for one in self.holders if one.transport is not transport]
         for consumer in mine:
             consumer.active = False
-            consumer.give_all_back()
+            consumer.requeue_all()

@@ -168,7 +168,7 @@ class MemoryTransport:
             getter = self._getters[queue] = Consumption(found, self, 0, taken.append)
             found.holders.append(getter)
         getter.on_delivery = taken.append
-        found.hand_to(getter)
+        found.deliver_to(getter)
         return taken[0]
 
     async def depth(self, queue: str) -> int:

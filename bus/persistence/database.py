@@ -136,7 +136,7 @@ class Database:
         waiting = AsyncRetrying(
             retry=retry_if_exception_type(Transient),
             wait=wait_exponential(multiplier=0.1, max=OPEN_WAIT_MAX_S),
-            before_sleep=self._say_waiting,
+            before_sleep=self._log_waiting,
         )
         async for attempt in waiting:
             with attempt:
@@ -239,7 +239,7 @@ class Database:
             await self._drop(dead)
         held = self._warmest(by_key=by_key) or await self._connect()
         if held.by_key is not by_key:
-            await self._turn(held, by_key=by_key)
+            await self._switch_plan(held, by_key=by_key)
         return held
 
     def _warmest(self, *, by_key: bool) -> _Held | None:
@@ -249,7 +249,7 @@ class Database:
                 return self._spare.pop(place)
         return self._spare.pop() if self._spare and self._open >= self._pool_size else None
 
-    async def _turn(self, held: _Held, *, by_key: bool) -> None:
+    async def _switch_plan(self, held: _Held, *, by_key: bool) -> None:
         """Have its statements planned the other way."""
         try:
             await held.driver.execute(BY_KEY if by_key else BY_SIZE)
@@ -308,7 +308,7 @@ class Database:
 
     def _unreachable(self, state: RetryCallState) -> None:
         if self._reachable:
-            self._say_waiting(state)
+            self._log_waiting(state)
         self._reachable = False
 
     async def _drop(self, held: _Held) -> None:
@@ -339,7 +339,7 @@ class Database:
     def _lock(self) -> dict[str, str]:
         return {"key": f"berth.migrations.{self.schema}"}
 
-    def _say_waiting(self, state: RetryCallState) -> None:
+    def _log_waiting(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         log.warning(
             "database.waiting",

@@ -312,7 +312,7 @@ class MemoryRows:
             await transaction.lock([("outbox", row_id)])
             transaction.will(partial(_replace, self._session.database.outbox, row_id, outgoing))
 
-    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
         database = self._session.database
         async with self._session.transaction() as transaction:
@@ -332,7 +332,7 @@ class MemoryRows:
             # As with SKIP LOCKED: what somebody else has deleted by the time it is locked is not returned.
             return [(one, found.body) for one in old if (found := database.outbox.get(one)) is not None]
 
-    async def forget_handled(self, keep_s: float, limit: int) -> None:
+    async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Drop old records of handled messages."""
         database = self._session.database
         async with self._session.transaction() as transaction:

@@ -139,14 +139,14 @@ class Rows(Protocol):
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
         """Keep only these messages of a row: the others are confirmed."""
 
-    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each set of buses.
 
         Taking one makes it young again, so that two relays do not take it at once. closed: buses that take nothing now;
         rows for these alone are left untouched.
         """
 
-    async def forget_handled(self, keep_s: float, limit: int) -> None:
+    async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Drop records of handled messages older than this, at most so many."""
 
 
@@ -166,13 +166,13 @@ class PostgresRows:
         async with self._database.single() as connection:
             await connection.execute(REPLACE, row_id, buses_of(outgoing), encode_row(outgoing))
 
-    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
         async with self._database.single() as connection:
             rows = await connection.fetch(TAKE_OLD, age_s, limit, closed)
         return sorted((row["id"], row["body"]) for row in rows)
 
-    async def forget_handled(self, keep_s: float, limit: int) -> None:
+    async def purge_handled(self, keep_s: float, limit: int) -> None:
         """Drop old records of handled messages, where this schema keeps any."""
         async with self._database.raw() as connection:
             if await connection.fetchval("SELECT to_regclass('handled') IS NOT NULL"):
@@ -289,10 +289,10 @@ class Relay:
                         group.create_task(lane.run())
                     if lane.lingers is not None:
                         group.create_task(lane.ripen())
-                group.create_task(self._forget())
+                group.create_task(self._delete_confirmed())
                 group.create_task(self._shorten())
                 group.create_task(self._sweep())
-                group.create_task(self._forget_handled())
+                group.create_task(self._purge_handled())
         finally:
             self._running = False
 
@@ -362,7 +362,7 @@ class Relay:
             self._gathering.cancel()
             self._gathering = None
 
-    async def _forget(self) -> None:
+    async def _delete_confirmed(self) -> None:
         pause = RETRY_FIRST_S
         while True:
             await self._some_confirmed.wait()
@@ -386,7 +386,7 @@ class Relay:
         while True:
             closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_away)})
             try:
-                found = await self._rows.take_old(self._sweep_age_s, SWEEP_BATCH, closed)
+                found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, closed)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code)
                 found = []
@@ -405,11 +405,11 @@ class Relay:
             if len(found) < SWEEP_BATCH:
                 await self._clock.sleep(self._sweep_every_s)
 
-    async def _forget_handled(self) -> None:
+    async def _purge_handled(self) -> None:
         while True:
             await self._clock.sleep(HANDLED_EVERY_S)
             try:
-                await self._rows.forget_handled(HANDLED_KEEP_S, HANDLED_BATCH)
+                await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code)
 

@@ -52,7 +52,7 @@ def translated(about: str = "") -> Iterator[None]:
             raise
         raise BusUnavailable("the connection was closed") from None
     except (AMQPError, ChannelInvalidStateError, OSError, TimeoutError, RuntimeError, *BROKEN_OFF) as error:
-        raise meaning(error, about) from error
+        raise port_error(error, about) from error
     except Exception as error:
         # aiormq ends what waits on a closed connection with a bare Exception when it knows no reason. Anything more
         # special is a bug of ours and stays one.
@@ -61,7 +61,7 @@ def translated(about: str = "") -> Iterator[None]:
         raise
 
 
-def meaning(error: BaseException, about: str = "") -> BusError:
+def port_error(error: BaseException, about: str = "") -> BusError:
     """The port's error for one of aiormq's."""
     if isinstance(error.__cause__, ssl.SSLCertVerificationError):
         return BrokerUntrusted(f"its certificate is refused: {error.__cause__.verify_message}")

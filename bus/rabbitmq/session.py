@@ -67,13 +67,13 @@ class Session:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await pika.connect()
             except BaseException:
-                await _put_away(pika)
+                await _close_quietly(pika)
                 raise
         return cls(pika, names)
 
     async def close(self) -> None:
         """Close, and never wait long for a broker that does not answer."""
-        await _put_away(self._pika)
+        await _close_quietly(self._pika)
         self.lost.set()
 
     async def channel(self, *, confirms: bool) -> AbstractChannel:
@@ -188,7 +188,7 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
     return arguments
 
 
-async def _put_away(pika: aio_pika.abc.AbstractConnection) -> None:
+async def _close_quietly(pika: aio_pika.abc.AbstractConnection) -> None:
     """Close, within a bound, and leave aio-pika nothing to close.
 
     A connection that it finds open when it is collected it would close then, in whatever loop runs, or in none.

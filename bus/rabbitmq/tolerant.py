@@ -105,9 +105,9 @@ class _Values:
         kind, at = self._data[at], at + 1
         fixed = _FIXED.get(kind)
         if fixed is not None:
-            form, meaning = fixed
+            form, port_error = fixed
             raw = form.unpack_from(self._data, at)
-            return (meaning(*raw) if meaning is not None else raw[0]), at + form.size
+            return (port_error(*raw) if port_error is not None else raw[0]), at + form.size
         if kind in _VOID:
             return None, at
         if kind not in _LENGTH_FIRST:
@@ -137,8 +137,8 @@ def _decimal(scale: int, raw: int) -> Decimal:
 
 
 _FIXED: dict[int, tuple[struct.Struct, Callable[..., object] | None]] = {
-    ord(kind): (struct.Struct(form), meaning)
-    for kind, form, meaning in (
+    ord(kind): (struct.Struct(form), port_error)
+    for kind, form, port_error in (
         ("t", ">B", bool),
         ("b", ">b", None),
         ("B", ">B", None),

@@ -184,7 +184,7 @@ class RabbitTransport:
         """Publish and wait for the broker's confirm."""
         session = self._current()
         if not message.exchange and self._names.key("", message.routing_key).startswith(DIRECT_REPLY):
-            session = await self._beside(session)
+            session = await self._reply_connection(session)
         await session.publish(message)
 
     async def consume(
@@ -242,7 +242,7 @@ class RabbitTransport:
             raise BusUnavailable(f"{self.name}: not connected")
         return self._session
 
-    async def _beside(self, current: Session) -> Session:
+    async def _reply_connection(self, current: Session) -> Session:
         """A connection for direct replies alone, opened when there is the first one."""
         async with self._opening_aside:
             if self._aside is None or self._aside.lost.is_set():

@@ -6,7 +6,7 @@ from inspect import cleandoc
 
 from .events import EVENTS
 from .instance import State
-from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, KEEP, TABLE, Rule
+from .table import ASKS_A_CLAIM, ASKS_A_RELEASE, IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 
@@ -52,7 +52,7 @@ def _matrix() -> list[str]:
 def _cell(rule: Rule | None) -> str:
     if rule is None:
         return "x"
-    if rule == KEEP:
+    if rule == IGNORE:
         return "-"
     return f"`{rule.name}`" + (" → " + " or ".join(rule.to) if rule.to else "")
 

@@ -64,12 +64,12 @@ class Step(Struct, frozen=True):
     commands: tuple[Message, ...] = ()
 
 
-def keep(instance: Instance, event: object, timeouts: Timeouts) -> Step:
+def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
     """Nothing changes: it is late, doubled, or already taken care of."""
     return Step(instance)
 
 
-def begin(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
+def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """The first selection, claimed under attempt 1, is commanded; unless its service is away and another's is not."""
     adopted = _adopt(instance, event)
     away = timeouts.away.get(adopted.here.service)
@@ -80,11 +80,11 @@ def begin(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     return Step(_ask(_without_away(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 
 
-def begin_again(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
+def restart_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
     """It has failed, and was forgotten above before it was here: a newer request of it is built, a copy is not."""
     if event.requested_at <= instance.requested_at:
         return Step(instance)
-    return begin(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
+    return start_build(Instance(uuid=instance.uuid, sequence=instance.sequence), event, timeouts)
 
 
 def tombstone(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
@@ -137,7 +137,7 @@ def destroy_orphan(instance: Instance, event: Spawned | HostRuns, timeouts: Time
     return Step(instance, (order,))
 
 
-def stay_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
+def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
     if _is_ours(instance, event):
         moved = _at_service(instance, event.service)
@@ -193,7 +193,7 @@ def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) ->
     return _next(replace(failed, stamps=_stamped(failed, event)), event.at, timeouts)
 
 
-def vanish(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
+def fail_over_destroyed(instance: Instance, event: Destroyed, timeouts: Timeouts) -> Step:
     """The host has ended the attempt that was being built: it was out of time, or else it has failed unasked."""
     if not _is_current(instance, event.attempt, event.host_uuid):
         return Step(instance)
@@ -210,7 +210,7 @@ def move_on(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     return _spawn(_taken(instance, event), event.at, timeouts)
 
 
-def hand_back(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
+def release_alternate(instance: Instance, event: Claimed, timeouts: Timeouts) -> Step:
     """An alternate was claimed for an instance that is to be deleted: release it, nothing was built there."""
     if event.attempt != instance.attempt + 1:
         return Step(instance)
@@ -269,7 +269,7 @@ def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> St
     return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, timeouts),))
 
 
-def let_go(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
+def release_destroyed(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeouts) -> Step:
     """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
     gone = _is_gone(instance, event, timeouts)
     return Step(_ask(instance, State.RELEASING, event.at, timeouts)) if gone else Step(instance)
@@ -291,7 +291,7 @@ def delete_instead(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -
     return _announce(leaving, BuildState.DELETING, event.at, timeouts)
 
 
-def ask_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
+def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
     return Step(replace(instance, deadline=event.at + timeouts.ask_again_s))
 

@@ -52,7 +52,7 @@ class PlannedEnding(StrEnum):
     HANGS = "hangs"
 
 
-class Fate(Struct, frozen=True):
+class AttemptPlan(Struct, frozen=True):
     """What happens to one attempt."""
 
     ending: PlannedEnding = PlannedEnding.WORKS
@@ -63,20 +63,20 @@ class Fate(Struct, frozen=True):
     dies: bool = False
 
 
-KIND = Fate()  # nothing goes wrong, at once
+FAULTLESS = AttemptPlan()  # nothing goes wrong, at once
 NO_FAULTS = Faults()
 _ROLLS = struct.Struct("<8I")
 _FULL = 2.0**32
 
 
-def fate(faults: Faults, seed: int, host: str, instance_uuid: str, attempt: int) -> Fate:
+def plan_attempt(faults: Faults, seed: int, host: str, instance_uuid: str, attempt: int) -> AttemptPlan:
     """Decide one attempt's fate."""
     if faults == NO_FAULTS:
-        return KIND
+        return FAULTLESS
     digest = blake2b(f"{seed}/{host}/{instance_uuid}/{attempt}".encode(), digest_size=32).digest()
     ends, waits, leaves, lies, doubles, dies, _, _ = (roll / _FULL for roll in _ROLLS.unpack(digest))
     ending = _ending(faults, host, ends)
-    return Fate(
+    return AttemptPlan(
         ending=ending,
         delay_s=faults.delay_min_s + waits * max(0.0, faults.delay_max_s - faults.delay_min_s),
         leftover=ending in (PlannedEnding.FAILS, PlannedEnding.ABORTS) and leaves < faults.leftover_rate,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bus.clock import Clock
-from compute_sim.domain.faults import Faults, PlannedEnding, fate
+from compute_sim.domain.faults import Faults, PlannedEnding, plan_attempt
 from compute_sim.domain.hosts import ATTRIBUTES, tree
 from compute_sim.driver import Build, BuildAbort, DriverHost, Machine, NotOurs, Reschedule, Tree
 from compute_sim.fleet import Fleet, Guest, Host
@@ -55,7 +55,7 @@ class Hypervisors:
             raise Reschedule("host.unknown", "this service has no such host")
         _check(host, build)
         self._check_free(build)
-        plan = fate(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
+        plan = plan_attempt(self._faults, self._seed, host.plan.name, build.spec.instance_uuid, build.attempt)
         if plan.delay_s:
             await self._clock.sleep(plan.delay_s)
         if plan.ending is PlannedEnding.HANGS:

@@ -22,7 +22,7 @@ class Effect(Struct, frozen=True, kw_only=True):
     """
 
     read: str | None = None
-    take_away: bool = False
+    reserve_all: bool = False
     announced: bool = False
     allocation: str | None = None
 
@@ -42,8 +42,8 @@ def effect_of(notification: Notification, *, seen_updated_at: str | None = None)
         return NO_EFFECT
     if notification.status is Status.START and notification.action not in _ALWAYS_TRUE:
         return Effect(read=notification.subject, announced=True)
-    away = notification.kind == "node" and _is_fact(notification) and _takes_away(notification)
-    return Effect(read=notification.subject, take_away=away and not _older(notification.updated_at, seen_updated_at))
+    away = notification.kind == "node" and _is_fact(notification) and _reserves_all(notification)
+    return Effect(read=notification.subject, reserve_all=away and not _older(notification.updated_at, seen_updated_at))
 
 
 def _of_allocation(notification: Notification) -> Effect:
@@ -59,7 +59,7 @@ def _is_fact(notification: Notification) -> bool:
     return notification.action in _ALWAYS_TRUE or notification.status in (Status.END, Status.SUCCESS)
 
 
-def _takes_away(notification: Notification) -> bool:
+def _reserves_all(notification: Notification) -> bool:
     if notification.action == "delete":  # its payload is the last state, which may well be `available`
         return True
     return (

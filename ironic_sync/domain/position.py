@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.placement import InventoryUpdate, ProviderReport
 from ironic_sync.domain.node import Node
-from ironic_sync.domain.rules import gives_back, is_transient, place, take_away
+from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_all
 
 SOURCE = "ironic"
 
@@ -67,7 +67,7 @@ def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
     asked = replace(position, heard_seq=seq, due_at=now, tries=0)
     if not away or position.report is None:
         return asked
-    return _tell(asked, take_away(position.report), now)
+    return _tell(asked, reserve_all(position.report), now)
 
 
 def announced(position: Position, *, now: float, timing: Timing) -> Position:
@@ -81,7 +81,7 @@ def wanted(position: Position, *, now: float) -> Position:
     return replace(position, due_at=now)
 
 
-def was_read(position: Position, node: Node, *, seq: int, now: float, timing: Timing) -> Position:
+def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: Timing) -> Position:
     """The node was read; the read was sent at `seq`.
 
     A read that may be older than something heard since gives nothing back: it is repeated instead. One sent before
@@ -91,7 +91,7 @@ def was_read(position: Position, node: Node, *, seq: int, now: float, timing: Ti
         return position
     placed = place(node, position.report)
     overtaken = position.heard_seq > seq
-    if overtaken and gives_back(placed.report, position.report):
+    if overtaken and offers_more(placed.report, position.report):
         return replace(position, due_at=now, read_seq=seq)
     known = replace(
         position,
@@ -107,7 +107,7 @@ def was_read(position: Position, node: Node, *, seq: int, now: float, timing: Ti
     return _tell(replace(known, due_at=due_at), placed.report, now)
 
 
-def was_gone(position: Position, *, seq: int, now: float) -> Position:
+def apply_removed(position: Position, *, seq: int, now: float) -> Position:
     """Ironic said that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
     if seq < position.read_seq:
         return position
@@ -117,12 +117,12 @@ def was_gone(position: Position, *, seq: int, now: float) -> Position:
     return _tell(gone, None, now)
 
 
-def was_unreadable(position: Position, problem: str, *, seq: int, now: float, timing: Timing) -> Position:
+def apply_unreadable(position: Position, problem: str, *, seq: int, now: float, timing: Timing) -> Position:
     """Ironic's answer about the node is no node. It is held back, reported as a problem, and read again."""
     if seq < position.read_seq:
         return position
     wrong = replace(failed(position, now=now, timing=timing), problem=problem, read_seq=seq)
-    return wrong if wrong.report is None else _tell(wrong, take_away(wrong.report), now)
+    return wrong if wrong.report is None else _tell(wrong, reserve_all(wrong.report), now)
 
 
 def failed(position: Position, *, now: float, timing: Timing) -> Position:

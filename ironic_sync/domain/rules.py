@@ -89,7 +89,7 @@ def place(node: Node, last: ProviderReport | None) -> Placed:
     return Placed(report=ProviderReport(uuid=node.uuid, name=node.uuid, inventories={name: unit}, traits=_traits(node)))
 
 
-def take_away(last: ProviderReport) -> ProviderReport:
+def reserve_all(last: ProviderReport) -> ProviderReport:
     """The same provider with all it has held back; the same object when nothing was on offer."""
     if all(inventory.reserved >= inventory.total for inventory in last.inventories.values()):
         return last
@@ -97,7 +97,7 @@ def take_away(last: ProviderReport) -> ProviderReport:
     return replace(last, inventories=held)
 
 
-def gives_back(new: ProviderReport, last: ProviderReport | None) -> bool:
+def offers_more(new: ProviderReport, last: ProviderReport | None) -> bool:
     """Whether the new report offers anything that the last one did not."""
     offered = {name for name, inventory in new.inventories.items() if inventory.reserved < inventory.total}
     if last is None:
@@ -112,7 +112,7 @@ def _without_class(node: Node, last: ProviderReport | None) -> ProviderReport:
     """As Nova leaves it: the provider as it was, or made empty. But what cannot be used is never left on offer."""
     if last is None:
         return ProviderReport(uuid=node.uuid, name=node.uuid, traits=_traits(node))
-    return take_away(last) if reserved(node) else last
+    return reserve_all(last) if reserved(node) else last
 
 
 def _traits(node: Node) -> tuple[str, ...]:

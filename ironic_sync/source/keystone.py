@@ -88,10 +88,10 @@ class KeystoneAuth(httpx.Auth):
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # whoever asked would take it for Ironic's
                     said = f"Keystone at {self._url}: {type(error).__name__}: {error}"
                     raise SourceUnavailable(said, code="keystone.unavailable") from error
-                self._token, self._renew_at = self._learnt(answer)
+                self._token, self._renew_at = self._parse_token(answer)
             return self._token
 
-    def _learnt(self, answer: httpx.Response) -> tuple[str, float]:
+    def _parse_token(self, answer: httpx.Response) -> tuple[str, float]:
         """(the token, when to ask for the next). Raises SourceRefused, SourceUnavailable."""
         status = answer.status_code
         if status in {400, 401, 403, 404}:

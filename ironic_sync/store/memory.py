@@ -44,9 +44,9 @@ class MemoryPositions:
         """What is committed."""
         return self._table.positions
 
-    def lead(self) -> AbstractAsyncContextManager[MemoryTerm]:
+    def become_leader(self) -> AbstractAsyncContextManager[MemoryTerm]:
         """Become the only writer. Raises NotLeader at once while another one is."""
-        return self._lead()
+        return self._become_leader()
 
     def depose(self) -> None:
         """Let another take over while the writer does not know it yet (as when its connection is cut)."""
@@ -56,7 +56,7 @@ class MemoryPositions:
             table.release(table.holding, [LEADER])
 
     @asynccontextmanager
-    async def _lead(self) -> AsyncIterator[MemoryTerm]:
+    async def _become_leader(self) -> AsyncIterator[MemoryTerm]:
         table = self._table
         async with self._session.transaction() as holding:
             if not holding.is_free(LEADER):
@@ -92,10 +92,10 @@ class MemoryTerm:
         async with self._fenced() as transaction:
             transaction.will(partial(self._note, dict(versions)))
 
-    async def forget(self, told_before: float) -> int:
+    async def forget(self, reported_before: float) -> int:
         """Drop positions of removed nodes."""
         async with self._fenced() as transaction:
-            limit = int(told_before * 1_000_000)
+            limit = int(reported_before * 1_000_000)
             old = [
                 p.uuid
                 for p in self._table.positions.values()

@@ -28,7 +28,7 @@ class Term(Protocol):
     async def published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed; a newer one may have been saved since."""
 
-    async def forget(self, told_before: float) -> int:
+    async def forget(self, reported_before: float) -> int:
         """Drop positions of removed nodes last told about before this time; returns how many."""
 
     async def check(self) -> None:
@@ -38,5 +38,5 @@ class Term(Protocol):
 class Positions(Protocol):
     """Adapters: `store.memory` (one process), `store.postgres` (several, one writing)."""
 
-    def lead(self) -> AbstractAsyncContextManager[Term]:
+    def become_leader(self) -> AbstractAsyncContextManager[Term]:
         """Become the only writer. Raises NotLeader at once while another process is."""

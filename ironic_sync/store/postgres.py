@@ -50,12 +50,12 @@ class PostgresPositions:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def lead(self) -> AbstractAsyncContextManager[PostgresTerm]:
+    def become_leader(self) -> AbstractAsyncContextManager[PostgresTerm]:
         """Become the only writer. Raises NotLeader at once while another process is."""
-        return self._lead()
+        return self._become_leader()
 
     @asynccontextmanager
-    async def _lead(self) -> AsyncIterator[PostgresTerm]:
+    async def _become_leader(self) -> AsyncIterator[PostgresTerm]:
         async with self._database.raw() as holding:
             if not await holding.fetchval(_LOCK):
                 raise NotLeader("another process is the writer")
@@ -89,10 +89,10 @@ class PostgresTerm:
         async with self._fenced() as connection:
             await connection.execute(_PUBLISHED, list(versions), list(versions.values()))
 
-    async def forget(self, told_before: float) -> int:
+    async def forget(self, reported_before: float) -> int:
         """Drop positions of removed nodes."""
         async with self._fenced() as connection:
-            status: str = await connection.execute(_FORGET, int(told_before * 1_000_000))
+            status: str = await connection.execute(_FORGET, int(reported_before * 1_000_000))
         return int(status.rpartition(" ")[2])
 
     async def check(self) -> None:

@@ -277,7 +277,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
             return _take(ledger, claim, known, number, tuple(outcomes), source=source)
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
-        return _give_back_only(ledger, claim, known, overall, tuple(outcomes), source=source)
+        return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
     members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
@@ -378,7 +378,7 @@ def _keep_source(ledger: _Ledger, claim: Claim, wanted: Holding) -> None:
     )
 
 
-def _give_back_only(
+def _release_only(
     ledger: _Ledger,
     claim: Claim,
     known: ConsumerState,

@@ -171,7 +171,7 @@ class _Draft:
         reported = tuple(report.uuid for report in own)
         leaving = self._leaving(update, earlier, named)
         moved, used = self._migrate(update, {*reported, *leaving})
-        gone, aside = self._sort_leaving(leaving, set(reported), used)
+        gone, aside = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # An owner that this update removes, or reports under another name, gives the name up.
@@ -243,7 +243,7 @@ class _Draft:
             parent = self.providers[parent].parent
         return depth
 
-    def _sort_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
+    def _partition_leaving(self, leaving: Sequence[str], reported: set[str], used: _Used) -> tuple[set[str], list[str]]:
         """(those that can go, those that a consumer still uses or a child still hangs on)."""
         gone: set[str] = set()
         aside: list[str] = []

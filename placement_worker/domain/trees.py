@@ -109,7 +109,7 @@ TreeWrite = (
 TreeOutcome = Provider | WriteRefusal
 
 
-class Grove:
+class ProviderTrees:
     """The providers of one group of writes: as loaded, then as each write in turn leaves them.
 
     shape: the shape of every provider that the group creates or changes.
@@ -294,14 +294,14 @@ class Grove:
 _CHANGED = "Resource provider's generation already changed. Please update the generation and try again."
 
 _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
-    UpdateProvider: Grove.update,
-    DeleteProvider: Grove.delete,
-    SetStocks: Grove.set_stocks,
-    PutStock: Grove.put_stock,
-    AddStock: Grove.add_stock,
-    DropStock: Grove.drop_stock,
-    SetTraits: Grove.set_traits,
-    SetAggregates: Grove.set_aggregates,
+    UpdateProvider: ProviderTrees.update,
+    DeleteProvider: ProviderTrees.delete,
+    SetStocks: ProviderTrees.set_stocks,
+    PutStock: ProviderTrees.put_stock,
+    AddStock: ProviderTrees.add_stock,
+    DropStock: ProviderTrees.drop_stock,
+    SetTraits: ProviderTrees.set_traits,
+    SetAggregates: ProviderTrees.set_aggregates,
 }
 
 

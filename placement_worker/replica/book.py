@@ -102,7 +102,7 @@ class Book(Trees):
         Claims in flight stay in flight. What claims of another history wait for will not come: they are dropped.
         """
         self._clear()
-        self._reserve_room(len(providers))
+        self._reserve_rows(len(providers))
         for state in providers:
             self._put(state)
         is_other, self.history = history != self.history, history

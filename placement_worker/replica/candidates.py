@@ -97,7 +97,7 @@ class CandidateSet:
         return [self._book.uuids_of(column) for column in self.rows.T]
 
     @property
-    def one_provider(self) -> bool:
+    def single_provider(self) -> bool:
         """Whether in every candidate one provider gives all, as on flat hosts: then one column is the whole answer."""
         return bool((self.rows == self.rows[:, :1]).all())
 
@@ -200,7 +200,7 @@ class _CandidateSearch:
     def _look_at(self, roots: Rows) -> None:
         """Sort these roots into lone providers that give everything, and patterns of trees."""
         alone = self._compiled.stand_alone(roots)
-        self._lone.append(self._compiled.lone(roots[alone]))
+        self._lone.append(self._compiled.flat(roots[alone]))
         if alone.all():
             return
         known = set(self._patterns)
@@ -257,10 +257,10 @@ class _CandidateSearch:
     def _gather(self, count: int) -> Rows:
         """The first `count` candidates of every root, in the stated order, none twice."""
         slots = len(self._compiled.slots)
-        lone = np.concatenate([np.zeros(0, dtype=np.intp), *self._lone])
+        flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._lone])
         if not self._patterns:
-            return self._once(np.repeat(lone[:, None], slots, axis=1))
-        rows, anchors, turns = [np.repeat(lone[:, None], slots, axis=1)], [lone], [np.zeros(len(lone), dtype=np.intp)]
+            return self._once(np.repeat(flat[:, None], slots, axis=1))
+        rows, anchors, turns = [np.repeat(flat[:, None], slots, axis=1)], [flat], [np.zeros(len(flat), dtype=np.intp)]
         for pattern in self._patterns.values():
             found = np.array(pattern.solver.found[:count], dtype=np.intp).reshape(-1, slots)
             if not len(found):

@@ -105,7 +105,7 @@ NO_INVENTORY = InventoryNumbers(0, 1, 0, 1, 0, 0, 1.0)
 CAPACITY, MIN_UNIT, MAX_UNIT, STEP_SIZE, TOTAL, UNRESERVED = range(6)
 
 
-class InventoryKinds(Distinct[InventoryNumbers]):
+class DistinctInventories(Distinct[InventoryNumbers]):
     """The distinct inventories of one class, with their numbers as columns too: amounts vary from request to request,
     and a site may have as many inventories as hosts.
     """
@@ -131,9 +131,9 @@ class InventoryKinds(Distinct[InventoryNumbers]):
             self._filled = many
         return self._columns[:, :many]
 
-    def copy(self) -> InventoryKinds:
+    def copy(self) -> DistinctInventories:
         """The same values, to look numbers up in."""
-        copy = InventoryKinds()
+        copy = DistinctInventories()
         copy.values, copy._ids = list(self.values), dict(self._ids)
         return copy
 
@@ -155,7 +155,7 @@ class ClassColumns:
     def __init__(self, name: str, number: int, size: int) -> None:
         self.name = name
         self.number = number
-        self.kinds = InventoryKinds()
+        self.kinds = DistinctInventories()
         self.kind: Ids = np.zeros(size, dtype=np.int32)
         self.used: Amounts = np.zeros(size, dtype=np.int64)
         self.free: Amounts = np.zeros(size, dtype=np.int64)

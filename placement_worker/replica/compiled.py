@@ -182,25 +182,25 @@ class CompiledRequest:
         """Whether this root has no children and no provider that shares with it."""
         return bool(self.book.first_member[root] == NO_ROW) and not sharing_of(self.book).serves_root(root)
 
-    def lone(self, roots: Rows) -> Rows:
+    def flat(self, roots: Rows) -> Rows:
         """Which of these lone providers can give everything now."""
-        left = self.lone_by_shape(roots)
-        return left[self.lone_has_room(left)]
+        left = self.flat_by_shape(roots)
+        return left[self.flat_has_capacity(left)]
 
-    def lone_by_shape(self, roots: Rows) -> Rows:
+    def flat_by_shape(self, roots: Rows) -> Rows:
         """Which of these lone providers could give everything if they were empty."""
         if len(self.apart) > 1 or not self.possible:
             return roots[:0]
         left = roots
         for group in self.request.groups:
-            left = self.rules[group.suffix].lone(left)
+            left = self.rules[group.suffix].flat(left)
         tables: list[ResourceFit | ContendedClass] = [*self._all_fits, *self.contended]
         for table in tables:
             if len(left):  # a table is filled when it is first asked
                 left = left[table.by_inventory(left)]
         return left
 
-    def lone_has_room(self, rows: Rows) -> Flags:
+    def flat_has_capacity(self, rows: Rows) -> Flags:
         """Which rows have free what all slots ask together."""
         room = np.ones(len(rows), dtype=np.bool_)
         for total in self._totals:

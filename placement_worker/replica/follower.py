@@ -111,11 +111,11 @@ class Follower:
     async def start(self) -> None:
         """Bind and consume the queue, then take a snapshot in the background."""
         self._heard_at = self._clock.monotonic()
-        self._bus.transport.on_reconnect(lambda: self._want("reconnected"))
+        self._bus.transport.on_reconnect(lambda: self._request_catch_up("reconnected"))
         await self._consumer.start()
-        self._want("start")
+        self._request_catch_up("start")
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(part()) for part in (self._consumer.run, self._keep_asking, self._watch)]
+        self._tasks = [loop.create_task(part()) for part in (self._consumer.run, self._poll_feed, self._watch)]
 
     async def run(self) -> None:
         """Until closed; raises what stopped it otherwise."""
@@ -158,7 +158,7 @@ class Follower:
     async def refresh(self, *, timeout_s: float) -> bool:
         """Ask placement for its newest changes now; callers at the same time share the asking. False: no answer."""
         target = self._begun + 1
-        self._want("asked")
+        self._request_catch_up("asked")
         return await self._wait_for(lambda: self._ended >= target, timeout_s)
 
     # --- the feed
@@ -169,14 +169,14 @@ class Follower:
         for received in batch:
             message = received.message
             if isinstance(message, FeedChanges | FeedHead) and self._is_of_another(message.history):
-                self._want("history")  # what it says comes with the snapshot
+                self._request_catch_up("history")  # what it says comes with the snapshot
             elif isinstance(message, FeedChanges):
                 self._take(message.changes, message.history)
                 metrics.DELAY.observe(max(0.0, self._clock.time() - received.meta.sent_at))
             elif isinstance(message, FeedHead):
                 self._head = message.sequence
                 self._compare()
-        self._tell()
+        self._log_catch_up()
         return [Done()] * len(batch)
 
     def _is_of_another(self, history: str) -> bool:
@@ -190,7 +190,7 @@ class Follower:
             if history != self._kept_history:
                 self._kept.clear()
                 self._kept_history = history
-            self._keep(changes)
+            self._buffer(changes)
             return
         before = self.book.sequence
         gap = self.book.apply(changes)
@@ -198,17 +198,17 @@ class Follower:
         if gap is not None:
             log.info("replica.gap", expected=gap.expected, got=gap.got)
             self._kept_history = history
-            self._keep([change for change in changes if change.sequence >= gap.got])
-            self._want("gap")
+            self._buffer([change for change in changes if change.sequence >= gap.got])
+            self._request_catch_up("gap")
 
-    def _keep(self, changes: Sequence[Change]) -> None:
+    def _buffer(self, changes: Sequence[Change]) -> None:
         self._kept += changes
         if len(self._kept) > self._limits.buffered:
             log.warning("replica.buffer_full", dropped=len(self._kept))
             self._kept.clear()
-            self._want("overflow")
+            self._request_catch_up("overflow")
 
-    def _fold_kept(self) -> None:
+    def _apply_buffered(self) -> None:
         """After the feed has been asked: fold in what follows on now, whatever order it came in."""
         kept = sorted(self._kept, key=lambda change: change.sequence)
         gap = self.book.apply(kept)
@@ -224,9 +224,9 @@ class Follower:
             self._off_target = self._head if self._head > sequence else 0
         elif now - self._off_since >= self._limits.head_lag_s:
             self._off_since = None
-            self._want("behind" if self._head > sequence else "ahead")
+            self._request_catch_up("behind" if self._head > sequence else "ahead")
 
-    def _tell(self) -> None:
+    def _log_catch_up(self) -> None:
         metrics.SEQUENCE.set(self.book.sequence)
         metrics.LAG.set(self.lag)
         metrics.PROVIDERS.set(len(self.book))
@@ -252,7 +252,7 @@ class Follower:
 
     # --- asking placement
 
-    def _want(self, why: str) -> None:
+    def _request_catch_up(self, why: str) -> None:
         metrics.RESYNCS.labels(why).inc()
         self._wanted.set()
 
@@ -261,9 +261,9 @@ class Follower:
             await self._clock.sleep(self._limits.watch_s)
             if self._clock.monotonic() - self._heard_at >= self._limits.silence_s:
                 self._heard_at = self._clock.monotonic()
-                self._want("silence")
+                self._request_catch_up("silence")
 
-    async def _keep_asking(self) -> None:
+    async def _poll_feed(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -271,14 +271,14 @@ class Follower:
             await self._insist()
             self._ended = self._begun
             self.ready.set()
-            self._tell()
+            self._log_catch_up()
 
     async def _insist(self) -> None:
         """One round, again and again while placement or the bus is away."""
         wait = self._limits.first_wait_s
         while True:  # ends with an answer; until then the replica is not ready, or grows old and says so
             try:
-                await self._round()
+                await self._catch_up_once()
                 return
             except (RequestTimeout, RequestRefused, BusError) as error:
                 if isinstance(error, BusForbidden):
@@ -287,13 +287,13 @@ class Follower:
             await self._clock.sleep(wait * (0.5 + self._rng.random() / 2))
             wait = min(2 * wait, self._limits.longest_wait_s)
 
-    async def _round(self) -> None:
+    async def _catch_up_once(self) -> None:
         """Up to the feed's head, by a snapshot when that is due."""
         if self._stale:
             await self._load_snapshot()
         while True:  # ends: each page moves the book on, or ends the round
             after = self.book.sequence
-            page = await self._ask(after)
+            page = await self._request_changes(after)
             if page.too_old or page.head < after or self._is_of_another(page.history):
                 log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
                 self._stale = True
@@ -304,9 +304,9 @@ class Follower:
                 self._stale = True
                 raise RequestRefused("the answer has a hole", code="replica.answer_gap")
             self._head = max(self._head, page.head)
-            self._fold_kept()
+            self._apply_buffered()
             metrics.APPLIED.inc(self.book.sequence - after)
-            self._tell()
+            self._log_catch_up()
             if self.book.sequence >= page.head:
                 # Kept numbers above this head were committed after the answer: asked for when the next head tells.
                 self._kept.clear()
@@ -314,7 +314,7 @@ class Follower:
             if self.book.sequence == after:
                 raise RequestRefused("the answer is empty below the head", code="replica.answer_empty")
 
-    async def _ask(self, after: int) -> ChangesPage:
+    async def _request_changes(self, after: int) -> ChangesPage:
         request = ChangesRequest(after=after, limit=self._limits.page, history=self.book.history)
         return await self._bus.request(
             request, ChangesPage, timeout_s=self._limits.request_timeout_s, cause="replica.changes"

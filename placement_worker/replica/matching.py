@@ -15,14 +15,14 @@ def can_match(choices: Sequence[int]) -> bool:
             bit = free & -free
             holders[bit] = slot
             taken |= bit
-        elif not _make_room(slot, choices, holders):
+        elif not _augment(slot, choices, holders):
             return False
         else:
             taken = sum(holders)
     return True
 
 
-def _make_room(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
+def _augment(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
     """Find a chain of slots that each move on to another member, so that the first gets one; breadth first."""
     came_from: dict[int, int] = {}  # member's bit -> the slot that would take it
     frontier = [slot]
@@ -37,14 +37,14 @@ def _make_room(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bo
                 fresh ^= bit
                 came_from[bit] = taker
                 if bit not in holders:
-                    _move_along(bit, slot, came_from, holders)
+                    _flip_path(bit, slot, came_from, holders)
                     return True
                 onward.append(holders[bit])
         frontier = onward
     return False
 
 
-def _move_along(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
+def _flip_path(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
     """Each slot of the chain takes the member it came for, and leaves the one it had to the slot before it."""
     while True:  # ends: a chain visits a member once
         taker = came_from[bit]

@@ -186,7 +186,7 @@ class GroupRules:
             lambda own: sum(1 << bit for bit, names in enumerate(every) if meets_any(own, names)),
         )
 
-    def lone(self, rows: Rows) -> Rows:
+    def flat(self, rows: Rows) -> Rows:
         """Which of these providers, each a tree by itself, meet everything."""
         book, group = self._book, self._group
         if group.in_tree is not None:

@@ -64,7 +64,7 @@ def request_of(query: Query) -> CandidatesRequest:
     )
 
 
-def asked_in_all(query: Query) -> dict[str, int]:
+def total_resources(query: Query) -> dict[str, int]:
     """The sums over all groups, by class."""
     sums: dict[str, int] = {}
     for resources in (query.resources, *(group.resources for group in query.groups)):

@@ -63,7 +63,7 @@ class RowTable:
             row = self._free_rows.pop()
             self._uuids[row] = uuid
         else:
-            self._reserve_room(1)
+            self._reserve_rows(1)
             row = self.top
             self.top += 1
             self._uuids.append(uuid)
@@ -78,7 +78,7 @@ class RowTable:
             self._emptied(row)
             self._free_rows.append(row)
 
-    def _reserve_room(self, rows: int) -> None:
+    def _reserve_rows(self, rows: int) -> None:
         size = self.size
         while size < self.top + rows:
             size *= 2

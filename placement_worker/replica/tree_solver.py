@@ -118,13 +118,13 @@ class TreeSolver:
 
     def _spread(self) -> Iterator[Assignment]:
         """In turn by the member that gives the slot with the widest choice: the second is a real alternative."""
-        yield from round_robin(self._walk(member) for member in self.problem.eligible[self._order[0]])
+        yield from round_robin(self._search(member) for member in self.problem.eligible[self._order[0]])
 
-    def _walk(self, first: int) -> Iterator[Assignment]:
+    def _search(self, first: int) -> Iterator[Assignment]:
         """All assignments in which `first` gives the first slot in order; members already in use come first."""
         start = _State({}, 0, (ANYWHERE,) * len(self.problem.subtrees), (0,) * len(self.problem.subtrees), 0, {})
         state = self._take(start, 0, first)
-        if state is None or not self._can_end(1, state):
+        if state is None or not self._is_completable(1, state):
             return
         chosen = [first]
         if len(self._order) == 1:
@@ -157,7 +157,7 @@ class TreeSolver:
                 condition = self._condition(state, after, place, member)
                 able = promise.get(condition)
                 if able is None:
-                    able = promise[condition] = self._can_end(place + 1, after)
+                    able = promise[condition] = self._is_completable(place + 1, after)
                 if not able:
                     continue
             yield member, after
@@ -237,7 +237,7 @@ class TreeSolver:
 
     # --- looking ahead
 
-    def _can_end(self, place: int, state: _State) -> bool:
+    def _is_completable(self, place: int, state: _State) -> bool:
         """Whether the slots from this place on can be satisfied; asked once per kind of situation."""
         if self._loose or place == len(self._order):
             return True
@@ -253,7 +253,7 @@ class TreeSolver:
             self._known[situation] = False
             self.dead_ends += 1
             return False
-        for member in self._one_of_each(place, state):
+        for member in self._distinct_members(place, state):
             after = self._take(state, place, member)
             if after is None:
                 continue
@@ -261,7 +261,7 @@ class TreeSolver:
             if condition in seen:
                 continue
             seen.add(condition)
-            if self._can_end(place + 1, after):
+            if self._is_completable(place + 1, after):
                 known = True
                 break
         self._known[situation] = known
@@ -275,7 +275,7 @@ class TreeSolver:
         """Whether the slots that must be apart can be, if nothing else stood in the way."""
         return can_match([self._bits[slot] & ~taken for slot in self._order[place:] if slot in self.problem.apart])
 
-    def _one_of_each(self, place: int, state: _State) -> Iterator[int]:
+    def _distinct_members(self, place: int, state: _State) -> Iterator[int]:
         """The members to try: all that were touched by a choice, and of the others one of each kind."""
         touched = 0
         for member in (*state.left, *state.givers.values()):

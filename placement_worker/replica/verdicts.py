@@ -157,15 +157,15 @@ class RootVerdicts:
 
     def _evaluate_shapes(self, roots: Rows) -> None:
         """What inventory, traits and aggregates alone say of lone roots; trees are judged whole each time."""
-        lone = self.compiled.stand_alone(roots)
-        self._by_shape[roots] = np.where(lone, self.reasons.unexplained, self._tree)
-        fit = self.compiled.lone_by_shape(roots[lone])
+        flat = self.compiled.stand_alone(roots)
+        self._by_shape[roots] = np.where(flat, self.reasons.unexplained, self._tree)
+        fit = self.compiled.flat_by_shape(roots[flat])
         self._by_shape[fit[self.compiled.anchor_codes(fit) == self.passes]] = self.passes
 
     def _evaluate(self, rows: Rows) -> Codes:
         """Verdicts of rows that are, or were, roots."""
         codes = self._by_shape[rows]
-        codes[~self.compiled.lone_has_room(rows) & (codes == self.passes)] = self.reasons.unexplained
+        codes[~self.compiled.flat_has_capacity(rows) & (codes == self.passes)] = self.reasons.unexplained
         trees = codes == self._tree
         if trees.any():
             codes[trees] = self._evaluate_trees(rows[trees])

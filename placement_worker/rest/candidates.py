@@ -92,7 +92,7 @@ def _requests(found: CandidateSet, version: int) -> bytes:
     columns = found.columns()
     templates: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}
     parts: list[str] = []
-    if found.one_provider:
+    if found.single_provider:
         template, order = _template(found, (0,) * len(columns), version)
         once = tuple(0 for _ in order)
         parts = [template % tuple(uuid for _ in once) for uuid in columns[0]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
 
-from bus.contracts.placement import MAX_HOSTS_TOLD, WherePage, WhereRequest
+from bus.contracts.placement import MAX_HOSTS_TOLD, LocatePage, LocateRequest
 from placement_worker.domain.claim_items import ClaimItem, groups_of
 from placement_worker.domain.server_groups import SHARING
 from placement_worker.domain.values import GroupKey
@@ -101,7 +101,7 @@ async def forget(connection: asyncpg.Connection, limit: int) -> int:
     return len(left)
 
 
-async def where(connection: asyncpg.Connection, asked: WhereRequest) -> WherePage:
+async def where(connection: asyncpg.Connection, asked: LocateRequest) -> LocatePage:
     """On which hosts they are."""
     members = (
         await connection.fetch(COUNT, asked.project_id, asked.server_group, asked.besides, MAX_HOSTS_TOLD)
@@ -109,4 +109,4 @@ async def where(connection: asyncpg.Connection, asked: WhereRequest) -> WherePag
         else []
     )
     hosts = await connection.fetch(HOSTS, asked.project_id, list(asked.consumers)) if asked.consumers else []
-    return WherePage(members={row[0]: row[1] for row in members}, hosts={row[0]: tuple(row[1]) for row in hosts})
+    return LocatePage(members={row[0]: row[1] for row in members}, hosts={row[0]: tuple(row[1]) for row in hosts})

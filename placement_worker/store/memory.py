@@ -21,9 +21,9 @@ from bus.contracts.placement import (
     FeedHead,
     InventoryResult,
     InventoryUpdate,
+    LocatePage,
+    LocateRequest,
     SnapshotPage,
-    WherePage,
-    WhereRequest,
 )
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
@@ -280,7 +280,7 @@ class MemoryBook:
             more = len(uuids) > limit
             return SnapshotPage(sequence=table.head, providers=states, more=more, history=table.history)
 
-    async def where(self, asked: WhereRequest) -> WherePage:
+    async def locate(self, asked: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
         table = self._table
         async with self._session.transaction():
@@ -294,7 +294,7 @@ class MemoryBook:
                 and kept.consumer.holding
                 and kept.consumer.project_id == asked.project_id
             }
-            return WherePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
+            return LocatePage(members=dict(sorted(counted.items())[:MAX_HOSTS_TOLD]), hosts=hosts)
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""

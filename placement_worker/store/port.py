@@ -13,9 +13,9 @@ from bus.contracts.placement import (
     FeedHead,
     InventoryResult,
     InventoryUpdate,
+    LocatePage,
+    LocateRequest,
     SnapshotPage,
-    WherePage,
-    WhereRequest,
 )
 from placement_worker.domain.claim_items import ClaimItem, ClaimReply
 from placement_worker.domain.reports import ReportRefusal
@@ -63,7 +63,7 @@ class PlacementStore(Protocol):
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
 
-    async def where(self, asked: WhereRequest) -> WherePage:
+    async def locate(self, asked: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
 
     async def head(self) -> FeedHead:

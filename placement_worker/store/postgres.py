@@ -11,11 +11,11 @@ from bus.contracts.placement import (
     FeedHead,
     InventoryResult,
     InventoryUpdate,
+    LocatePage,
+    LocateRequest,
     Release,
     Revert,
     SnapshotPage,
-    WherePage,
-    WhereRequest,
 )
 from bus.persistence.database import Database
 from placement_worker.domain.claim_items import ClaimItem, ClaimReply
@@ -119,7 +119,7 @@ class PostgresStore:
             await connection.execute(REPEATABLE)
             return await snapshot.page(connection, after, limit)
 
-    async def where(self, asked: WhereRequest) -> WherePage:
+    async def locate(self, asked: LocateRequest) -> LocatePage:
         """On which hosts consumers are, and the members of a server group."""
         async with self._database.raw() as connection:
             return await members.where(connection, asked)

@@ -16,7 +16,7 @@ from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,
-    Grove,
+    ProviderTrees,
     TreeOutcome,
     TreeWrite,
     UpdateProvider,
@@ -57,7 +57,7 @@ _loaded = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
 async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: NameTable) -> list[TreeOutcome]:
     """Decide and write a group inside the caller's transaction."""
     shape, fresh_ids, ids, before = await _load(connection, writes)
-    grove = Grove(before, names.class_ids, names.trait_ids, shape=shape)
+    grove = ProviderTrees(before, names.class_ids, names.trait_ids, shape=shape)
     outcomes = [grove.apply(write) for write in writes]
     changes = changes_of(before, grove.providers)
     if changes:

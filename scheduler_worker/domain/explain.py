@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bus.contracts.build import FunnelStep
-from placement_worker.replica.query import asked_in_all
+from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.request_spec import RequestSpec
 
 # What the stable codes of the funnel mean, for a person. A code that is not here is shown as it is.
@@ -73,7 +73,7 @@ CONDITIONS = (
 
 def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> str:
     """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
-    amounts = ", ".join(f"{amount} {name}" for name, amount in asked_in_all(spec.query).items())
+    amounts = ", ".join(f"{amount} {name}" for name, amount in total_resources(spec.query).items())
     asked = f"{spec.flavor} ({amounts})"
     hosts = funnel[0].left + sum(funnel[0].rejected.values()) if funnel else 0
     if hosts == 0:

@@ -55,7 +55,7 @@ def _compare_numbers(compare: Callable[[float, float], bool], value: str, wanted
         return False
 
 
-def asked(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
+def scoped_specs(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
     """The extra specs that are a filter's own: those of its scope (`scope:name`), and those without any."""
     specs: dict[str, str] = {}
     for key, value in extra_specs.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.contracts.build import BuildRequest
-from bus.contracts.placement import WherePage, WhereRequest
+from bus.contracts.placement import LocatePage, LocateRequest
 from scheduler_worker.domain.request_spec import Peers
 
 
@@ -18,9 +18,9 @@ def has_peers(request: BuildRequest) -> bool:
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def where_request(request: BuildRequest) -> WhereRequest:
+def locate_request(request: BuildRequest) -> LocateRequest:
     """The question to placement."""
-    return WhereRequest(
+    return LocateRequest(
         project_id=request.project_id,
         server_group=request.server_group.uuid if request.server_group is not None else None,
         besides=request.instance_uuid,
@@ -28,7 +28,7 @@ def where_request(request: BuildRequest) -> WhereRequest:
     )
 
 
-def peers_of(request: BuildRequest, page: WherePage) -> Peers:
+def peers_of(request: BuildRequest, page: LocatePage) -> Peers:
     """Placement's answer, in the terms of the request."""
     return Peers(
         server_group=request.server_group,
@@ -38,5 +38,5 @@ def peers_of(request: BuildRequest, page: WherePage) -> Peers:
     )
 
 
-def _hosts(page: WherePage, instances: Sequence[str]) -> tuple[str, ...]:
+def _hosts(page: LocatePage, instances: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for one in instances for host in page.hosts.get(one, ())))

@@ -23,7 +23,7 @@ from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import score, score_again
+from scheduler_worker.domain.weights import rescore, score
 
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
@@ -116,7 +116,7 @@ class Ranking:
     def consumed(self, candidate: RankedHost) -> None:
         """Weigh this host again: a claim on it was assumed in the replica."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
-        new = float(score_again(one, self.spec, self._scales)[0])
+        new = float(rescore(one, self.spec, self._scales)[0])
         heap = self._heaps[int(self._cells[candidate.position])].entries
         for at, (_, tie, position) in enumerate(heap):
             if position == candidate.position:

@@ -18,7 +18,7 @@ from bus.contracts.base import MAX_AMOUNT
 from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
-from placement_worker.replica.query import asked_in_all
+from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.attempt import (
     CONSUMER_CHANGED,
     LOST,
@@ -133,7 +133,7 @@ def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
     roots = selector.book.rows_of_roots()
     if not roots.size:
         return None
-    resource_class = min(asked_in_all(spec.query))
+    resource_class = min(total_resources(spec.query))
     uuid = selector.book.uuid_of(int(roots[0]))
     # A host may have as much as can be asked for; none has ever been of shape 0.
     return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
@@ -228,7 +228,7 @@ def _held_option(offered: Sequence[ClaimOption], answer: ClaimResult) -> int | N
 def _recovered_selection(attempt: Attempt, answer: ClaimResult, selector: Selector) -> Selection | None:
     book = selector.book
     providers = sorted(answer.generations)
-    held = answer.holding or recovered_allocations(book, asked_in_all(attempt.spec.query), providers)
+    held = answer.holding or recovered_allocations(book, total_resources(attempt.spec.query), providers)
     rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that give something, only the host's root is in the host table.
     roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())

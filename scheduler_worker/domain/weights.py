@@ -58,7 +58,7 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
     return total, scales
 
 
-def score_again(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> Floats:
+def rescore(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> Floats:
     """The sums of some hosts on scales made before, after their free amounts have changed."""
     total = np.zeros(len(view), dtype=np.float64)
     for scale in scales:

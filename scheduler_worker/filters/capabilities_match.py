@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.extra_specs import asked, matches
+from scheduler_worker.domain.extra_specs import matches, scoped_specs
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
@@ -24,7 +24,7 @@ class ComputeCapabilitiesFilter:
         """Each attribute in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
-        for key, value in asked(spec.extra_specs, SCOPE).items():
+        for key, value in scoped_specs(spec.extra_specs, SCOPE).items():
             # Hosts announce the same few values, so each distinct value is compared once.
             words = view.attribute(key)
             verdicts = {word: matches(word, value) for word in set(words)}

@@ -149,7 +149,7 @@ async def test_what_a_unit_says_is_published_when_it_has_committed(store: Schedu
         unit.emit(OutboxMessage("api", event))
     ((row, said),) = sent.rows
     assert [one.message for one in said] == [event]
-    assert [found for found, _ in await store.outbox.take_old(-1.0, 10, [])] == [row]
+    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
 
 
 async def test_a_record_tells_its_story(store: SchedulerStore) -> None:
@@ -272,7 +272,7 @@ async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerSto
     assert await announce(store, A, B) == {A: 12, B: 2}
     rows = [row for row, _ in sent.rows]
     assert None not in rows and len(set(rows)) == 4
-    assert [found for found, _ in await store.outbox.take_old(-1.0, 10, [])] == sorted(rows)  # type: ignore[type-var]
+    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)  # type: ignore[type-var]
     assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
 
 

@@ -15,10 +15,10 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
+    LocatePage,
+    LocateRequest,
     Release,
     ReleaseResult,
-    WherePage,
-    WhereRequest,
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -133,9 +133,9 @@ async def test_a_release_of_nothing_fences_too(rig: Rig) -> None:
 
 async def test_instances_are_located_by_what_they_hold(rig: Rig) -> None:
     await rig.port.submit([claim(VMS[0])])
-    asked = [WhereRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
+    asked = [LocateRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
     mine, another = await rig.port.locate(asked)
-    assert isinstance(mine, WherePage) and isinstance(another, WherePage)
+    assert isinstance(mine, LocatePage) and isinstance(another, LocatePage)
     assert (dict(mine.hosts), dict(another.hosts)) == ({VMS[0]: (HOST,)}, {})
 
 
@@ -144,6 +144,6 @@ async def test_without_an_answer_each_message_has_a_transient_fault(rig: Rig) ->
     answers = [
         *await rig.port.submit([claim(VMS[0]), claim(VMS[1])]),
         *await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")]),
-        *await rig.port.locate([WhereRequest(project_id="p", besides=VMS[2], consumers=(VMS[0],))]),
+        *await rig.port.locate([LocateRequest(project_id="p", besides=VMS[2], consumers=(VMS[0],))]),
     ]
     assert [isinstance(answer, Transient) for answer in answers] == [True] * 4

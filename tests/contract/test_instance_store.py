@@ -117,7 +117,7 @@ async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
             await transaction.send_later(SAID)
             raise RuntimeError
     assert await recorded(store) == {}
-    assert await store.outbox.take_old(0.0, 10, []) == []
+    assert await store.outbox.claim_stale(0.0, 10, []) == []
     async with store.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
 
@@ -170,21 +170,21 @@ async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceSto
         assert await transaction.send_later([]) is None
         row = await transaction.send_later(SAID)
     assert row is not None
-    assert await store.outbox.take_old(60.0, 10, []) == []
-    ((found, body),) = await store.outbox.take_old(-1.0, 10, [])
+    assert await store.outbox.claim_stale(60.0, 10, []) == []
+    ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
     assert found == row
     assert b"cell.delete.v1" in body
     await store.outbox.forget([row])
-    assert await store.outbox.take_old(-1.0, 10, []) == []
+    assert await store.outbox.claim_stale(-1.0, 10, []) == []
 
 
 async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
     async with store.transaction() as transaction:
         await transaction.first_time(["m1"])
-    await store.outbox.forget_handled(3600.0, 10)
+    await store.outbox.purge_handled(3600.0, 10)
     async with store.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == set()
-    await store.outbox.forget_handled(-1.0, 10)
+    await store.outbox.purge_handled(-1.0, 10)
     async with store.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
 
@@ -225,7 +225,7 @@ async def test_an_optimistic_transaction_writes_what_is_as_expected(store: Insta
     assert {uuid: one.state for uuid, one in (await recorded(store)).items()} == dict.fromkeys(
         (A, B, C), State.DELETING
     )
-    assert len(await store.outbox.take_old(-1.0, 10, [])) == 3
+    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 3
 
 
 async def test_an_optimistic_transaction_that_finds_nothing_writes_nothing(store: InstanceStore) -> None:
@@ -241,7 +241,7 @@ async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: I
     await step(store, "m1", [A], new={A}, state=State.BUILDING)
     assert await step(other, "m1", [A], new={A}, state=State.FAILED) == set()
     assert (await recorded(store))[A].state is State.BUILDING
-    assert len(await store.outbox.take_old(-1.0, 10, [])) == 1
+    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 1
 
 
 async def test_an_instance_that_somebody_else_moved_is_seen_as_it_became(make: Make, store: InstanceStore) -> None:
@@ -286,7 +286,7 @@ async def test_a_conflict_writes_nothing(make: Make) -> None:
     assert {uuid: each.state for uuid, each in found.items()} == {A: State.ACTIVE, C: State.BUILDING}
     async with one.transaction() as transaction:
         assert await transaction.first_time(["m1"]) == {"m1"}
-    assert len(await one.outbox.take_old(-1.0, 10, [])) == 1
+    assert len(await one.outbox.claim_stale(-1.0, 10, [])) == 1
 
 
 async def test_who_waits_in_a_circle_is_told(make: Make, store: InstanceStore) -> None:

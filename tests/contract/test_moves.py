@@ -16,12 +16,12 @@ from bus.contracts.placement import (
     ClaimResult,
     Inventory,
     InventoryUpdate,
+    LocateRequest,
     Migration,
     ProviderReport,
     Release,
     Revert,
     RevertResult,
-    WhereRequest,
 )
 from placement_worker.domain.moves import kept_beside, source_of, total_of
 from placement_worker.operations import audit
@@ -253,7 +253,7 @@ async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: Pl
     )
     assert back.outcome == "claimed"  # its own migration is nobody else's
     await store.apply([Release(consumer=MOVE)])
-    page = await store.where(WhereRequest(project_id="p", server_group=GROUP))
+    page = await store.locate(LocateRequest(project_id="p", server_group=GROUP))
     assert page.members == {HOSTS[0]: 1}
 
 

@@ -311,13 +311,13 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
         )
         last = await outbox.add(connection, [OutboxMessage("api", event())])
     store = PostgresRows(database)
-    found = [row for row, _ in await store.take_old(-1.0, 10, [])]
+    found = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
     assert len(found) == 11
     assert last in found
     await store.forget([last] if last else [])
-    again = [row for row, _ in await store.take_old(-1.0, 10, [])]
+    again = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
     assert not set(again) & set(found)  # the longest untaken first
-    assert await store.take_old(-1.0, 10, ["cell1", "cell2"]) == []
+    assert await store.claim_stale(-1.0, 10, ["cell1", "cell2"]) == []
 
 
 @pytest.mark.parametrize("rest", ["cell1", "removed"])
@@ -355,7 +355,7 @@ async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(data
     task.cancel()
     await asyncio.wait([task])
     assert [message.project_id for message, _ in api.got] == ["both", "last"]  # type: ignore[attr-defined]
-    ((_, body),) = [found for found in await PostgresRows(database).take_old(-1.0, 10, []) if found[0] == row]
+    ((_, body),) = [found for found in await PostgresRows(database).claim_stale(-1.0, 10, []) if found[0] == row]
     assert msgspec.json.decode(body)[0]["cause"] == "kept"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.placement import Claim, ClaimResult, Release, ReleaseResult, WherePage, WhereRequest
+from bus.contracts.placement import Claim, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 
@@ -40,10 +40,10 @@ class BookClaims:
         replies = await self.book.apply(list(releases))
         return [reply for reply in replies if isinstance(reply, ReleaseResult)]
 
-    async def locate(self, requests: Sequence[WhereRequest]) -> list[WherePage | Fault]:
+    async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         if self.away:
             return [RequestTimeout("away") for _ in requests]
-        return [await self.book.where(one) for one in requests]
+        return [await self.book.locate(one) for one in requests]
 
 
 def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:

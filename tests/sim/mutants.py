@@ -60,10 +60,10 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 def outbox_never_swept() -> AbstractContextManager[Any]:
     """What a dead process left in its outbox stays there."""
 
-    async def take_old(self: MemoryRows, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(self: MemoryRows, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []
 
-    return patch.object(MemoryRows, "take_old", take_old)
+    return patch.object(MemoryRows, "claim_stale", claim_stale)
 
 
 def forgotten_before_confirmed() -> AbstractContextManager[Any]:
@@ -282,7 +282,7 @@ def silence_not_noticed() -> AbstractContextManager[Any]:
         if why in ("start", "asked", "gap"):
             self._wanted.set()
 
-    return patch.object(Follower, "_want", want)
+    return patch.object(Follower, "_request_catch_up", want)
 
 
 def delete_releases_any_attempt() -> AbstractContextManager[Any]:

@@ -50,17 +50,19 @@ def stale_notice_applied() -> AbstractContextManager[Any]:
 
 def overtaken_read_applied() -> AbstractContextManager[Any]:
     """What was read gives a node back, also when something was heard of it since the read was sent."""
-    was_read = position.was_read
+    apply_read = position.apply_read
 
     def applied(before: Any, node: Any, *, seq: int, now: float, timing: Any) -> Any:
-        return was_read(replace(before, heard_seq=0), node, seq=seq, now=now, timing=timing)
+        return apply_read(replace(before, heard_seq=0), node, seq=seq, now=now, timing=timing)
 
-    return patch.object(position, "was_read", applied)
+    return patch.object(position, "apply_read", applied)
 
 
 def gone_node_stays() -> AbstractContextManager[Any]:
     """A node that Ironic has no more is left in the book as it was."""
-    return patch.object(position, "was_gone", lambda before, *, seq, now: replace(before, due_at=None, read_seq=seq))
+    return patch.object(
+        position, "apply_removed", lambda before, *, seq, now: replace(before, due_at=None, read_seq=seq)
+    )
 
 
 def node_never_undeployed() -> AbstractContextManager[Any]:
@@ -99,7 +101,7 @@ def change_not_reported() -> AbstractContextManager[Any]:
     """A host that changes is announced, and its new inventory is not reported."""
 
     def host_changed(self: Reporter, hosts: Sequence[str]) -> None:
-        self._announce.want(hosts)
+        self._announce.add(hosts)
 
     return patch.object(Reporter, "host_changed", host_changed)
 

@@ -122,7 +122,7 @@ def draining_acknowledges() -> AbstractContextManager[Any]:
 
 def destroys_given_up() -> AbstractContextManager[Any]:
     """What a compute service could not destroy at once it does not try again by itself."""
-    return patch.object(Agent, "take_up_again", lambda self: None)
+    return patch.object(Agent, "resume_destroys", lambda self: None)
 
 
 def whatever_is_held_is_what_was_asked() -> AbstractContextManager[Any]:

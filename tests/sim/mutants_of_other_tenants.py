@@ -16,18 +16,18 @@ from ironic_sync.domain import position
 
 def overtaken_404_believed() -> AbstractContextManager[Any]:
     """A node is taken out on a 404 though something was heard of it since."""
-    was_gone = position.was_gone
+    apply_removed = position.apply_removed
 
     def gone(before: Any, *, seq: int, now: float) -> Any:
-        return was_gone(replace(before, heard_seq=0), seq=seq, now=now)
+        return apply_removed(replace(before, heard_seq=0), seq=seq, now=now)
 
-    return patch.object(position, "was_gone", gone)
+    return patch.object(position, "apply_removed", gone)
 
 
 def failed_machine_left_running() -> AbstractContextManager[Any]:
     """A failed instance whose machine runs is left alone."""
     rows = {state: dict(row) for state, row in table.TABLE.items()}
-    rows[State.FAILED][events.HostRuns] = rows[State.FAILED][events.Spawned] = table.KEEP
+    rows[State.FAILED][events.HostRuns] = rows[State.FAILED][events.Spawned] = table.IGNORE
     return patch.object(table, "TABLE", rows)
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import placement_worker.store.memory as book_store
-from bus.contracts.placement import Claim, ClaimOutcome, WherePage
+from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
@@ -77,7 +77,7 @@ def hints_not_looked_up() -> AbstractContextManager[Any]:
     """A scheduler takes those whom a hint names for being nowhere."""
     known = engine.peers_of
 
-    def peers_of(request: Any, page: WherePage) -> Any:
+    def peers_of(request: Any, page: LocatePage) -> Any:
         found = known(request, page)
         return replace(found, different_hosts=found.different_hosts and (), same_hosts=None)
 

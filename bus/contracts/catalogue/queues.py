@@ -62,7 +62,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.TRANSIENT,
         consumer="placement_worker",
-        bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot"), (COMMANDS, "placement.where")),
+        bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot"), (COMMANDS, "placement.locate")),
         max_length=10_000,
         ttl_s=30.0,
     ),

@@ -42,11 +42,11 @@ async def positions(request: pytest.FixtureRequest) -> AsyncIterator[Positions]:
 
 
 async def test_what_is_saved_is_loaded(positions: Positions) -> None:
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         assert await term.load() == ({}, {})
         await term.save([POSITION, Position(uuid=OTHER, version=3)])
         await term.published({NODE: 5})
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         loaded, published = await term.load()
         assert loaded == {NODE: POSITION, OTHER: Position(uuid=OTHER, version=3)}
         assert published.get(NODE) == 5
@@ -54,7 +54,7 @@ async def test_what_is_saved_is_loaded(positions: Positions) -> None:
 
 
 async def test_saving_again_replaces_and_published_only_rises(positions: Positions) -> None:
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         await term.save([POSITION])
         await term.save([replace(POSITION, version=9, report=None)])
         await term.published({NODE: 9})
@@ -64,7 +64,7 @@ async def test_saving_again_replaces_and_published_only_rises(positions: Positio
 
 
 async def test_only_removed_and_published_nodes_are_forgotten(positions: Positions) -> None:
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         gone = replace(POSITION, report=None)
         await term.save([gone, replace(POSITION, uuid=OTHER)])
         assert await term.forget(1.0) == 0
@@ -75,13 +75,13 @@ async def test_only_removed_and_published_nodes_are_forgotten(positions: Positio
 
 
 async def test_there_is_one_writer(positions: Positions) -> None:
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         await term.check()
         with pytest.raises(NotLeader):
-            async with positions.lead():
+            async with positions.become_leader():
                 pass
         await term.save([POSITION])
-    async with positions.lead() as term:
+    async with positions.become_leader() as term:
         assert NODE in (await term.load())[0]
 
 
@@ -92,7 +92,7 @@ async def test_a_writer_whose_connection_was_cut_is_fenced(postgres_url: str) ->
     await second.open(MIGRATIONS)
     try:
         with pytest.raises(Transient):
-            async with PostgresPositions(first).lead() as old:
+            async with PostgresPositions(first).become_leader() as old:
                 await old.save([POSITION])
                 async with second.raw() as connection:
                     await connection.fetch(
@@ -120,7 +120,7 @@ class _lead_soon:  # noqa: N801  (reads as a context manager)
     async def __aenter__(self):  # type: ignore[no-untyped-def]
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                self._lead = self._positions.lead()
+                self._lead = self._positions.become_leader()
                 try:
                     return await self._lead.__aenter__()
                 except NotLeader:

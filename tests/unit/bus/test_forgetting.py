@@ -54,10 +54,10 @@ class Rows:
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
-    async def take_old(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
+    async def claim_stale(self, age_s: float, limit: int, closed: Sequence[str]) -> list[tuple[int, bytes]]:
         return []
 
-    async def forget_handled(self, keep_s: float, limit: int) -> None: ...
+    async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
 class Confirming:

@@ -321,7 +321,7 @@ async def test_a_newer_attempt_is_not_taken_for_what_could_not_be_destroyed() ->
     service.agent.take([spawn(0, 2)])
     await service.rest()
     asked = driver.destroys
-    service.agent.take_up_again()
+    service.agent.resume_destroys()
     await service.rest()
     assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.destroys == asked
 

@@ -7,23 +7,23 @@ from itertools import pairwise
 import pytest
 
 from compute_sim.config import ComputeConfig, Device, HostSize
-from compute_sim.domain.faults import KIND, Faults, PlannedEnding, fate
+from compute_sim.domain.faults import FAULTLESS, Faults, PlannedEnding, plan_attempt
 from compute_sim.domain.hosts import DISABLED_TRAIT, GPU_TRAITS, NUMA_TRAIT, plan_hosts, tree
 
 INSTANCES = [f"00000000-0000-4000-8000-{n:012d}" for n in range(4000)]
 
 
 def share(faults: Faults, ending: PlannedEnding) -> float:
-    return sum(fate(faults, 1, "h", i, 1).ending is ending for i in INSTANCES) / len(INSTANCES)
+    return sum(plan_attempt(faults, 1, "h", i, 1).ending is ending for i in INSTANCES) / len(INSTANCES)
 
 
 def test_the_same_attempt_has_the_same_fate_and_others_have_others() -> None:
     faults = Faults(fail_rate=0.5, delay_max_s=1.0)
-    first = [fate(faults, 7, "h", i, 1) for i in INSTANCES[:100]]
-    assert first == [fate(faults, 7, "h", i, 1) for i in INSTANCES[:100]]
-    assert first != [fate(faults, 8, "h", i, 1) for i in INSTANCES[:100]]
-    assert first != [fate(faults, 7, "h", i, 2) for i in INSTANCES[:100]]
-    assert first != [fate(faults, 7, "g", i, 1) for i in INSTANCES[:100]]
+    first = [plan_attempt(faults, 7, "h", i, 1) for i in INSTANCES[:100]]
+    assert first == [plan_attempt(faults, 7, "h", i, 1) for i in INSTANCES[:100]]
+    assert first != [plan_attempt(faults, 8, "h", i, 1) for i in INSTANCES[:100]]
+    assert first != [plan_attempt(faults, 7, "h", i, 2) for i in INSTANCES[:100]]
+    assert first != [plan_attempt(faults, 7, "g", i, 1) for i in INSTANCES[:100]]
 
 
 def test_rates_are_kept_side_by_side() -> None:
@@ -38,14 +38,14 @@ def test_rates_are_kept_side_by_side() -> None:
 
 
 def test_delays_stay_in_their_range_and_spread_over_it() -> None:
-    delays = [fate(Faults(delay_min_s=1.0, delay_max_s=3.0), 1, "h", i, 1).delay_s for i in INSTANCES]
+    delays = [plan_attempt(Faults(delay_min_s=1.0, delay_max_s=3.0), 1, "h", i, 1).delay_s for i in INSTANCES]
     assert 1.0 <= min(delays) < 1.1 and 2.9 < max(delays) <= 3.0
 
 
 def test_a_host_that_always_fails_does_and_nothing_planned_is_nothing_done() -> None:
     assert share(Faults(fail_hosts=("h",)), PlannedEnding.FAILS) == 1.0
-    assert fate(Faults(fail_hosts=("h",)), 1, "other", INSTANCES[0], 1).ending is PlannedEnding.WORKS
-    assert fate(Faults(), 1, "h", INSTANCES[0], 1) is KIND
+    assert plan_attempt(Faults(fail_hosts=("h",)), 1, "other", INSTANCES[0], 1).ending is PlannedEnding.WORKS
+    assert plan_attempt(Faults(), 1, "h", INSTANCES[0], 1) is FAULTLESS
 
 
 def test_a_plan_is_the_same_every_time_and_differs_by_cell_service_and_seed() -> None:

@@ -36,7 +36,7 @@ class SlowWorld:
     async def sleep(self, seconds: float) -> None:
         await asyncio.Event().wait()
 
-    async def learn_hosts(self) -> Sequence[DriverHost]:
+    async def load_hosts(self) -> Sequence[DriverHost]:
         self.now += 30.0
         return [DriverHost(uuid=HOST, name="h", enabled=True, disabled_reason="", attributes={})]
 
@@ -121,7 +121,7 @@ class QuickWorld(SlowWorld):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)
 
-    async def learn_hosts(self) -> Sequence[DriverHost]:
+    async def load_hosts(self) -> Sequence[DriverHost]:
         return await self.hosts()
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:

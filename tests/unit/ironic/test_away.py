@@ -110,10 +110,10 @@ async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> No
             await here.say(told("node.maintenance_set.end", maintenance=on))
             await turns()
         here.book.fault = None
-        told_before = len(here.book.updates)
+        reported_before = len(here.book.updates)
         await here.settle()
         assert reserved(here) == 1
-        assert len(here.book.updates) == told_before + 1
+        assert len(here.book.updates) == reported_before + 1
 
 
 class Away(MemoryTerm):

@@ -85,7 +85,7 @@ def test_no_bytes_raise(given: bytes) -> None:
     assert isinstance(parse(given), Notification | Rejected)
 
 
-AWAY = Effect(read=UUID, take_away=True)
+AWAY = Effect(read=UUID, reserve_all=True)
 LOOK = Effect(read=UUID)
 LATER = Effect(read=UUID, announced=True)
 FREE = {"provision_state": "available", "power_state": "power off", "maintenance": False, "instance_uuid": None}

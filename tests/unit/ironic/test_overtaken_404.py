@@ -16,7 +16,7 @@ TOLD = ProviderReport(uuid=UUID, name=UUID, inventories={"CUSTOM_X": Inventory(t
 def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(heard_seq: int, *, removed: bool) -> None:
     """Deleted and created again while the read was under way: it is read again at once, and stays in the book."""
     before = Position(uuid=UUID, version=3, report=TOLD, heard_seq=heard_seq, read_seq=2)
-    after = step.was_gone(before, seq=5, now=1000.0)
+    after = step.apply_removed(before, seq=5, now=1000.0)
     assert (after.report is None) is removed
     assert (after.version > before.version) is removed
     assert after.due_at == (None if removed else 1000.0)
@@ -24,4 +24,4 @@ def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(heard_seq:
 
 def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
     before = Position(uuid=UUID, version=3, report=TOLD, read_seq=7)
-    assert step.was_gone(before, seq=5, now=1000.0) is before
+    assert step.apply_removed(before, seq=5, now=1000.0) is before

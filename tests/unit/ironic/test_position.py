@@ -55,7 +55,7 @@ class Model:
             return
         seq, seen = self.reads.pop(which % len(self.reads))
         before = self.position
-        self._set(step.was_read(before, seen, seq=seq, now=self.now, timing=TIMING))
+        self._set(step.apply_read(before, seen, seq=seq, now=self.now, timing=TIMING))
         if seq < self.last_answer:
             assert self.position.report == before.report, "an older read changes nothing"
         self.last_answer = max(self.last_answer, seq)
@@ -111,7 +111,7 @@ def test_it_is_never_free_by_accident_and_ends_as_the_node_is(events: list[tuple
 def test_waits_for_a_transient_node_double_up_to_a_bound() -> None:
     position, waits, now = Position(uuid=UUID), [], 0.0
     for seq in range(1, 12):
-        position = step.was_read(position, node("cleaning", 0), seq=seq, now=now, timing=TIMING)
+        position = step.apply_read(position, node("cleaning", 0), seq=seq, now=now, timing=TIMING)
         assert position.due_at is not None
         waits.append(position.due_at - now)
         now = position.due_at

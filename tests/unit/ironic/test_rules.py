@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ironic_sync.domain.node import Node, Unreadable, parse_node
-from ironic_sync.domain.rules import NO_CLASS, class_name, gives_back, is_transient, place, take_away
+from ironic_sync.domain.rules import NO_CLASS, class_name, is_transient, offers_more, place, reserve_all
 from tests.unit.ironic.world import RECORDINGS
 
 RULES: dict[str, Any] = json.loads((RECORDINGS / "nova-rules.json").read_text())
@@ -67,10 +67,10 @@ def test_without_class_the_provider_stays_as_it_was_but_never_on_offer_while_unu
 
 def test_take_away_and_gives_back() -> None:
     free = place(node(), None).report
-    held = take_away(free)
-    assert take_away(held) is held
-    assert gives_back(free, held) and gives_back(free, None)
-    assert not gives_back(held, free) and not gives_back(free, free)
+    held = reserve_all(free)
+    assert reserve_all(held) is held
+    assert offers_more(free, held) and offers_more(free, None)
+    assert not offers_more(held, free) and not offers_more(free, free)
 
 
 def test_unknown_states_are_transient_and_unavailable() -> None:

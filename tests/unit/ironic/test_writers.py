@@ -25,7 +25,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
         await here.settle()
         async with second.running():
             await turns()
-            assert (here.loop.leading, second.loop.leading) == (True, False)
+            assert (here.loop.is_leader, second.loop.is_leader) == (True, False)
             assert second.loop.healthy
             versions = dict(here.book.versions)
             here.positions.depose()
@@ -34,7 +34,7 @@ async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> No
             for _ in range(10):
                 await turns()
                 here.clock.advance()
-            assert (here.loop.leading, second.loop.leading) == (False, True)
+            assert (here.loop.is_leader, second.loop.is_leader) == (False, True)
             assert reserved(here) == 1
             assert here.book.versions[NODE] > versions[NODE]
 
@@ -44,14 +44,14 @@ async def test_a_deposed_writer_tells_nothing_more() -> None:
     async with here.running():
         await here.settle()
         here.positions.depose()
-        held = here.positions.lead()
+        held = here.positions.become_leader()
         async with held:
             count = len(here.book.updates)
             nodes.put(maintenance=True)
             await here.say(told("node.maintenance_set.end", maintenance=True))
             await turns(200)
             assert len(here.book.updates) == count
-            assert not here.loop.leading
+            assert not here.loop.is_leader
             assert await here.transport.depth(here.config.queue) == 1, "the notification is left to the next writer"
 
 

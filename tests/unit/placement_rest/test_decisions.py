@@ -14,7 +14,7 @@ from placement_worker.domain.reshape import Reshape, reshape
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,
-    Grove,
+    ProviderTrees,
     SetAggregates,
     SetStocks,
     SetTraits,
@@ -55,8 +55,8 @@ def provider(uuid: str, **fields: Any) -> Provider:
     return Provider(uuid=uuid, name=f"name-{uuid}", **{**made, **fields})
 
 
-def grove(*providers: Provider) -> Grove:
-    return Grove({p.uuid: p for p in providers}, CLASSES, TRAITS, shape=6)
+def grove(*providers: Provider) -> ProviderTrees:
+    return ProviderTrees({p.uuid: p for p in providers}, CLASSES, TRAITS, shape=6)
 
 
 def why(outcome: object) -> Why | None:

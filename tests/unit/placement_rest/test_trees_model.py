@@ -12,7 +12,7 @@ from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,
-    Grove,
+    ProviderTrees,
     SetAggregates,
     SetStocks,
     SetTraits,
@@ -59,7 +59,7 @@ def test_the_feed_tells_what_a_group_of_writes_comes_to(groups: list[list[TreeWr
     book = Book()
     given: dict[str, set[int]] = {}
     for shape, group in enumerate(groups, 1):
-        grove = Grove(providers, CLASSES, TRAITS, shape=shape)
+        grove = ProviderTrees(providers, CLASSES, TRAITS, shape=shape)
         for write in group:
             grove.apply(write)
         changes = changes_of(providers, grove.providers)
@@ -75,10 +75,10 @@ def test_the_feed_tells_what_a_group_of_writes_comes_to(groups: list[list[TreeWr
 
 def test_deleted_and_created_again_in_one_group_is_told_as_both() -> None:
     """Its generation starts from 0 as Placement's does; replicas kept the old one, whose generation was higher."""
-    first = Grove({}, CLASSES, TRAITS, shape=1)
+    first = ProviderTrees({}, CLASSES, TRAITS, shape=1)
     for write in (CreateProvider(A, "a"), SetTraits(A, ["CUSTOM_X"]), SetStocks(A, {"VCPU": stock(2)})):
         first.apply(write)
-    second = Grove(first.providers, CLASSES, TRAITS, shape=2)
+    second = ProviderTrees(first.providers, CLASSES, TRAITS, shape=2)
     for write in (DeleteProvider(A), CreateProvider(A, "a")):
         second.apply(write)
     assert second.providers[A].generation == 0

@@ -369,8 +369,8 @@ def test_before_trees_at_most_one_provider_of_a_tree_gives() -> None:
     request = plain(VCPU=1, VF=1)
     assert len(candidates(book, request)) == 1
     assert len(candidates(book, structs.replace(request, one_per_tree=True))) == 0
-    lone = structs.replace(plain(VF=1), one_per_tree=True)
-    assert candidates(book, lone).touched().tolist() == [1]
+    flat = structs.replace(plain(VF=1), one_per_tree=True)
+    assert candidates(book, flat).touched().tolist() == [1]
 
 
 def test_before_trees_each_of_like_children_may_be_the_one_that_gives() -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from placement_worker.replica.query import Query, asked_in_all, request_of
+from placement_worker.replica.query import Query, request_of, total_resources
 from placement_worker.replica.request import Group
 from placement_worker.replica.search import options, search
 from placement_worker.replica.sharing import SHARING_TRAIT
@@ -187,7 +187,7 @@ def test_groups_that_fit_alone_but_not_together() -> None:
     groups = tuple(Group(suffix=f"_{n}", resources={"VF": 3}) for n in range(2))
     query = Query(resources={"VCPU": 1}, groups=groups, group_policy="none")
     assert search(book, query, explain=True).funnel[-1].rejected == {"groups do not fit together": 1}
-    assert asked_in_all(query) == {"VCPU": 1, "VF": 6}
+    assert total_resources(query) == {"VCPU": 1, "VF": 6}
 
 
 def test_what_one_claim_takes_the_next_search_sees() -> None:

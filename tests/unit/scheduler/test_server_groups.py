@@ -9,7 +9,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import WherePage
+from bus.contracts.placement import LocatePage
 from scheduler_worker.domain.peers import has_peers, peers_of
 from scheduler_worker.domain.plugins import Filter, applies_to
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
@@ -79,7 +79,7 @@ def test_wishes_are_weights_of_the_others() -> None:
 def test_hints() -> None:
     hosts = Hosts([PLENTY] * 3)
     here, there, nowhere = (new_uuid(hosts.rng) for _ in range(3))
-    page = WherePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "somebody's pool")})
+    page = LocatePage(hosts={here: (hosts.uuids[0],), there: (hosts.uuids[2], "somebody's pool")})
 
     def passing(host_filter: Filter, **hints: tuple[str, ...]) -> list[bool]:
         request = hosts.request(**hints)

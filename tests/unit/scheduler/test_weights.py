@@ -16,7 +16,7 @@ from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Weigher, Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import score, score_again
+from scheduler_worker.domain.weights import rescore, score
 from scheduler_worker.weighers.free_cpu import CPUWeigher
 from scheduler_worker.weighers.free_ram import RAMWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
@@ -131,6 +131,6 @@ def test_a_later_score_is_on_the_same_scales() -> None:
     hosts = Hosts([{**PLENTY, "VCPU": 10}, {**PLENTY, "VCPU": 20}, {**PLENTY, "VCPU": 15}])
     view, spec = hosts.view(), hosts.spec()
     before, scales = score(view, spec, [Weighing(CPUWeigher(), 1.0)])
-    assert score_again(view, spec, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
+    assert rescore(view, spec, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
     hosts.book.assume("one", {hosts.uuids[1]: {"VCPU": 10}})
-    assert score_again(view.subset(np.array([1])), spec, scales).tolist() == [0.5]
+    assert rescore(view.subset(np.array([1])), spec, scales).tolist() == [0.5]
