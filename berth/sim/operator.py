@@ -109,7 +109,7 @@ class Operator:
         if host is None or not await self._emptied(order.service, host):
             return
         world, fleet = self._world, self._world.fleets[order.service]
-        fleet.drop(host)
+        world.take_out(order.service, host)
         world.left[host] = "drained"
         version = fleet.records.versions(1, world.clock.time() + world.plan.skew_s)
         await self._client.publish(InventoryUpdate(source=f"compute-{order.service}", version=version, root_uuid=host))
@@ -121,7 +121,7 @@ class Operator:
         other = services[(services.index(order.service) + 1) % len(services)]
         if host is None or other in self._world.dead or not await self._emptied(order.service, host):
             return
-        moved = self._world.fleets[order.service].drop(host)
+        moved = self._world.take_out(order.service, host)
         self._world.fleets[other].adopt(moved)
         self._world.fleets[other].enable(host)
 

@@ -88,7 +88,9 @@ HEADERS = (
 TYPES = (JSON, BATCH, "", "text/plain")
 
 # What of a database its server does not keep in tables, and what outlives a restore.
-KEPT = frozenset({"clock", "on_commit", "deadlocks", "taken_back", "holding", "_locks", "_image", "_last_row", "place"})
+KEPT = frozenset(
+    {"clock", "on_commit", "deadlocks", "taken_back", "holding", "_locks", "_image", "_last_row", "place", "histories"}
+)
 
 
 def backup_of(table: MemoryDatabase) -> dict[str, Any]:

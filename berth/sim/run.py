@@ -20,13 +20,17 @@ from berth.sim.plan import Action, Order, Plan
 from berth.sim.rest import given_back, told_of_quota, unsettled
 from berth.sim.watch import Breach
 from berth.sim.widening import NONE, Widening
+from berth.sim.wiring import REPORT_S
 from berth.sim.world import World
 from bus.clock import new_uuid
 from bus.contracts.catalogue import RETRY_S
+from compute_sim.reporter import INVENTORY_EVERY, JITTER
 
 # Liveness: when faults have stopped, everything has to be settled within this. The longest honest chain: an attempt
 # that hangs, times out (20 s), is claimed elsewhere, hangs again ... five hosts, and a redelivery through all retries.
 REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
+# A book that was set back to before a host was reported learns of it when its service next says its whole inventory.
+INVENTORIES_S = INVENTORY_EVERY * REPORT_S * (1 + JITTER)
 POLL_S = 1.0
 # Rest must last: reconciliation goes on, and must find nothing to do.
 STILL_S = 45.0
@@ -90,6 +94,7 @@ class _Runner:
         self._plan = plan
         self._event_log = event_log
         self.rest_s = 0.0
+        self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
         self.now = 0.0
         self.states: dict[str, int] = {}
         self._last = random.Random(f"berth.sim.last {plan.seed}")
@@ -172,7 +177,7 @@ class _Runner:
             now = loop.time()
             if found:
                 quiet_since = None
-                if now - begun > REST_S:
+                if now - begun > self._rest_s:
                     name, _, detail = found[0].partition(": ")
                     raise Breach(name, "; ".join([detail, *found[1:6]]))
             else:

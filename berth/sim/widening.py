@@ -37,12 +37,7 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-# Off until what they break is mended, each with its reason.
-NOT_YET: Mapping[Widening, str] = {
-    Widening.SAME_NAME: "a machine runs and no active instance has it (seed 27): not yet known whose fault that is",
-    Widening.BOOK_RESTORED: "a replica does not notice that the book was set back (seed 53, `replica_agrees`)",
-}
-WIDENED = frozenset(Widening) - frozenset(NOT_YET)
+WIDENED = frozenset(Widening)
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.

@@ -39,6 +39,7 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
 
 BUILD_TIMEOUT_S = 20.0
+REPORT_S = 25.0
 
 PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_s=1.0)
 CONDUCTOR = ConductorConfig(
@@ -171,7 +172,7 @@ class Wiring:
                 share=metal.index(service),
                 shares=len(metal),
             )
-            return ComputeConfig(driver="ironic", ironic=share, seed=plan.seed, heartbeat_s=2.0, report_s=25.0)
+            return ComputeConfig(driver="ironic", ironic=share, seed=plan.seed, heartbeat_s=2.0, report_s=REPORT_S)
         hosts = dict(self._world.cell_of(service).services)
         number = list(hosts).index(service)
         return ComputeConfig(
@@ -183,7 +184,7 @@ class Wiring:
             seed=plan.seed,
             faults=plan.computes,
             heartbeat_s=2.0,
-            report_s=25.0,
+            report_s=REPORT_S,
             build_limit_s=3600.0,
         )
 

@@ -34,6 +34,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable
+from compute_sim.fleet import Host
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
@@ -293,9 +294,20 @@ class World:
         return fleet
 
     def start_duplicate(self, service: str) -> None:
-        """From now on two services may bear this name, each with machines of its own."""
-        if service not in self.duplicates:
-            self.duplicates[service] = self._fleet(self.cell_of(service).name, service)
+        """From now on two services may bear this name, with the same settings and each with machines of its own."""
+        if service in self.duplicates:
+            return
+        duplicate = self.duplicates[service] = self._fleet(self.cell_of(service).name, service)
+        for host in list(duplicate.hosts):
+            if self.fleets[service].host(host.plan.uuid) is None:
+                duplicate.drop(host.plan.uuid)
+
+    def take_out(self, service: str, host: str) -> Host:
+        """A host is not in the settings of this service any more, whoever bears its name."""
+        duplicate = self.duplicates.get(service)
+        if duplicate is not None and duplicate.host(host) is not None:
+            duplicate.drop(host)
+        return self.fleets[service].drop(host)
 
     def _runs(self, host: str, instance: str) -> int | None:
         for service, fleet in self.fleets.items():
@@ -348,8 +360,8 @@ class World:
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
-        if schema.startswith("cell_"):
-            self.cells[schema.removeprefix("cell_")].place += 1
+        if isinstance(table := self.schemas[schema], MemoryBookTable | MemoryInstanceTable):
+            table.place += 1
 
     def publish_foreign(self, messages: Sequence[Message]) -> None:
         """Messages of another client that are well formed: nothing strange about them."""

@@ -74,7 +74,8 @@ class MemoryBook:
         self.ready = False
 
     async def open(self) -> None:
-        """Nothing to migrate."""
+        """Nothing to migrate; of another history when the table was set back."""
+        await self.renew_history()
         self.ready = True
 
     async def close(self) -> None:
@@ -302,16 +303,17 @@ class MemoryBook:
             return self._table.newest
 
     async def renew_history(self) -> bool:
-        """Give the feed another history id if it is behind what this process has seen of it."""
+        """Give the feed another history id if the table is another, or behind what this process has seen of it."""
         seen = self._seen
         async with self._session.transaction() as transaction:
             await transaction.lock([HEAD])
             newest = self._table.newest
             is_behind = seen is not None and seen.history == newest.history and newest.sequence < seen.sequence
-            if is_behind:
+            is_another = is_behind or self._table.origin != self._table.place
+            if is_another:
                 transaction.will(self._table.renew_history)
         self._seen = self._table.newest
-        return is_behind
+        return is_another
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns."""

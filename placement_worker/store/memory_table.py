@@ -48,6 +48,9 @@ class MemoryBookTable(MemoryDatabase):
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
         self.changes: list[Change] = []  # kept ones, in order
         self.head = 0
+        self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
+        self.origin = self.place
+        self.histories = 1  # no row: none is given twice
         self.history = "history-1"
         self.position = 0
         self.taken_until = -math.inf  # by whoever publishes
@@ -61,7 +64,8 @@ class MemoryBookTable(MemoryDatabase):
 
     def renew_history(self) -> None:
         """Another history id."""
-        self.history = f"history-{int(self.history.rpartition('-')[2]) + 1}"
+        self.histories += 1
+        self.history, self.origin = f"history-{self.histories}", self.place
 
     def next_shape(self) -> int:
         """A shape that no provider has ever had."""
