@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where
+from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where, taken_by
 from bus.wire import BATCH, MAX_BATCH_ITEMS, MAX_BODY_BYTES
 
 EXAMPLE = """\
@@ -36,6 +36,8 @@ async def main():
 
 asyncio.run(main())
 """
+
+CELL_WORKERS = ("cell_conductor", "compute_sim")
 
 HEAD = f"""\
 # Messages
@@ -86,7 +88,27 @@ runs it as written):
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_messages(), *_queues()]) + "\n"
+    return "\n".join([HEAD, *_flows(), *_messages(), *_queues()]) + "\n"
+
+
+def _flows() -> Iterator[str]:
+    """Diagrams of who publishes what to whom: one of the API bus, one of a cell's."""
+    yield "## Who publishes what to whom\n"
+    yield "Derived from the catalogue: an arrow is a message that a queue of its reader takes. Replies are left out.\n"
+    for where, title in ((Where.API, "On the API bus"), (Where.CELL, "On a cell's bus")):
+        flows: dict[tuple[str, str], list[str]] = {}
+        for queue in QUEUES:
+            for row in taken_by(queue.name):
+                if {row.where, queue.where} <= {where, Where.BOTH}:
+                    for publisher in row.publishers:
+                        # What may go on both buses: a cell's workers are on its bus alone, all others use the API bus.
+                        if row.where is Where.BOTH and (publisher in CELL_WORKERS) is (where is Where.API):
+                            continue
+                        flows.setdefault((publisher, queue.consumer), []).append(row.tag.rpartition(".v")[0])
+        yield f"### {title}\n\n```mermaid\nflowchart LR"
+        for (publisher, reader), tags in sorted(flows.items()):
+            yield f'    {publisher} -- "{"<br/>".join(sorted(set(tags)))}" --> {reader}'
+        yield "```\n"
 
 
 def _messages() -> Iterator[str]:
