@@ -50,6 +50,12 @@ class QueueMissing(BusError):
     code = "bus.missing"
 
 
+class QueueDiffers(BusError):
+    """A queue of this name is there, with other properties than those declared."""
+
+    code = "bus.queue_differs"
+
+
 class BusForbidden(BusError):
     """These credentials may not do this. Permanent."""
 

@@ -20,7 +20,10 @@ FOREIGN = "="
 
 
 class QueuePlan(Struct, frozen=True, kw_only=True):
-    """One queue of the broker. `dead_exchange` None: what it gives up is gone."""
+    """One queue of the broker. `dead_exchange` None: what it gives up is gone.
+
+    disposable: where a queue of other properties has its name, as an older berth declared, that one is deleted.
+    """
 
     name: str
     durable: bool
@@ -30,6 +33,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     drop_head: bool = False
     delivery_limit: int | None = None
     ttl_s: float | None = None
+    disposable: bool = False
     dead_exchange: str | None = None
     dead_key: str = ""
     bindings: tuple[tuple[str, str], ...] = ()
@@ -82,8 +86,9 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple
         return (
             QueuePlan(
                 name=name,
-                durable=False,
+                durable=not private,
                 exclusive=private,
+                disposable=not private,
                 max_length=row.max_length,
                 max_bytes=row.max_bytes,
                 drop_head=private,

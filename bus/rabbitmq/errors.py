@@ -16,6 +16,7 @@ from aiormq.exceptions import (
     ChannelInvalidStateError,
     ChannelLockedResource,
     ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
     ConnectionClosed,
     ConnectionNotAllowed,
     DeliveryError,
@@ -25,7 +26,16 @@ from aiormq.exceptions import (
 )
 from pamqp.commands import Connection
 
-from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, QueueLocked, QueueMissing, Unroutable
+from bus.port import (
+    BusError,
+    BusForbidden,
+    BusUnavailable,
+    PublishRefused,
+    QueueDiffers,
+    QueueLocked,
+    QueueMissing,
+    Unroutable,
+)
 
 # Connection.Close with this code: the virtual host is not there, or these credentials may not enter it.
 NOT_ALLOWED = 530
@@ -98,6 +108,8 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
         return QueueMissing(text)
     if isinstance(error, ChannelLockedResource):
         return QueueLocked(text)
+    if isinstance(error, ChannelPreconditionFailed):
+        return QueueDiffers(text)
     return BusError(text)
 
 

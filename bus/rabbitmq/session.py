@@ -12,7 +12,7 @@ from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
 
 from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
-from bus.port import BusError, BusForbidden, Outgoing, QueueMissing
+from bus.port import BusError, BusForbidden, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
@@ -117,6 +117,21 @@ class Session:
 
     async def declare(self, planned: QueuePlan) -> None:
         """A queue and its bindings, under its real names."""
+        try:
+            await self._declare(planned)
+        except QueueDiffers:
+            if not planned.disposable:
+                raise
+            channel = await self.named("control")
+            with translated(planned.name):
+                await channel.queue_delete(planned.name, timeout=RPC_TIMEOUT_S)
+            await self._declare(planned)
+        channel = await self.named("control")
+        for exchange, key in planned.bindings:
+            with translated():
+                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+
+    async def _declare(self, planned: QueuePlan) -> None:
         channel = await self.named("control")
         with translated(planned.name):
             await channel.queue_declare(
@@ -126,9 +141,6 @@ class Session:
                 arguments=_arguments(planned),
                 timeout=RPC_TIMEOUT_S,
             )
-        for exchange, key in planned.bindings:
-            with translated():
-                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
 
     async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""

@@ -17,6 +17,7 @@ from typing import Any
 import aiormq
 import msgspec
 import pytest
+from msgspec import structs
 from pamqp import encode
 
 from berth.embedded.rabbitmq import RabbitMQ
@@ -24,11 +25,11 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.catalogue import COMMANDS, EVENTS
-from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueMissing
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
+from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
-from bus.topology import QueueNames
+from bus.topology import QueueNames, plan
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -51,6 +52,37 @@ def bus_on(url: str, name: str = "api", process: str = "p") -> Bus:
 
 def boot(number: int) -> BuildRequest:
     return BuildRequest(instance_uuid=str(uuid.UUID(int=number)), flavor="m1.small", project_id="p")
+
+
+def test_no_queue_is_transient_and_not_exclusive() -> None:
+    """RabbitMQ 4.3 deprecates those, and can be told to refuse them (transient_nonexcl_queues)."""
+    for row in QUEUES:
+        for planned in plan(row, row.name, row.bindings):
+            assert planned.durable is not planned.exclusive, row.name
+
+
+async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str, str]) -> None:
+    url, prefix = amqp
+    row = BY_QUEUE["placement.requests"]
+    connection = await aiormq.connect(url)
+    try:
+        channel = await connection.channel()
+        await channel.queue_declare(prefix + row.name, durable=False, arguments={"x-queue-type": "classic"})
+    finally:
+        await connection.close()
+    transport = RabbitTransport(url, name="api", prefix=prefix)
+    await transport.open()
+    try:
+        await transport.declare_exchanges()
+        await transport.declare_queue(row, row.name, row.bindings)
+        for name, kind in (("scheduler.requests", QueueKind.DURABLE), ("mine", QueueKind.PRIVATE)):
+            asked = structs.replace(BY_QUEUE["scheduler.requests"], name=name, kind=kind)
+            await transport.declare_queue(asked, name, ())
+            with pytest.raises(QueueDiffers):  # what holds something worth keeping is never deleted
+                await transport.declare_queue(structs.replace(asked, max_length=7), name, ())
+        assert await transport.depth(row.name) == 0
+    finally:
+        await transport.close()
 
 
 async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: RabbitMQ) -> None:

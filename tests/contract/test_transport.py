@@ -145,14 +145,14 @@ async def test_get_depth_and_purge(rig: Rig) -> None:
 
 async def test_time_to_live_ends_a_message(rig: Rig) -> None:
     transport = await rig.transport()
-    queue = await declare(transport, QueueKind.TRANSIENT, ttl_s=0.03)
+    queue = await declare(transport, QueueKind.EXPIRING, ttl_s=0.03)
     await transport.publish(command(b"1"))
     await until(lambda: depth_is(transport, queue, 0))
 
 
 async def test_expiration_ends_a_message(rig: Rig) -> None:
     transport = await rig.transport()
-    queue = await declare(transport, QueueKind.TRANSIENT)
+    queue = await declare(transport, QueueKind.EXPIRING)
     await transport.publish(command(b"1", expiration_s=0.03))
     await transport.publish(command(b"2"))
     await until(lambda: depth_is(transport, queue, 1))

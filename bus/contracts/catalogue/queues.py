@@ -29,7 +29,7 @@ QUEUES: tuple[QueueRow, ...] = (
     QueueRow(
         name="scheduler.queries",
         where=Where.API,
-        kind=QueueKind.TRANSIENT,
+        kind=QueueKind.EXPIRING,
         consumer="scheduler_worker",
         bindings=((COMMANDS, "build.query"), (COMMANDS, "hosts.query")),
         max_length=10_000,
@@ -46,7 +46,7 @@ QUEUES: tuple[QueueRow, ...] = (
     QueueRow(
         name="placement.requests",
         where=Where.BOTH,
-        kind=QueueKind.TRANSIENT,
+        kind=QueueKind.EXPIRING,
         consumer="placement_worker",
         bindings=(
             (COMMANDS, "placement.claim"),
@@ -60,7 +60,7 @@ QUEUES: tuple[QueueRow, ...] = (
     QueueRow(
         name="placement.reads",
         where=Where.API,
-        kind=QueueKind.TRANSIENT,
+        kind=QueueKind.EXPIRING,
         consumer="placement_worker",
         bindings=((COMMANDS, "placement.changes"), (COMMANDS, "placement.snapshot"), (COMMANDS, "placement.locate")),
         max_length=10_000,

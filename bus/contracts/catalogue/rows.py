@@ -25,12 +25,13 @@ class QueueKind(StrEnum):
     """How long a queue and its messages live.
 
     durable: quorum queue, survives the broker; delivery limit, retry and dead-letter queues beside it.
-    transient: for requests whose asker asks again; gone with the broker; no retries, no dead letters.
+    expiring: for requests whose asker asks again: a quorum queue whose messages end after ttl_s; no retries, no dead
+    letters.
     private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
     """
 
     DURABLE = "durable"
-    TRANSIENT = "transient"
+    EXPIRING = "expiring"
     PRIVATE = "private"
 
 
@@ -40,7 +41,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
     first, second, ... retry; after the last the message is a dead letter. delivery_limit: redeliveries (a consumer died
     or gave no answer) before the broker gives it up. max_length: messages; past it a publisher is refused (durable,
-    transient) or the oldest goes (private).
+    expiring) or the oldest goes (private).
     declared_by: who declares it as well as its reader, so that what it says there is kept from the beginning.
     max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
     """
