@@ -169,7 +169,8 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     generations: {provider: generation after this claim}, so that a replica knows when it has caught up.
     sequence: the change feed's number of this claim's changes (0: nothing changed).
     holding: what an earlier claim of this attempt holds, when that is none of the options offered now.
-    members: where the group's rule stood in the way, how many other members each host has (on the API bus only).
+    members: where the group's rule stood in the way, how many other members hosts have (on the API bus only): with
+    anti-affinity those hosts that the claim named.
     """
 
     outcome: ClaimOutcome

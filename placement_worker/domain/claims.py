@@ -8,12 +8,10 @@ when the shape it was chosen for is gone, and `full` when it does not fit.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 
 from msgspec import Struct
 
 from bus.contracts.placement import (
-    MAX_HOSTS_TOLD,
     Change,
     Claim,
     ClaimOption,
@@ -24,7 +22,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, source_of, total_of
-from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted
+from placement_worker.domain.server_groups import counted_by_class, group_key, held_by_class, permitted, told_of
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 ClaimItem = Claim | Release | Revert | Swap
@@ -278,7 +276,7 @@ def _claim(ledger: _Ledger, claim: Claim) -> ClaimVerdict:
     overall = next(hope for hope in _HOPE if hope in outcomes)
     if claim.release_first and known is not None and held:
         return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
-    members = dict(islice(others.items(), MAX_HOSTS_TOLD)) if ClaimOutcome.RULED_OUT in outcomes else {}
+    members = told_of(claim, others) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from msgspec import Struct
 
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import INSTANCES, Claim, ClaimOption, ClaimOutcome
+from bus.contracts.placement import INSTANCES, MAX_HOSTS_TOLD, Claim, ClaimOption, ClaimOutcome
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, GroupKey, Holding, Provider
 
 # A provider with this trait gives to other trees: a consumer that holds something of it need not be on its host.
 SHARING = "MISC_SHARES_VIA_AGGREGATE"
+
+
+# Policies that a claim is held to. The others are wishes, which the scheduler weighs.
+HARD = frozenset({GroupPolicy.AFFINITY, GroupPolicy.ANTI_AFFINITY})
 
 
 class GroupMember(Struct, frozen=True, order=True):
@@ -49,6 +54,18 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     else:
         allowed = group.policy is not GroupPolicy.AFFINITY or not others or option.host in others
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
+
+
+def told_of(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
+    """Of the other members by host what is said of a claim that the rule has turned down.
+
+    With anti-affinity only of the hosts that it named: the group may be on any number of them.
+    """
+    assert claim.server_group is not None
+    if claim.server_group.policy is GroupPolicy.ANTI_AFFINITY:
+        named = {option.host for option in claim.options}
+        return {host: count for host, count in others.items() if host in named}
+    return dict(islice(others.items(), MAX_HOSTS_TOLD))
 
 
 def held_by_class(holding: Holding) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A group of claims as one transaction of a few set-based statements.
 
-Locks are taken in one order by every writer: server groups, projects with limits, consumers by uuid, providers by id,
+Locks are taken in one order by every writer: server groups, consumers by uuid, providers by id, projects with limits,
 what projects hold by project and class, the feed's counter last. Whoever waits therefore waits for somebody further
 along, and there is no deadlock, swaps included.
 """
@@ -48,7 +48,10 @@ _ConsumerRow = tuple[str, int, int, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
-_locked = msgspec.json.Decoder(tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow]]).decode
+_UsageRow = tuple[str, int, int]
+_Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow]]
+_locked = msgspec.json.Decoder(_Rows).decode
+_read = msgspec.json.Decoder(tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]).decode
 
 
 class Locked(Struct, frozen=True):
@@ -69,9 +72,10 @@ async def apply(
     connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str
 ) -> list[ClaimReply]:
     """Decide and write one group that came on one bus, inside the caller's transaction."""
-    groups = await members.lock(connection, items)
-    projects = await limits.lock(connection, items, names)
+    await members.lock(connection, items)
     locked = await lock(connection, expected_consumers(items), providers_of(items, {}), names)
+    groups = await members.read(connection, items)
+    projects = await limits.lock(connection, items, names)
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
     await members.write(connection, decision.joined)  # before the feed's counter is locked
@@ -93,9 +97,24 @@ async def lock(
     """
     uuids = None if wanted is None else list(wanted)
     said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids)
-    consumers, held, providers = _locked(said)
+    return await _as_locked(connection, _locked(said), expected, names)
+
+
+async def as_read(
+    connection: asyncpg.Connection, said: str, names: NameTable
+) -> tuple[Locked, dict[str, dict[str, int]]]:
+    """What the function `read_claims` has found: as `lock`, but unlocked; and what projects hold."""
+    consumers, held, providers, usage = _read(said)
+    locked = await _as_locked(connection, (consumers, held, providers), {}, names)
+    return locked, await limits.by_project(connection, usage, names)
+
+
+async def _as_locked(
+    connection: asyncpg.Connection, rows: _Rows, expected: Mapping[str, ConsumerState], names: NameTable
+) -> Locked:
+    consumers, held, providers = rows
     used_classes = {row[2] for row in held}
-    used_classes.update(inventory[0] for row in providers for inventory in row[6] or ())
+    used_classes.update(room[0] for row in providers for room in row[6] or ())
     class_names = await names.names_of(connection, used_classes)
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:

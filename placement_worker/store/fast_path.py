@@ -13,8 +13,15 @@ from collections.abc import Sequence
 import asyncpg
 
 from bus.contracts.placement import Claim, ClaimOutcome
-from placement_worker.domain.claim_items import ClaimItem, ClaimReply, expected_consumers, projects_of, reply
-from placement_worker.domain.claims import ClaimVerdict, may_be_new
+from placement_worker.domain.claim_items import (
+    ClaimItem,
+    ClaimReply,
+    expected_consumers,
+    projects_of,
+    providers_of,
+    reply,
+)
+from placement_worker.domain.claims import ClaimVerdict, decide, may_be_new
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import held_by_class
 from placement_worker.domain.values import Holding
@@ -26,11 +33,11 @@ MAX_ITEMS = 8
 MAX_HELD = 64
 
 TAKE = """
-SELECT claim_new($1::uuid[], $2::text[], $3::text[], $4::text[], $5::int[],
+SELECT claimed, read FROM claim_new($1::uuid[], $2::text[], $3::text[], $4::text[], $5::int[],
     $6::uuid[], $7::bigint[], $8::int[],
     $9::int[], $10::int[], $11::text[], $12::bigint[],
     $13::uuid[], $14::int[], $15::int[], $16::bigint[],
-    $17::text[], $18::text[], $19::int[], $20::bigint[], $21::bigint[])
+    $17::text[], $18::text[], $19::int[], $20::bigint[], $21::bigint[], $22::uuid[])
 """
 
 _CLAIMED = (ClaimOutcome.CLAIMED,)
@@ -95,10 +102,24 @@ async def apply(
     if not names.class_ids.keys() >= {name for _, name in wanted.used}:
         return None
     try:
-        said: list[int] = await connection.fetchval(TAKE, *_arguments(items, wanted, names))
+        claimed, read = await connection.fetchrow(TAKE, *_arguments(items, wanted, names))
     except asyncpg.RaiseError:
         return None
-    return _replies(items, wanted, said[0], said[1:])
+    if claimed is None:
+        return await _refusals(connection, items, read, names)
+    return _replies(items, wanted, claimed[0], claimed[1:])
+
+
+async def _refusals(
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], read: str, names: NameTable
+) -> list[ClaimReply] | None:
+    """The replies to claims none of which writes anything; None when one does, and needs locks."""
+    locked, usage = await claims.as_read(connection, read, names)
+    projects = {**{project: {} for project in projects_of(items)}, **usage}
+    decision = decide(items, locked.found, locked.providers, names.class_ids, projects=projects)
+    if decision.consumers:
+        return None
+    return [reply(item, verdict, 0) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
 
 def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) -> list[object]:
@@ -118,6 +139,7 @@ def _arguments(items: Sequence[ClaimItem], wanted: _Wanted, names: NameTable) ->
         *claims.transposed(held, 4),
         projects_of(items),
         *claims.transposed(usage, 4),
+        list(providers_of(items, {})),
     ]
 
 

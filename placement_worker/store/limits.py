@@ -1,13 +1,14 @@
 """What projects hold together, as a row for each project and class, and the limits that claims put to it.
 
 Each transaction that changes what consumers hold adds the difference to these rows in the end (`rows_of`), whatever
-the claims' limits: so nothing is added up when one is asked. Claims with limits lock their project first, and two of
-them never pass one at once.
+the claims' limits: so nothing is added up when one is asked. Claims with limits lock their project before that, and
+two of them never pass one at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import asyncpg
 
@@ -57,11 +58,20 @@ async def lock(
     projects = projects_of(items)
     if not projects:
         return {}
-    held: dict[str, dict[str, int]] = {project: {} for project in projects}
     rows = await connection.fetch(LOCK, projects)
+    return {**{project: {} for project in projects}, **await by_project(connection, rows, names)}
+
+
+async def by_project(
+    connection: asyncpg.Connection, rows: Iterable[Sequence[Any]], names: NameTable
+) -> dict[str, dict[str, int]]:
+    """Rows of (project, class's number, amount) as {project: {class: amount}}."""
+    rows = list(rows)
+    held: dict[str, dict[str, int]] = {}
     class_names = await names.names_of(connection, {row[1] for row in rows if row[1] != INSTANCES_ID})
     for project, class_id, amount in rows:
-        held[project][INSTANCES if class_id == INSTANCES_ID else class_names[class_id]] = amount
+        name = INSTANCES if class_id == INSTANCES_ID else class_names[class_id]
+        held.setdefault(project, {})[name] = amount
     return held
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
 
-from bus.contracts.placement import MAX_HOSTS_TOLD, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import ClaimItem, groups_of
-from placement_worker.domain.server_groups import SHARING
+from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, LocatePage, LocateRequest
+from placement_worker.domain.claim_items import ClaimItem, consumers_of, groups_of
+from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
 
 # Before any consumer, in one order. Two groups whose keys hash alike only wait for each other.
@@ -32,11 +33,30 @@ JOIN allocations a ON a.consumer = m.consumer
 JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
 """
 
+# Members that decide: who holds something of the hosts named, found from there however large the group is; who may be
+# moved there by the same transaction; and of groups that stay together so many that one is left that nobody moves.
 READ = f"""
-SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM group_members m
-JOIN unnest($1::text[], $2::uuid[]) AS g (project_id, group_uuid) USING (project_id, group_uuid) {_HELD}
+WITH m AS (
+    SELECT m.project_id, m.group_uuid, m.consumer
+    FROM unnest($1::text[], $2::uuid[], $3::uuid[]) AS g (project_id, group_uuid, host)
+    JOIN providers root ON root.uuid = g.host JOIN providers p ON p.root_id = root.id
+    JOIN allocations a ON a.provider_id = p.id
+    JOIN group_members m ON m.project_id = g.project_id AND m.group_uuid = g.group_uuid AND m.consumer = a.consumer
+    UNION
+    SELECT m.project_id, m.group_uuid, m.consumer
+    FROM unnest($4::text[], $5::uuid[], $6::uuid[]) AS c (project_id, group_uuid, consumer)
+    JOIN group_members m USING (project_id, group_uuid, consumer)
+    UNION
+    SELECT g.project_id, g.group_uuid, m.consumer FROM unnest($7::text[], $8::uuid[]) AS g (project_id, group_uuid)
+    CROSS JOIN LATERAL (
+        SELECT m.consumer FROM group_members m WHERE m.project_id = g.project_id AND m.group_uuid = g.group_uuid
+            AND EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer) LIMIT $9
+    ) AS m
+)
+SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_HELD}
 GROUP BY m.project_id, m.group_uuid, m.consumer
 """
+TOLD_TOGETHER = 100  # members of such a group, beside those that the transaction names
 
 # A row that is there is written all the same, and so locked: it is not trimmed before the claim has committed.
 WRITE = """
@@ -73,17 +93,45 @@ WHERE a.consumer = ANY($2::uuid[]) GROUP BY a.consumer ORDER BY a.consumer
 """
 
 
-async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, Sequence[str]]]:
-    """Every named group's members, {consumer: hosts}, as the locks' last holders left them."""
+async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
+    """Of two claims of one group one goes first."""
+    keys = groups_of(items)
+    if keys:
+        hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
+        await connection.execute(LOCK, [row["key"] for row in hashed])
+
+
+async def read(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> dict[GroupKey, dict[str, Sequence[str]]]:
+    """Of every named group the members that decide, {consumer: hosts}.
+
+    To be called when the hosts are locked, too: what moves a member to one of them without being a claim of the group
+    (PUT /allocations, a swap) has then committed, or comes later.
+    """
     keys = groups_of(items)
     if not keys:
         return {}
-    hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
-    await connection.execute(LOCK, [row["key"] for row in hashed])
     members: dict[GroupKey, dict[str, Sequence[str]]] = {key: {} for key in keys}
-    for project, group, consumer, hosts in await connection.fetch(READ, *map(list, zip(*keys, strict=True))):
+    for project, group, consumer, hosts in await connection.fetch(READ, *_columns(items, keys)):
         members[project, group][consumer] = hosts
     return members
+
+
+def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey]) -> list[object]:
+    """Hosts named by groups with a hard rule, consumers that may move, groups that stay together, and how many."""
+    hosts: set[tuple[str, str, str]] = set()
+    together: set[GroupKey] = set()
+    for item in items:
+        if isinstance(item, Claim) and item.server_group is not None and (key := group_key(item)) is not None:
+            if item.server_group.policy in HARD:
+                hosts.update((*key, option.host) for option in item.options if option.host is not None)
+            if item.server_group.policy is GroupPolicy.AFFINITY:
+                together.add(key)
+    consumers = sorted(consumers_of(items))
+    moved = [(*key, consumer) for key in keys for consumer in consumers]
+    columns: list[object] = []
+    for rows, width in ((sorted(hosts), 3), (moved, 3), (sorted(together), 2)):
+        columns += list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
+    return [*columns, TOLD_TOGETHER + len(consumers)]
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:

@@ -383,13 +383,12 @@ $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan 
 SET enable_mergejoin = off;
 
 -- Take the locks of projects whose claims have limits, in one order, and read what they hold as the last holders left
--- it. An import and a repair hold the table of consumers: they wait for who has read this, and are waited for.
+-- it: after consumers and providers, so that they are held for as short as the rows that are written next.
 CREATE FUNCTION lock_projects(projects text[]) RETURNS SETOF project_usage AS $$
 BEGIN
     PERFORM pg_advisory_xact_lock(locked.key) FROM (
         SELECT DISTINCT hashtextextended('project ' || name, 0) AS key FROM unnest(projects) AS name ORDER BY key
     ) AS locked;
-    LOCK TABLE consumers IN ROW SHARE MODE;
     RETURN QUERY SELECT * FROM project_usage u WHERE u.project_id = ANY(projects) AND u.amount <> 0;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
@@ -442,45 +441,83 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
+-- Read what lock_claims does, and what projects hold, as of one moment and without locks: enough to turn claims down.
+-- Returns [[consumer, ...], [what it holds, ...], [provider with its inventories, ...], [project's class, ...]].
+CREATE FUNCTION read_claims(consumers uuid[], named uuid[], limited text[]) RETURNS text AS $$
+DECLARE
+    said text;
+BEGIN
+    WITH known AS (
+        SELECT * FROM consumers c WHERE c.uuid = ANY(read_claims.consumers)
+    ), held AS (
+        SELECT a.consumer, p.uuid, p.id, a.class_id, a.amount FROM known k
+        JOIN allocations a ON a.consumer = k.uuid JOIN providers p ON p.id = a.provider_id WHERE k.released_at IS NULL
+    ), wanted AS (
+        SELECT p.id FROM providers p WHERE p.uuid = ANY(named) UNION SELECT h.id FROM held h
+    )
+    SELECT json_build_array(
+        coalesce((SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type))
+            FROM known), '[]'),
+        coalesce((SELECT json_agg(json_build_array(consumer, uuid, class_id, amount) ORDER BY consumer, id, class_id)
+            FROM held), '[]'),
+        coalesce((SELECT json_agg(json_build_array(p.id, p.uuid, p.generation, p.shape, root.uuid, root.cell, (
+            SELECT json_agg(json_build_array(i.class_id, i.capacity, i.min_unit, i.max_unit, i.step_size, i.used))
+            FROM inventories i WHERE i.provider_id = p.id
+        )) ORDER BY p.id) FROM wanted w JOIN providers p ON p.id = w.id JOIN providers root ON root.id = p.root_id), '[]'),
+        coalesce((SELECT json_agg(json_build_array(project_id, class_id, amount)) FROM project_usage u
+            WHERE u.project_id = ANY(limited) AND u.amount <> 0), '[]')
+    ) INTO said;
+    RETURN said;
+END
+$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;
+
 -- The fast path: new claims that fit, in one round trip. The locks of lock_claims in the same order: consumers,
 -- providers by id, the feed's counter. Each statement sees what the last holder of the locks before it has committed,
--- so nothing is read that may still move. A condition that does not hold raises, and undoes all: why it does not hold,
--- and what to do instead, is decided in Python, with locks.
+-- so nothing is read that may still move. Claims that do not fit write nothing: Python decides from what was read
+-- (`read_claims`) why, or what to do instead with locks. Only what moves between that look and the locks raises.
 --
 -- wanted: every provider once, with the shape that it must have (NULL: any) and how many of the claims take from it.
 -- places: the providers' places in `wanted`. used_*: what is taken of each inventory; held_*: what each consumer takes.
 -- limited: the projects whose claims have limits. usage_*: what is added to each project's usage, and its limit.
--- Returns the last change's number and the providers' new generations, as wanted.
+-- named: the providers of all options.
+-- claimed: the last change's number and the providers' new generations, as wanted; or NULL, and what was read.
 CREATE FUNCTION claim_new(consumers uuid[], projects text[], users text[], types text[], attempts integer[],
     wanted uuid[], shapes bigint[], times integer[],
     used_places integer[], used_classes integer[], used_names text[], used_more bigint[],
     held_by uuid[], held_places integer[], held_classes integer[], amounts bigint[],
-    limited text[], usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[])
-    RETURNS bigint[] AS $$
+    limited text[], usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[],
+    named uuid[], OUT claimed bigint[], OUT read text) AS $$
 DECLARE
     written bigint;
     numbers bigint[];
     generations bigint[];
     changes json;
 BEGIN
-    IF cardinality(limited) > 0 THEN
-        PERFORM lock_projects(limited);
-        IF EXISTS (
-            SELECT FROM unnest(usage_projects, usage_classes, usage_more, usage_most)
-                AS n (project_id, class_id, more, most)
-            LEFT JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id
-            WHERE n.most IS NOT NULL AND coalesce(u.amount, 0) + n.more > n.most
-        ) THEN
-            RAISE EXCEPTION 'claim_new: over a limit';
-        END IF;
-    END IF;
+    -- Nothing is written of what does not fit anyway. What one claim alone takes is in the units of its inventories, too;
+    -- of several claims that is looked at later.
     INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt)
     SELECT n.uuid, n.project_id, n.user_id, n.consumer_type, 1, n.attempt
     FROM unnest(claim_new.consumers, projects, users, types, attempts)
         AS n (uuid, project_id, user_id, consumer_type, attempt)
+    WHERE (
+        SELECT count(*) FROM unnest(used_places, claim_new.used_classes, used_more) AS n (place, class_id, more)
+        JOIN providers p ON p.uuid = wanted[n.place] AND (shapes[n.place] IS NULL OR p.shape = shapes[n.place])
+        JOIN inventories i ON i.provider_id = p.id AND i.class_id = n.class_id AND i.used + n.more <= i.capacity
+        WHERE cardinality(claim_new.consumers) > 1
+            OR n.more >= i.min_unit AND n.more <= i.max_unit AND n.more % i.step_size = 0
+    ) = cardinality(used_places) AND (cardinality(limited) = 0 OR NOT EXISTS (
+        SELECT FROM unnest(usage_projects, usage_classes, usage_more, usage_most)
+            AS n (project_id, class_id, more, most)
+        LEFT JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id
+        WHERE coalesce(u.amount, 0) + n.more > n.most
+    ))
     ON CONFLICT (uuid) DO NOTHING;
     GET DIAGNOSTICS written = ROW_COUNT;
-    IF written <> cardinality(claim_new.consumers) THEN
+    IF written = 0 THEN
+        read := read_claims(claim_new.consumers, named, limited);
+        RETURN;
+    ELSIF written <> cardinality(claim_new.consumers) THEN
         RAISE EXCEPTION 'claim_new: not new';
     END IF;
     IF cardinality(wanted) > 1 THEN
@@ -520,8 +557,17 @@ BEGIN
     IF written <> cardinality(held_by) THEN
         RAISE EXCEPTION 'claim_new: not in these units';
     END IF;
+    IF cardinality(limited) > 0 THEN
+        PERFORM lock_projects(limited);
+    END IF;
     PERFORM add_project_usage(usage_projects, usage_classes, usage_more);
-    RETURN append_changes(ARRAY[1], ARRAY[cardinality(wanted)], ARRAY[convert_to(changes::text, 'UTF8')])
+    IF cardinality(limited) > 0 AND EXISTS (
+        SELECT FROM unnest(usage_projects, usage_classes, usage_most) AS n (project_id, class_id, most)
+        JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id WHERE u.amount > n.most
+    ) THEN
+        RAISE EXCEPTION 'claim_new: over a limit';
+    END IF;
+    claimed := append_changes(ARRAY[1], ARRAY[cardinality(wanted)], ARRAY[convert_to(changes::text, 'UTF8')])
         || generations;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off

@@ -54,8 +54,10 @@ class RequestSpec(Struct, frozen=True, kw_only=True):
         return replace(self, peers=peers, key=(*self.key, instance_uuid))
 
     def with_members(self, members: Mapping[str, int]) -> RequestSpec:
-        """The same, after newer counts of the server group's members by host."""
-        return self if self.peers is None else replace(self, peers=replace(self.peers, members=members))
+        """The same, after newer counts of the server group's members on some hosts."""
+        if self.peers is None:
+            return self
+        return replace(self, peers=replace(self.peers, members={**self.peers.members, **members}))
 
 
 class Unsatisfiable(Struct, frozen=True):

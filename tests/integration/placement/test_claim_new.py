@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.placement import (
@@ -226,6 +227,38 @@ async def test_two_processes_give_the_last_room_of_a_host_to_one(
             ClaimOutcome.FULL: 1,
         }
     assert await book.over_capacity() == [] and await book.findings() == []
+
+
+async def test_lost_claims_by_the_short_way_are_one_transaction_that_writes_nothing(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    """No number of a transaction is used, so there is nothing to vacuum, and no error is in PostgreSQL's log."""
+    (host,) = await book.hosts(1, rng, VCPU=4)
+    held, consumer = make_claim(new_uuid(rng), {host: {"VCPU": 3}}), new_uuid(rng)
+    one = make_claim(consumer, {host: {"VCPU": 1}})
+    await book.store.apply([held])
+    lost = {
+        ClaimOutcome.FULL: [make_claim(one, {host: {"VCPU": 2}}) for one in (consumer, new_uuid(rng))],
+        ClaimOutcome.GONE: [make_claim(consumer, {new_uuid(rng): {"VCPU": 1}})],
+        ClaimOutcome.RACED: [replace(one, options=(replace(one.options[0], shapes={host: -1}),))],
+        ClaimOutcome.OVER_LIMIT: [replace(one, limits={"VCPU": 3})],
+        ClaimOutcome.CONSUMER_CHANGED: [replace(held, project_id="q")],
+        ClaimOutcome.CLAIMED: [held],
+    }
+    async with book.database.raw() as connection:
+        for outcome, claims in lost.items():
+            replies = await fast_path.apply(connection, claims, book.store.names)
+            assert await connection.fetchval("SELECT pg_current_xact_id_if_assigned()") is None, outcome
+            assert replies is not None
+            assert [getattr(reply, "outcome", None) for reply in replies] == [outcome] * len(claims)
+    # Where something else can be claimed instead it takes locks, and still no error.
+    other = ClaimOption(allocations={host: {"VCPU": 1}})
+    claim = replace(lost[ClaimOutcome.FULL][0], options=(*lost[ClaimOutcome.FULL][0].options, other))
+    async with book.database.raw() as connection:
+        assert await fast_path.apply(connection, [claim], book.store.names) is None
+        assert await connection.fetchval("SELECT pg_current_xact_id_if_assigned()") is None
+    (reply,) = await book.store.apply([claim])
+    assert isinstance(reply, ClaimResult) and reply.option == 1
 
 
 async def test_what_is_too_much_for_one_row_of_the_feed_goes_the_other_way(

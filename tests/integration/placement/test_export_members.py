@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, Release
+from placement_worker.domain.claim_items import expected_consumers
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
-from placement_worker.store import limits, members
+from placement_worker.store import claims, limits, members
 from tests.kit.servers import fresh_database
 
 from .conftest import Book
@@ -155,10 +156,14 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
     for asked in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
         async with book.database.raw() as reading:
             await members.lock(reading, [asked])
+            await members.read(reading, [asked])
+            if asked.limits:
+                await claims.lock(reading, expected_consumers([asked]), None, book.store.names)
             await limits.lock(reading, [asked], book.store.names)
             importing = asyncio.create_task(imported(book, file))
             async with asyncio.timeout(PATIENCE_S):
                 while not await reading.fetchval(WAITING):
                     pass
             assert not importing.done()
+            await reading.execute(claims.DELETE_CONSUMERS, [asked.consumer])
         assert await importing == 0

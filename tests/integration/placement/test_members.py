@@ -1,0 +1,78 @@
+"""What a claim reads of its server group: no more than decides, and nothing that has just been moved."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import asyncpg
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from placement_worker.domain.allocations import ConsumerWrite, Replace
+from placement_worker.store import members, rest_allocations
+
+from .conftest import Book
+
+pytestmark = pytest.mark.postgres
+
+PATIENCE_S = 60.0
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+MANY = members.TOLD_TOGETHER + 20
+
+
+def group(policy: GroupPolicy) -> ServerGroup:
+    return ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=policy)
+
+
+def member(rng: random.Random, host: str, policy: GroupPolicy) -> Claim:
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", server_group=group(policy))
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [
+        (GroupPolicy.ANTI_AFFINITY, 1),
+        (GroupPolicy.AFFINITY, members.TOLD_TOGETHER + 1),
+        (GroupPolicy.SOFT_ANTI_AFFINITY, 0),
+        (GroupPolicy.SOFT_AFFINITY, 0),
+    ],
+)
+async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many_there_are(
+    book: Book, rng: random.Random, policy: GroupPolicy, most: int
+) -> None:
+    hosts = await book.hosts(MANY, rng, VCPU=2)
+    replies = await book.store.apply([member(rng, host, GroupPolicy.SOFT_ANTI_AFFINITY) for host in hosts])
+    assert {str(reply.outcome) for reply in replies} == {"claimed"}
+    asked = member(rng, hosts[7], policy)
+    async with book.database.raw() as connection:
+        (found,) = (await members.read(connection, [asked])).values()
+    assert len(found) <= most
+    assert not most or ((hosts[7],) in map(tuple, found.values()))
+    (reply,) = await book.store.apply([asked])
+    expected = ClaimOutcome.RULED_OUT if policy is GroupPolicy.ANTI_AFFINITY else ClaimOutcome.CLAIMED
+    assert isinstance(reply, ClaimResult) and reply.outcome is expected
+
+
+async def test_a_member_that_put_moves_to_a_host_while_a_claim_waits_for_it_is_seen(
+    book: Book, rng: random.Random
+) -> None:
+    """PUT takes no lock of the group: the claim has the group's, and waits for the host."""
+    here, there = await book.hosts(2, rng, VCPU=4)
+    first = member(rng, here, GroupPolicy.ANTI_AFFINITY)
+    await book.store.apply([first])
+    watcher = await asyncpg.connect(book.url)
+    write = ConsumerWrite(first.consumer, {there: {"VCPU": 1}}, "p", "u", None, 1)
+    async with book.database.raw() as moving:
+        assert await rest_allocations.apply(moving, [Replace((write,))], book.store.names) == [None]
+        claiming = asyncio.create_task(book.store.apply([member(rng, there, GroupPolicy.ANTI_AFFINITY)]))
+        async with asyncio.timeout(PATIENCE_S):
+            while not await watcher.fetchval(WAITING):
+                assert not claiming.done()
+    (reply,) = await claiming
+    assert isinstance(reply, ClaimResult)
+    assert (reply.outcome, reply.members) == (ClaimOutcome.RULED_OUT, {there: 1})
+    await watcher.close()
