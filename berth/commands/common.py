@@ -25,7 +25,7 @@ from berth.in_process import WorkerEnded
 from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
-from bus.faults import DatabaseForbidden, DatabaseUnavailable, Fault, RequestTimeout, Transient
+from bus.faults import DatabaseUnavailable, Fault, Forbidden, RequestTimeout, Transient
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq import BrokerUntrusted
 from bus.service.environment import NotConfigured
@@ -122,7 +122,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_AWAY, "the bus is out of reach: {}"),
     (RequestTimeout, EXIT_TIME, "nobody answered in time: is a scheduler running?"),
-    (DatabaseForbidden, EXIT_USAGE, "{}"),
+    (Forbidden, EXIT_USAGE, "{}"),
     (NotConfigured, EXIT_USAGE, "{}"),
     (DatabaseUnavailable, EXIT_AWAY, "the database is out of reach: {}"),
     (asyncpg.UndefinedTableError, EXIT_AWAY, "no worker has prepared this database yet: {}"),

@@ -12,7 +12,7 @@ import structlog
 import uvicorn
 
 from bus.clock import Clock
-from bus.faults import BrokenInvariant, Fault
+from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import Health
 from bus.service.settings import SettingsError
 from placement_worker.replica.local import LocalReplica
@@ -36,8 +36,8 @@ STOP_GRACE_S = 5
 NOAUTH2 = "noauth2"  # when nothing is said
 
 
-class CannotListen(Fault):
-    """The address is taken, or not ours."""
+class CannotListen(Forbidden):
+    """The address is taken, or not ours: starting again does not help."""
 
     code = "rest.cannot_listen"
 

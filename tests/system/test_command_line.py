@@ -439,6 +439,13 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(berth: Berth) -> No
     assert (done.status, "Address already in use" in done.err) == (USAGE, True)
 
 
+@pytest.mark.parametrize("serve", [("placement", "serve", "--scratch"), ("run", "placement")])
+def test_a_port_of_the_api_that_is_taken_is_told_without_a_traceback(berth: Berth, serve: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = berth(*serve, "--api", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert done.status == USAGE and "rest.cannot_listen" in done.err and "already in use" in done.err
+
+
 def test_up_serves_placements_api_and_says_where_and_for_what_token(berth: Berth) -> None:
     found = re.search(r"Placement +(http://127\.0\.0\.1:\d+)(?: \(.* is taken\))?, for the token in (\S+)", berth.said)
     assert found is not None, berth.said
