@@ -11,7 +11,7 @@ from rich.text import Text
 
 from berth.invariants import InvariantVerdict
 from berth.load import Failure, LoadReport
-from bus.contracts.build import FunnelStep
+from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps, durations
 
 FAILURES_SHOWN = 12
@@ -106,6 +106,17 @@ def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int
         )
         line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   rejected: ' + rejected if rejected else ''}"
         console.print(Text(printable(line)), soft_wrap=True)
+
+
+def render_scores(scores: Sequence[Sequence[HostScore]], console: Console) -> None:
+    """Why a host was chosen: what it and its alternates weighed, by weigher, and in all."""
+    for hosts in scores:
+        names = list(dict.fromkeys(name for host in hosts for name in host.weights))
+        rows = [
+            [f"  {host.host}", f"{sum(host.weights.values()):.3f}", *(f"{host.weights.get(n, 0.0):.3f}" for n in names)]
+            for host in hosts
+        ]
+        render_rows(console, ["  chosen, then alternates", "score", *names], rows)
 
 
 def render_stages(stamps: Sequence[Stamps], console: Console) -> None:

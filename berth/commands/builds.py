@@ -27,7 +27,7 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.commands.safety import show_unexplained, unexplained
-from berth.render import printable, render_funnel, render_rows, render_stages
+from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
 from berth.site import Site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
@@ -288,6 +288,7 @@ def _show_record(record: BuildRecord, *, history: bool) -> None:
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
     render_funnel(record.funnel, out)
+    render_scores([line.scores for line in record.story if line.scores][-1:], out)
     for attempt in record.history:
         outcome = " ".join(part for part in (attempt.outcome, attempt.code, attempt.reason) if part)
         out.print(Text(printable(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")), soft_wrap=True)

@@ -152,10 +152,18 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     story: tuple[StoryLine, ...] = ()
 
 
+class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a host weighed when one was chosen, by weigher, its multiplier in it; their sum is the score."""
+
+    host: str
+    weights: dict[str, float] = {}
+
+
 class StoryLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
-    stamps: with the end of the build, when each of its stages ended.
+    stamps: with the end of the build, when each of its stages ended. scores: with the choice, of the chosen host and
+    then of its alternates.
     """
 
     at: float
@@ -163,6 +171,7 @@ class StoryLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     what: str
     detail: str = ""
     stamps: Stamps | None = None
+    scores: tuple[HostScore, ...] = ()
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):

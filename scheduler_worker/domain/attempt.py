@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.faults import Fault, Transient
@@ -42,7 +42,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
     passed: candidates to choose from. lost: claims before this one that got nothing, in order: "host: outcome".
-    decided_at: of the first choice.
+    decided_at: of the first choice. scores: of the selections, where the choice weighed them.
     """
 
     cell: str
@@ -54,6 +54,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     decided_at: float = 0.0
     claimed_at: float = 0.0
     lost: tuple[str, ...] = ()
+    scores: tuple[HostScore, ...] = ()
 
 
 class PlacementRefused(Struct, frozen=True):

@@ -64,7 +64,7 @@ class DecisionRound:
         found = [] if row is None else options(self._book, attempt.spec.query, row, limit=limit)
         if row is None or not found:
             return replace(attempt, rejected={**attempt.rejected, host.uuid: "claim.raced"}), None
-        return attempt, Choice(replace(host, row=row, options=found), chosen.alternates, chosen.passed)
+        return attempt, replace(chosen, selected=replace(host, row=row, options=found))
 
     def _assume(self, attempt: Attempt, choice: Choice) -> None:
         self._book.assume(attempt.request.instance_uuid, choice.selected.options[0].allocations)

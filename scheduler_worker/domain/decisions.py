@@ -88,6 +88,7 @@ def exhausted(request: BuildRequest, author: Author) -> BuildDecision:
 def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:
     main = claimed.selections[0]
     alternates = ", ".join(selection.host for selection in claimed.selections[1:]) or "none"
+    chosen = f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"
     return BuildDecision(
         build=RecordedBuild(
             instance_uuid=request.instance_uuid,
@@ -100,7 +101,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
         host_uuid=main.host_uuid,
         story=(
             *(author.line("not_claimed", lost) for lost in claimed.lost),
-            author.line("chosen", f"{main.host} of {claimed.passed} candidates, weight {claimed.score:.4g}"),
+            replace(author.line("chosen", chosen), scores=claimed.scores),
             author.line("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
             author.line("dispatched", f"to cell {claimed.cell}"),
         ),

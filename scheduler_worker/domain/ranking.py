@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import rescore, score
+from scheduler_worker.domain.weights import KEPT_HOSTS, reweigh, score
 
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
@@ -60,12 +60,20 @@ class RankedHost(Struct, frozen=True):
     options: list[ClaimOption]
 
 
+Weights = Mapping[str, float]
+"""{weigher: what a host weighs by it}, without those that tell no host from another."""
+
+
 class Choice(Struct, frozen=True):
-    """The host to claim, and those to try in its cell when the build fails there. `passed`: hosts to choose from."""
+    """The host to claim, and those to try in its cell when the build fails there. `passed`: hosts to choose from.
+
+    weights: of the selected host and of each alternate, as they were when it was chosen; empty: only one passed.
+    """
 
     selected: RankedHost
     alternates: tuple[RankedHost, ...]
     passed: int
+    weights: tuple[Weights, ...] = ()
 
 
 class Ranking:
@@ -91,6 +99,7 @@ class Ranking:
         self._services = view.service
         self._several: dict[int, int] | None = None  # how many services each cell's hosts have
         self._scores, self._scales = score(view, spec, weighings)
+        self._kept = [(one.weighing.weigher.name, one.weights.item) for one in self._scales if one.weights is not None]
         self._heaps = self._sorted(rng, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -111,12 +120,27 @@ class Ranking:
         selected = viable.pop(self._rng.randrange(len(viable)) if len(viable) > 1 else 0)
         same_cell = self._alternates(selected, viable, excluded, drawn, alternates)
         self._put_back(drawn)
-        return Choice(selected, same_cell, len(self.view))
+        return Choice(selected, same_cell, len(self.view), self._weights_of((selected, *same_cell)))
+
+    def _weights_of(self, hosts: Sequence[RankedHost]) -> tuple[Weights, ...]:
+        """Why these are where they are: the parts of their scores."""
+        if len(self.view) <= KEPT_HOSTS:  # one by one: an index of several costs more than a handful of numbers
+            return tuple({name: weight(host.position) for name, weight in self._kept} for host in hosts)
+        some = self.view.subset(np.array([host.position for host in hosts], dtype=np.intp))
+        names = [scale.weighing.weigher.name for scale in self._scales]
+        found = zip(names, reweigh(some, self.spec, self._scales), strict=True)
+        by_weigher = [(name, weights.tolist()) for name, weights in found if weights is not None]
+        return tuple({name: weights[at] for name, weights in by_weigher} for at in range(len(hosts)))
 
     def consumed(self, candidate: RankedHost) -> None:
         """Weigh this host again: a claim on it was assumed in the replica."""
         one = self.view.subset(np.array([candidate.position], dtype=np.intp))
-        new = float(rescore(one, self.spec, self._scales)[0])
+        new = 0.0
+        for scale, weights in zip(self._scales, reweigh(one, self.spec, self._scales), strict=True):
+            if weights is not None:
+                new += weights.item(0)
+                if scale.weights is not None:
+                    scale.weights[candidate.position] = weights.item(0)
         heap = self._heaps[int(self._cells[candidate.position])].entries
         for at, (_, tie, position) in enumerate(heap):
             if position == candidate.position:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
@@ -33,12 +34,13 @@ from scheduler_worker.domain.attempt import (
     Settle,
     unavailable_after,
 )
-from scheduler_worker.domain.ranking import Choice, RankedHost
+from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector, recovered_allocations
 
 # How often a request that fits nowhere else looks again at hosts of which only some children were full.
 MAX_SECOND_LOOKS = 3
+DIGITS = 3  # of a weight on record
 # Placement counts shapes from 1.
 NEVER_GIVEN = 0
 
@@ -162,6 +164,7 @@ def _claimed(
         now=now,
         passed=choice.passed,
         score=selected.score,
+        weights=dict(zip((host.uuid for host in (selected, *choice.alternates)), choice.weights, strict=False)),
     )
     return AttemptStep(replace(attempt, result=result), (*commands, Settle(answer.generations, answer.sequence)))
 
@@ -193,13 +196,15 @@ def _host_claimed(
     now: float,
     passed: int,
     score: float,
+    weights: Mapping[str, Weights] | None = None,
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
     if cell is None:
         return ClaimStranded("no compute service announces the claimed host any more")
+    selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
     return HostClaimed(
         cell=cell,
-        selections=(main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector))),
+        selections=selections,
         consumer_generation=answer.consumer_generation or 0,
         passed=passed,
         score=score,
@@ -207,6 +212,11 @@ def _host_claimed(
         decided_at=attempt.decided_at,
         claimed_at=now,
         lost=attempt.lost,
+        scores=tuple(
+            HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
+            for one in selections
+            if (found := (weights or {}).get(one.host_uuid))
+        ),
     )
 
 

@@ -6,19 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Weigher, Weighing, applies_to
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView, Membership
 
+# The weights of more hosts than this are not kept by weigher: they would take 8 bytes a host, weigher and ranking.
+KEPT_HOSTS = 20_000
+
 
 class Scale(Struct, frozen=True):
-    """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0)."""
+    """One weigher's scale over a set of hosts: the raw weight of 0, and the span to 1 (0: all hosts weigh 0).
+
+    weights: what each host weighs on it; None: not kept, or nothing.
+    """
 
     weighing: Weighing
     low: float
     span: float
+    weights: Floats | None = None
 
 
 def clamp(weigher: Weigher, raw: Floats) -> Floats:
@@ -53,23 +61,25 @@ def score(view: HostsView, spec: RequestSpec, weighings: Sequence[Weighing]) -> 
             continue
         clamped = clamp(weighing.weigher, weighing.weigher.weigh(view, spec))
         scale = scale_of(weighing, clamped)
-        scales.append(scale)
-        total += _weights(view, scale, clamped)
+        weights = _weights(view, scale, clamped)
+        scales.append(replace(scale, weights=weights) if len(view) <= KEPT_HOSTS else scale)
+        if weights is not None:
+            total += weights
     return total, scales
 
 
-def rescore(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> Floats:
-    """The sums of some hosts on scales made before, after their free amounts have changed."""
-    total = np.zeros(len(view), dtype=np.float64)
-    for scale in scales:
-        weigher = scale.weighing.weigher
-        total += _weights(view, scale, clamp(weigher, weigher.weigh(view, spec)))
-    return total
+def reweigh(view: HostsView, spec: RequestSpec, scales: Sequence[Scale]) -> list[Floats | None]:
+    """What some hosts weigh on each of the scales, after their free amounts have changed; None: nothing."""
+    weighers = [scale.weighing.weigher for scale in scales]
+    return [
+        _weights(view, scale, clamp(weigher, weigher.weigh(view, spec)))
+        for weigher, scale in zip(weighers, scales, strict=True)
+    ]
 
 
-def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | float:
+def _weights(view: HostsView, scale: Scale, clamped: Floats) -> Floats | None:
     if scale.span == 0:
-        return 0.0
+        return None
     return (clamped - scale.low) / scale.span * multipliers(view, scale.weighing)
 
 

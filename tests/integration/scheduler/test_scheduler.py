@@ -94,6 +94,20 @@ async def test_what_a_cell_tells_late_or_twice_is_in_the_story_once_and_in_its_p
     assert world.states(request.instance_uuid) == ["accepted", "scheduled", "active"]
 
 
+async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    await world.add_hosts("c1", 1, VCPU=16, MEMORY_MB=16384, DISK_GB=500)
+    request = world.request()
+    await world.ask(request)
+    told = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    record = await world.show(request.instance_uuid)
+    assert record is not None
+    (scores,) = (line.scores for line in record.story if line.what == "chosen")
+    assert scores[0].host == told.host and len(scores) == 3
+    assert scores[0].weights["ram"] == 1.0 and scores[2].host == "c1-2" and scores[2].weights["ram"] == 0.5
+
+
 async def test_the_same_request_twice_builds_once_and_other_content_is_refused(world: World) -> None:
     await world.scheduler()
     await world.add_hosts("c1", 2)

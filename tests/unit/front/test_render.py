@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.load import Failure
-from berth.render import printable, render_failures, render_rows, render_stages
-from bus.contracts.build import FunnelStep
+from berth.render import printable, render_failures, render_rows, render_scores, render_stages
+from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps
 
 
@@ -60,6 +60,16 @@ def test_like_failures_are_told_once() -> None:
         "2 x f c: for example h1 failed (i1, ...)",
         "2 x f c: no host (i3, ...)",
         f"      {'VCPU':36}      0 left   rejected: 3 in use",
+    ]
+
+
+def test_the_scores_of_a_choice_are_told_by_weigher() -> None:
+    scores = (HostScore(host="h1", weights={"ram": 1.0, "cpu": 0.5}), HostScore(host="h\n2", weights={"ram": 0.25}))
+    lines = shown(lambda console: render_scores([scores], console), width=80).splitlines()
+    assert [line.split() for line in lines] == [
+        ["chosen,", "then", "alternates", "score", "ram", "cpu"],
+        ["h1", "1.500", "1.000", "0.500"],
+        ["h\\n2", "0.250", "0.250", "0.000"],
     ]
 
 

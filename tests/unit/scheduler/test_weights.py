@@ -16,7 +16,7 @@ from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Weigher, Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import rescore, score
+from scheduler_worker.domain.weights import reweigh, score
 from scheduler_worker.weighers.free_cpu import CPUWeigher
 from scheduler_worker.weighers.free_ram import RAMWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
@@ -131,6 +131,33 @@ def test_a_later_score_is_on_the_same_scales() -> None:
     hosts = Hosts([{**PLENTY, "VCPU": 10}, {**PLENTY, "VCPU": 20}, {**PLENTY, "VCPU": 15}])
     view, spec = hosts.view(), hosts.spec()
     before, scales = score(view, spec, [Weighing(CPUWeigher(), 1.0)])
-    assert rescore(view, spec, scales).tolist() == before.tolist() == [0.5, 1.0, 0.75]
+    (again,) = reweigh(view, spec, scales)
+    assert again is not None and again.tolist() == before.tolist() == [0.5, 1.0, 0.75]
     hosts.book.assume("one", {hosts.uuids[1]: {"VCPU": 10}})
-    assert rescore(view.subset(np.array([1])), spec, scales).tolist() == [0.5]
+    (later,) = reweigh(view.subset(np.array([1])), spec, scales)
+    assert later is not None and later.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("kept", [20_000, 1])
+def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Why here, answered like why nowhere; as it was at this choice, the ones just before counted."""
+    monkeypatch.setattr("scheduler_worker.domain.weights.KEPT_HOSTS", kept)
+    monkeypatch.setattr("scheduler_worker.domain.ranking.KEPT_HOSTS", kept)
+    hosts = Hosts([PLENTY] * 3)
+    hosts.book.assume("one", {hosts.uuids[0]: {"VCPU": 4}})
+    hosts.book.assume("two", {hosts.uuids[1]: {"VCPU": 8}})
+    ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
+    choice = ranking.pick({}, subset=1, alternates=2)
+    assert choice is not None
+    order = [choice.selected, *choice.alternates]
+    assert [hosts.name(host.row) for host in order] == ["h2", "h0", "h1"]
+    assert [weights["cpu"] for weights in choice.weights] == [1.0, 0.75, 0.5]
+    assert {name for weights in choice.weights for name in weights} == {"ram", "cpu", "disk"}, "nothing of idle ones"
+    assert [host.score for host in order] == pytest.approx([sum(weights.values()) for weights in choice.weights])
+    hosts.book.assume("three", {hosts.uuids[2]: {"VCPU": 12}})
+    ranking.consumed(choice.selected)
+    again = ranking.pick({}, subset=1, alternates=2)
+    assert again is not None and hosts.name(again.alternates[1].row) == "h2"
+    assert again.weights[2]["cpu"] == 0.25
