@@ -35,7 +35,7 @@ class Sent:
     def __init__(self) -> None:
         self.rows: list[tuple[int | None, list[OutboxMessage]]] = []
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         return None
 
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
