@@ -49,9 +49,9 @@ class AnnouncementHandler:
         )
         await self._store.flush()
         for event, why in applied.ignored:
-            self._ignored(event, why)
+            self._log_ignored(event, why)
         metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
-        metrics.announced(applied.ended)
+        metrics.observe_announced(applied.ended)
         return [Done()] * len(batch)
 
     async def _apply(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> AppliedAnnouncements:
@@ -83,7 +83,7 @@ class AnnouncementHandler:
         await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)
         return applied
 
-    def _ignored(self, event: BuildEvent, why: str) -> None:
+    def _log_ignored(self, event: BuildEvent, why: str) -> None:
         metrics.ANNOUNCED.labels(why).inc()
         if why != "late":
             log.warning("announcement.ignored", why=why, cell=self._cell, instance=event.instance_uuid)

@@ -40,8 +40,8 @@ class Cancellations:
             refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
             for message in messages:
                 unit.emit(message)
-        metrics.request("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
-        metrics.request("delete", "unknown", len(refused))
+        metrics.count_requests("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
+        metrics.count_requests("delete", "unknown", len(refused))
         return plan.outcomes | refused, plan.accepted
 
     async def cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:

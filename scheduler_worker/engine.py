@@ -159,9 +159,9 @@ class SchedulingEngine:
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((pending, admission.fresh))
+                    to_place.append((pending, admission.first_run))
             outcomes |= await self._cancellations.cancel(to_cancel)
-            outcomes |= await self._place(to_place, chosen)
+            outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._drop(chosen.values())
         for pending in builds:
@@ -190,7 +190,7 @@ class SchedulingEngine:
                 await asyncio.gather(recording, return_exceptions=True)
                 raise
             for pending, admission in zip(builds, admissions, strict=True):
-                if admission.outcome is not None or not admission.fresh:
+                if admission.outcome is not None or not admission.first_run:
                     self._drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
         else:
             admissions = await self._put_on_record(builds)
@@ -222,7 +222,7 @@ class SchedulingEngine:
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), insert
         )
         for admission in admissions:
-            metrics.request("build", admission.label)
+            metrics.count_requests("build", admission.label)
         self._in_hand.update(dict.fromkeys(firsts))
         for oldest in list(itertools.islice(self._in_hand, max(0, len(self._in_hand) - MAX_IN_HAND))):
             del self._in_hand[oldest]
@@ -245,7 +245,7 @@ class SchedulingEngine:
             return admit_repeated(pending, first)
         if uuid in new:
             # The record of an earlier run may be lost, but not its claim: they may be in two databases.
-            return admit_new(pending, fresh=not self._may_have_run(pending))
+            return admit_new(pending, first_run=not self._may_have_run(pending))
         return admit_known(pending, known.get(uuid))
 
     def _may_have_run(self, pending: PendingBuild) -> bool:
@@ -272,7 +272,7 @@ class SchedulingEngine:
                 choice = decisions.choose(attempt)
                 if choice.choice is not None:
                     chosen[uuid] = replace(choice, chosen_ahead=True, decided_at=self._clock.time())
-        metrics.decided_round(len(chosen), decisions.rankings.values())
+        metrics.observe_round(len(chosen), decisions.rankings.values())
         metrics.STAGE_S.labels("decide").observe(self._clock.monotonic() - started_s)
         return chosen
 
@@ -283,7 +283,7 @@ class SchedulingEngine:
         decided = [decisions.decide(attempt) for attempt in attempts]
         pairs = zip(attempts, decided, strict=True)
         chosen = sum(after.choice is not None and not before.chosen_ahead for before, after in pairs)
-        metrics.decided_round(chosen, decisions.rankings.values())
+        metrics.observe_round(chosen, decisions.rankings.values())
         ended_s, decided_at = self._clock.monotonic(), self._clock.time()
         metrics.STAGE_S.labels("decide").observe(ended_s - started_s)
         return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
@@ -347,7 +347,7 @@ class SchedulingEngine:
         going = [attempt for attempt in attempts if attempt.result is None]
         after = going
         try:
-            if any(attempt.needs_newest for attempt in going):
+            if any(attempt.needs_refresh for attempt in going):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
             after = decided = self._decide(going)
             claiming = [attempt for attempt in decided if attempt.result is None and attempt.has_claim_to_submit]
@@ -371,7 +371,7 @@ class SchedulingEngine:
         now, lost = self._clock.time(), 0
         after: dict[str, Attempt] = {}
         for attempt, answer in zip(attempts, answers, strict=True):
-            metrics.claimed(answer, retried=attempt.choice is not None and _is_lost(answer))
+            metrics.count_claim(answer, retried=attempt.choice is not None and _is_lost(answer))
             lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
             stepped = step(attempt, answer, self._selector, now=now)
             uuid = attempt.request.instance_uuid
@@ -389,17 +389,17 @@ class SchedulingEngine:
 
     # --- write
 
-    async def _place(
+    async def _schedule(
         self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, Attempt]
     ) -> dict[int, Outcome]:
-        """Decide, claim and write builds; each comes with whether nothing can be claimed for it yet (`fresh`)."""
+        """Decide, claim and write builds; each comes with whether nothing can be claimed for it yet (`first_run`)."""
         if not builds:
             return {}
         author = self._author()
         outcomes: dict[int, Outcome] = {}
         scheduled: list[ScheduledBuild] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
-        for pending, fresh in builds:
+        for pending, first_run in builds:
             if pending.exhausted:  # an earlier delivery may have claimed for it, and ended its process
                 failed = exhausted(pending.request, author)
                 scheduled.append(ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True))
@@ -407,11 +407,11 @@ class SchedulingEngine:
             ahead = chosen.get(pending.instance_uuid)
             spec = self._selector.request_spec(pending.request) if ahead is None else ahead.spec
             if isinstance(spec, RequestSpec):
-                placing.append((pending, PlacementRequest(request=pending.request, spec=spec, fresh=fresh)))
-            elif spec.code == HOST_UNKNOWN and self._may_wait_for_hosts(pending):
+                placing.append((pending, PlacementRequest(request=pending.request, spec=spec, first_run=first_run)))
+            elif spec.code == HOST_UNKNOWN and self._is_warming_up(pending):
                 outcomes[pending.position] = HOSTS_UNKNOWN
             else:
-                scheduled.append(self._unsatisfiable(pending, spec, author, fresh=fresh))
+                scheduled.append(self._unsatisfiable(pending, spec, author, first_run=first_run))
         results = await self.place([request for _, request in placing], chosen)
         author = self._author()
         unavailable: PlacementUnavailable | None = None
@@ -419,7 +419,7 @@ class SchedulingEngine:
             retry = retry_of(result) if pending.delivery < RETRIES else None
             if isinstance(result, PlacementUnavailable):
                 unavailable = result
-            elif isinstance(result, NoValidHost) and result.may_be_early and self._may_wait_for_hosts(pending):
+            elif isinstance(result, NoValidHost) and result.may_be_early and self._is_warming_up(pending):
                 outcomes[pending.position] = HOSTS_UNKNOWN
             elif retry is not None:
                 outcomes[pending.position] = retry
@@ -431,7 +431,7 @@ class SchedulingEngine:
                             placement.request, placement.spec, result, author, nearest=self._config.max_funnel_nearest
                         ),
                         claimed=result if isinstance(result, HostClaimed) else None,
-                        may_hold_claim=not placement.fresh or may_hold_claim(result),
+                        may_hold_claim=not placement.first_run or may_hold_claim(result),
                     )
                 )
         outcomes |= await self._write(scheduled)
@@ -441,13 +441,13 @@ class SchedulingEngine:
         return outcomes
 
     def _unsatisfiable(
-        self, pending: PendingBuild, why: Unsatisfiable, author: Author, *, fresh: bool
+        self, pending: PendingBuild, why: Unsatisfiable, author: Author, *, first_run: bool
     ) -> ScheduledBuild:
         hosts = int(self._selector.book.rows_of_roots().size)
         decided = unsatisfiable(pending.request, why, hosts, author)
-        return ScheduledBuild(pending=pending, decision=decided, may_hold_claim=not fresh)
+        return ScheduledBuild(pending=pending, decision=decided, may_hold_claim=not first_run)
 
-    def _may_wait_for_hosts(self, pending: PendingBuild) -> bool:
+    def _is_warming_up(self, pending: PendingBuild) -> bool:
         """Just started: hosts that were not announced yet may still be, and "no host" would be a guess."""
         started_s = self._clock.monotonic() if self._started_s is None else self._started_s
         warm = self._clock.monotonic() - started_s >= self._config.hosts_warmup_s
@@ -481,7 +481,7 @@ class SchedulingEngine:
 
         written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), decide)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started_s)
-        metrics.decided(stages)
+        metrics.observe_decisions(stages)
         for one in scheduled:
             build = one.decision.build
             if build.terminal:

@@ -25,13 +25,13 @@ SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made 
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 
 
-def request(kind: str, outcome: str, count: int = 1) -> None:
+def count_requests(kind: str, outcome: str, count: int = 1) -> None:
     """Build or delete requests with the same outcome; those without a name are not counted."""
     if outcome and count:
         REQUESTS.labels(kind, outcome).inc(count)
 
 
-def decided_round(chosen: int, rankings: Iterable[Sized]) -> None:
+def observe_round(chosen: int, rankings: Iterable[Sized]) -> None:
     """One pass of decisions: how many hosts it has chosen, and the candidates of each ranking that it made."""
     if chosen:
         DECISIONS.labels("chosen").inc(chosen)
@@ -39,7 +39,7 @@ def decided_round(chosen: int, rankings: Iterable[Sized]) -> None:
         CANDIDATES.observe(len(ranking))
 
 
-def claimed(answer: ClaimResult | Fault, *, retried: bool) -> None:
+def count_claim(answer: ClaimResult | Fault, *, retried: bool) -> None:
     """One answer to a claim; whether the request claims again."""
     if isinstance(answer, ClaimResult):
         CLAIMS.labels(answer.outcome.value).inc()
@@ -49,14 +49,14 @@ def claimed(answer: ClaimResult | Fault, *, retried: bool) -> None:
         CLAIMS.labels(answer.code).inc()
 
 
-def decided(builds: Sequence[Stamps]) -> None:
+def observe_decisions(builds: Sequence[Stamps]) -> None:
     """The stages that end with the decision."""
     BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.asked for stamps in builds])
     BUILD_STAGE_S.observe("decided", [stamps.decided - stamps.queued for stamps in builds])
     BUILD_STAGE_S.observe("claimed", [stamps.claimed - stamps.decided for stamps in builds if stamps.claimed])
 
 
-def announced(builds: Sequence[Stamps]) -> None:
+def observe_announced(builds: Sequence[Stamps]) -> None:
     """The last stage, as far as a scheduler sees it: until it passed the end on."""
     BUILD_STAGE_S.observe("announced", [stamps.announced - stamps.built for stamps in builds])
 

@@ -44,8 +44,9 @@ PLANTS = (
         name="failed_machine_left_running",
         does="a failed instance whose machine runs is left alone",
         file="cell_conductor/domain/table.py",
-        old="HostRuns: DESTROY_ORPHAN,\n        HostMissing: IGNORE,\n    },\n    State.DELETING",
-        new="HostRuns: IGNORE,\n        HostMissing: IGNORE,\n    },\n    State.DELETING",
+        old="HostRuns: DESTROY_ORPHAN,\n        HostMissing: IGNORE,\n"
+        "        ServiceLost: IGNORE,\n    },\n    State.DELETING",
+        new="HostRuns: IGNORE,\n        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n    },\n    State.DELETING",
         tests="tests/unit/conductor",
     ),
     Plant(

@@ -47,7 +47,8 @@ Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
 `{COMMANDS}` for commands (publish with `mandatory`: a command nobody takes is an error), `{EVENTS}` for events (which
 may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects, `content-type: application/json`, of
-at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a batch has at most {MAX_BATCH_ITEMS:,} items.
+at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a
+batch has at most {MAX_BATCH_ITEMS:,} items.
 
 | AMQP property or header | meaning |
 | --- | --- |

@@ -83,11 +83,11 @@ PlacementResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. fresh: this delivery put it on record, so no earlier run can hold a claim of it."""
+    """A request to place. first_run: this delivery put it on record, so no earlier run can hold a claim of it."""
 
     request: BuildRequest
     spec: RequestSpec
-    fresh: bool = True
+    first_run: bool = True
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     request: BuildRequest
     spec: RequestSpec
-    fresh: bool
+    first_run: bool
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
@@ -114,13 +114,13 @@ class Attempt(Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
     refreshed: bool = False
     partly_full: tuple[str, ...] = ()
-    second_looks: int = 0
+    retried_partly_full: int = 0
     probe: ClaimOption | None = None
     recovered: str | None = None
     result: PlacementResult | None = None
 
     @property
-    def needs_newest(self) -> bool:
+    def needs_refresh(self) -> bool:
         """Whether the next decision has to be made on the newest state: "no host" is never said on an older one."""
         return self.same_host is not None or self.refreshed
 
@@ -137,7 +137,7 @@ def new_attempt(placement: PlacementRequest, selector: Selector) -> Attempt:
     return Attempt(
         request=request,
         spec=placement.spec,
-        fresh=placement.fresh,
+        first_run=placement.first_run,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,

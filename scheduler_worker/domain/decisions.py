@@ -28,7 +28,7 @@ from scheduler_worker.domain.attempt import (
     PlacementUnavailable,
 )
 from scheduler_worker.domain.builds import DECIDED, MALFORMED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.explain import sentence, step
+from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost
 
@@ -76,7 +76,7 @@ def may_hold_claim(result: PlacementResult) -> bool:
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:
     """A request that no host may take as configured: a funnel of one step that rejects all hosts."""
     reason = f"No host can take {request.flavor}: {why.reason}."
-    return _failed(request, NO_HOST, reason, author, funnel=(step(why.step, hosts, {why.code: hosts}),))
+    return _failed(request, NO_HOST, reason, author, funnel=(funnel_step(why.step, hosts, {why.code: hosts}),))
 
 
 def exhausted(request: BuildRequest, author: Author) -> BuildDecision:

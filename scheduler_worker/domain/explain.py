@@ -117,7 +117,7 @@ def phrase(step: str, reason: str) -> str:
     return f"were rejected by {step}" if reason == step else f"were rejected by {step} ({reason})"
 
 
-def step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelStep:
+def funnel_step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelStep:
     """One step of a funnel; the hosts rejected and those left add up to those before."""
     left = before - sum(rejected.values())
     assert left >= 0, (name, before, rejected)

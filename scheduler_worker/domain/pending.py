@@ -49,14 +49,14 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 class Admission(Struct, frozen=True, kw_only=True):
     """What the record says of a pending build: its outcome, or how to go on.
 
-    label: for the metrics. fresh: this delivery put it on record, so nothing can be claimed for it. cancelled: a delete
-    came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the project
+    label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
+    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the project
     is told, because nothing else of this request will be.
     """
 
     outcome: Outcome | None = None
     label: str = ""
-    fresh: bool = False
+    first_run: bool = False
     cancelled: bool = False
     release: bool = False
     event: BuildEvent | None = None
@@ -125,11 +125,11 @@ def first_event(pending: PendingBuild, now: float) -> BuildEvent:
     )
 
 
-def admit_new(pending: PendingBuild, *, fresh: bool) -> Admission:
-    """It is newly on record. fresh: and no earlier run can have claimed for it."""
+def admit_new(pending: PendingBuild, *, first_run: bool) -> Admission:
+    """It is newly on record. first_run: and no earlier run can have claimed for it."""
     if pending.refusal is not None:
-        return Admission(outcome=Done(reply=pending.refusal), label="refused", fresh=fresh)
-    return Admission(label="accepted", fresh=fresh)
+        return Admission(outcome=Done(reply=pending.refusal), label="refused", first_run=first_run)
+    return Admission(label="accepted", first_run=first_run)
 
 
 def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:

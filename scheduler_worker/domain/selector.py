@@ -13,7 +13,7 @@ from bus.contracts.cell import Selection
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.explain import step
+from scheduler_worker.domain.explain import funnel_step
 from scheduler_worker.domain.flavors import ParsedFlavor, request_spec
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import Filter, Weighing, applies_to
@@ -100,7 +100,7 @@ class Selector:
         rows = self.rows_of(tried)
         out = [rows[row] for row in view.rows.tolist() if row in rows]
         if out:
-            funnel = (*funnel, step("claim", len(view), Counter(out)))
+            funnel = (*funnel, funnel_step("claim", len(view), Counter(out)))
         unannounced = sum(count for s in funnel for reason, count in s.rejected.items() if reason == UNANNOUNCED)
         return NoValidHost(funnel, unannounced)
 
@@ -148,7 +148,7 @@ class Selector:
         if not known.all():
             before = len(view)
             view = view.subset(known)
-            funnel.append(step("announced", before, {UNANNOUNCED: before - len(view)}))
+            funnel.append(funnel_step("announced", before, {UNANNOUNCED: before - len(view)}))
         for host_filter in self.filters:
             if spec.forced or not applies_to(host_filter, spec):
                 continue
@@ -162,7 +162,7 @@ class Selector:
                 if sum(verdict.rejected.values()) == before - len(view)
                 else {host_filter.name: before - len(view)}
             )
-            funnel.append(step(host_filter.name, before, rejected))
+            funnel.append(funnel_step(host_filter.name, before, rejected))
         return view, tuple(funnel)
 
     def _index_of(self, rows: Rows) -> Rows:

@@ -39,7 +39,7 @@ from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector, recovered_allocations
 
 # How often a request that fits nowhere else looks again at hosts of which only some children were full.
-MAX_SECOND_LOOKS = 3
+MAX_PARTLY_FULL_RETRIES = 3
 DIGITS = 3  # of a weight on record
 # Placement counts shapes from 1.
 NEVER_GIVEN = 0
@@ -66,13 +66,15 @@ def step(attempt: Attempt, answer: ClaimResult | Fault, selector: Selector, *, n
 
 def nothing_fits(attempt: Attempt, selector: Selector) -> Attempt:
     """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
-    if not attempt.refreshed or (attempt.partly_full and attempt.second_looks < MAX_SECOND_LOOKS):
+    if not attempt.refreshed or (attempt.partly_full and attempt.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
         # A full child does not make its host full: another scheduler may have taken what was claimed, and left the like
         # of it beside. On the newest state the host is a candidate again, or is none.
         rejected = {uuid: reason for uuid, reason in attempt.rejected.items() if uuid not in attempt.partly_full}
-        second_looks = attempt.second_looks + 1
-        return replace(attempt, rejected=rejected, partly_full=(), second_looks=second_looks, refreshed=True)
-    if not attempt.fresh and attempt.probe is None:
+        retried_partly_full = attempt.retried_partly_full + 1
+        return replace(
+            attempt, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, refreshed=True
+        )
+    if not attempt.first_run and attempt.probe is None:
         # After a crash the only host that fits may be the one that this request holds already, which looks full.
         probe = _unclaimable(attempt.spec, selector)
         if probe is not None:
@@ -108,7 +110,7 @@ def _after_loss(attempt: Attempt, choice: Choice, answer: ClaimResult, selector:
             return replace(attempt, raced=attempt.raced + 1, same_host=choice.selected)
         case ClaimOutcome.RACED:
             return replace(attempt, raced=attempt.raced + 1, rejected=rejected)
-        case ClaimOutcome.FULL if _takes_from_children(choice.selected):
+        case ClaimOutcome.FULL if _uses_child_providers(choice.selected):
             return replace(attempt, rejected=rejected, partly_full=(*attempt.partly_full, host))
         case ClaimOutcome.RULED_OUT:
             # Another member was faster: where the group is now decides which hosts are left.
@@ -141,7 +143,7 @@ def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
     return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NEVER_GIVEN})
 
 
-def _takes_from_children(claimed: RankedHost) -> bool:
+def _uses_child_providers(claimed: RankedHost) -> bool:
     """Whether a provider other than the host's root was to give something."""
     return any(uuid != claimed.uuid for option in claimed.options for uuid in option.allocations)
 

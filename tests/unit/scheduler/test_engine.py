@@ -76,13 +76,13 @@ class Cluster:
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
 
-    def asking(self, request: BuildRequest, *, fresh: bool = True) -> PlacementRequest:
+    def asking(self, request: BuildRequest, *, first_run: bool = True) -> PlacementRequest:
         spec = self.hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        return PlacementRequest(request=request, spec=spec, fresh=fresh)
+        return PlacementRequest(request=request, spec=spec, first_run=first_run)
 
-    async def place(self, *requests: BuildRequest, fresh: bool = True) -> list[PlacementResult]:
-        return await self.engine.place([self.asking(request, fresh=fresh) for request in requests])
+    async def place(self, *requests: BuildRequest, first_run: bool = True) -> list[PlacementResult]:
+        return await self.engine.place([self.asking(request, first_run=first_run) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
         return PendingBuild(position=0, request=request, digest=b"", asked_at=0.0, taken_at=0.0)
@@ -224,7 +224,7 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
     )
-    (placed,) = await cluster.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), first_run=False)
     assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
@@ -253,7 +253,7 @@ async def test_an_earlier_claim_says_itself_what_it_holds(cluster: Cluster) -> N
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
     )
-    (placed,) = await cluster.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), first_run=False)
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
@@ -330,12 +330,12 @@ async def test_a_redelivered_request_without_a_host_asks_whether_it_holds_one(cl
     (nothing,) = await cluster.place(hosts.request())
     assert isinstance(nothing, NoValidHost) and cluster.claims == []
     cluster.answer = lambda _: result(ClaimOutcome.FULL)
-    (nothing,) = await cluster.place(hosts.request(), fresh=False)
+    (nothing,) = await cluster.place(hosts.request(), first_run=False)
     assert isinstance(nothing, NoValidHost) and len(cluster.claims) == 1
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
     )
-    (placed,) = await cluster.place(hosts.request(), fresh=False)
+    (placed,) = await cluster.place(hosts.request(), first_run=False)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
 
 

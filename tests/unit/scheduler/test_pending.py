@@ -37,9 +37,9 @@ def status(state: BuildState = BuildState.ACCEPTED, **more: object) -> BuildStat
 
 
 def test_a_new_request_is_accepted_or_refused_at_once() -> None:
-    assert admit_new(taken(), fresh=True).outcome is None
+    assert admit_new(taken(), first_run=True).outcome is None
     for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD)):
-        outcome = admit_new(pending, fresh=True).outcome
+        outcome = admit_new(pending, first_run=True).outcome
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
         build = new_build(pending, Author("s", 1.0)).build
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
@@ -65,7 +65,7 @@ def assert_clash(admission: Admission) -> None:
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
     admission = admit_known(taken(), status())
-    assert (admission.outcome, admission.fresh, admission.cancelled) == (None, False, False)
+    assert (admission.outcome, admission.first_run, admission.cancelled) == (None, False, False)
     assert admit_known(taken(), status(delete_requested=True)).cancelled
     assert admit_known(taken(sent_at=1.0), status()).outcome is None, "on record, however old: it was not purged"
     assert isinstance(admit_known(taken(), None).outcome, Retry)

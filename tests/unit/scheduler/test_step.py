@@ -27,7 +27,7 @@ from scheduler_worker.domain.attempt import (
 )
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.step import MAX_SECOND_LOOKS, nothing_fits, step
+from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, step
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 CONFIG = SchedulerConfig(raced_retries=2)
@@ -36,10 +36,10 @@ CONFIG = SchedulerConfig(raced_retries=2)
 class ClaimCase:
     """Three hosts, and an attempt that has chosen one of them."""
 
-    def __init__(self, *, fresh: bool = True) -> None:
+    def __init__(self, *, first_run: bool = True) -> None:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
-        placement = PlacementRequest(request=request, spec=self.hosts.spec(), fresh=fresh)
+        placement = PlacementRequest(request=request, spec=self.hosts.spec(), first_run=first_run)
         self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
         self.attempt = self.round.choose(new_attempt(placement, self.hosts.selector))
         assert self.attempt.choice is not None
@@ -112,10 +112,10 @@ def test_no_answer_is_not_no_valid_host() -> None:
 
 
 def test_no_valid_host_is_said_on_the_newest_state_and_after_a_probe() -> None:
-    case = ClaimCase(fresh=False)
+    case = ClaimCase(first_run=False)
     none = replace(case.attempt, choice=None)
     refreshed = nothing_fits(none, case.hosts.selector)
-    assert refreshed.needs_newest and refreshed.result is None
+    assert refreshed.needs_refresh and refreshed.result is None
     probing = nothing_fits(refreshed, case.hosts.selector)
     assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
     ended = case.step(ClaimOutcome.FULL, attempt=probing).attempt
@@ -130,12 +130,12 @@ def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
         attempt = nothing_fits(attempt, case.hosts.selector)
         looks += attempt.result is None
         assert (case.chosen in attempt.rejected) is (attempt.result is not None)
-    assert looks == MAX_SECOND_LOOKS
+    assert looks == MAX_PARTLY_FULL_RETRIES
 
 
 def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
     """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
-    case = ClaimCase(fresh=False)
+    case = ClaimCase(first_run=False)
     probing = nothing_fits(replace(case.attempt, choice=None, refreshed=True), case.hosts.selector)
     probe = claim_of(probing, {})
     (host, resources), *_ = probe.options[0].allocations.items()
