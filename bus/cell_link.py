@@ -1,4 +1,4 @@
-"""A worker's presence on a cell's bus below it. A cell that is away holds nobody up: it is served when it comes."""
+"""A worker's presence on a cell's bus below it. A cell that is away delays no other: it is served when it comes."""
 
 from __future__ import annotations
 

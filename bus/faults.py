@@ -1,4 +1,4 @@
-"""Faults, by what happens next. Expected outcomes are values; these are for what nobody planned."""
+"""Faults, by what happens next. Expected outcomes are values; these are for what was not planned."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from bus.contracts.catalogue import QueueRow
 
 
 class BusError(Exception):
-    """Base of what a transport raises. `code` is stable; nobody parses the text."""
+    """Base of what a transport raises. `code` is stable; the text is never parsed."""
 
     code = "bus.error"
 
@@ -150,7 +150,7 @@ class Transport(Protocol):
         """Declare a private queue for replies: exclusive, transient, no bindings."""
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to somebody else's exchange, which is checked passively and never declared.
+        """A durable queue bound to an exchange of another system, which is checked passively and never declared.
 
         Raises QueueMissing while that exchange does not exist.
         """

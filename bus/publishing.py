@@ -42,7 +42,7 @@ class BusLimits(Struct, frozen=True, kw_only=True):
 class Mode(Struct, frozen=True):
     """How the messages of a link travel. `batches` False: each one alone, as anybody can read it.
 
-    asks_first: when several have gathered the first one leaves `mandatory`. If it comes back nobody listens to this
+    asks_first: when several have gathered the first one leaves `mandatory`. If it comes back no queue is bound to this
     routing key, so the broker would drop the others too, and they are settled without being sent.
     max_batch: in one broker message; 0: as the bus's limits say.
     """
@@ -123,7 +123,7 @@ class _BatchingPublisher:
         self.entries: deque[_Entry] = deque()
         self.flying = 0
         self.asked = 0  # entries that wait for the answer to the first one of them
-        self.heard = 0  # entries that somebody listens to, so they may leave
+        self.heard = 0  # entries that a queue takes, so they may leave
 
     def take(self, limits: BusLimits) -> list[_Entry]:
         """What goes into the next broker message."""
@@ -145,7 +145,7 @@ class _BatchingPublisher:
         return self.mode.probes_first and not self.heard and len(self.entries) > 1
 
     def answer(self, error: BaseException | None) -> list[_Entry]:
-        """The entry that asked is settled. Returns those that nobody would hear."""
+        """The entry that probed is settled. Returns those that no queue would take."""
         asked, self.asked = self.asked, 0
         if isinstance(error, Unroutable):
             return [self.entries.popleft() for _ in range(asked)]
@@ -213,7 +213,7 @@ class Publisher:
 
         False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
         gathers. (What is on its way already stays before it: all leave on one channel.) It never asks who listens:
-        that somebody hears it together says nothing about those who hear it alone.
+        that a queue takes batches says nothing about queues that take single messages.
         """
         self.pump()  # what was posted before it leaves before it
         alone = self._links.get((exchange, key, mode))

@@ -106,7 +106,7 @@ class Requester:
         asked: _PendingRequests,
         timeout_s: float,
     ) -> None:
-        """Publish until the broker takes them: the other side may be starting, and whoever asks may ask again."""
+        """Publish until the broker takes them: the other side may be starting, and a request may be repeated."""
         deadline = self._clock.time() + timeout_s
         wait = FIRST_WAIT_S
         while not asked.done.done():

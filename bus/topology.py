@@ -15,7 +15,7 @@ MAX_PARKED = 1_000_000
 # Replies that wait in one reply queue; the oldest goes first.
 MAX_REPLIES = 100_000
 
-# A name that starts with this is somebody else's (a foreign client's reply queue): it gets no prefix.
+# A name that starts with this is another program's (a client's reply queue): it gets no prefix.
 FOREIGN = "="
 
 
@@ -50,7 +50,7 @@ class QueueNames:
         return self._prefix + name if name else ""
 
     def queue(self, name: str) -> str:
-        """A queue: ours, or somebody else's when it is marked so."""
+        """A queue: berth's, or another program's when it is marked so."""
         return name[1:] if name.startswith(FOREIGN) else self._prefix + name
 
     def key(self, exchange: str, key: str) -> str:
@@ -100,12 +100,12 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple
 
 
 def reply_plan(name: str) -> QueuePlan:
-    """A private queue for replies: the oldest goes when nobody fetches them."""
+    """A private queue for replies: the oldest goes when they are not fetched."""
     return QueuePlan(name=name, durable=False, exclusive=True, max_length=MAX_REPLIES, drop_head=True)
 
 
 def foreign_plan(name: str) -> QueuePlan:
-    """A durable queue that will be bound to somebody else's exchange."""
+    """A durable queue that will be bound to an exchange of another system."""
     return QueuePlan(name=name, durable=True, exclusive=False, max_length=MAX_PARKED, drop_head=True)
 
 

@@ -3,7 +3,7 @@
 A command is remembered (`Records`) before its message is acknowledged, so an accepted build survives the service:
 the next start finishes it. Work on one instance on one host goes through one chain, one job at a time (`jobs`); a
 Destroy cancels the build before it. Answers that change nothing on record (to a late or repeated command) may be lost
-with the process: whoever waits for one asks again.
+with the process: a requester that still waits repeats its request.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Agent:
         async with chain.lock:
             try:
                 listed = await self._driver.list((key[0],))
-            except DriverUnavailable as fault:  # no answer; whoever needs one asks again
+            except DriverUnavailable as fault:  # no answer; a conductor that needs one asks again
                 log.warning("destroy.not_looked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
@@ -246,7 +246,7 @@ class Agent:
             code, reason, final = "host.taken", str(fault), False
         except TimeoutError:
             code, reason, final = "build.timeout", f"not built within {self._limits.build_s:g} s", False
-        except Exception as fault:  # a driver is somebody else's code: its bug costs this build, not the service
+        except Exception as fault:  # a driver may be an operator's code: its bug costs this build, not the service
             log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
             code, reason, final = "driver.fault", f"{type(fault).__name__}: {fault}", False
         else:

@@ -75,7 +75,8 @@ def build(
     result.task("crash plan", parts.crash_plan.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)
-    # Before the first announcement, as the one that holds the name is: whoever hears it may send builds at once.
+    # Before the first announcement, as the one that holds the name is: a conductor that receives it may send builds at
+    # once.
     result.declares(lambda: parts.bus.declare("compute.{service}", service=service))
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = parts.bus.consumer(

@@ -92,7 +92,7 @@ class Driver(Protocol):
         """All hosts, in a stable order. May raise DriverUnavailable."""
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
-        """The provider trees of these hosts (None: of all). Empty when somebody else reports them."""
+        """The provider trees of these hosts (None: of all). Empty when another source reports them."""
 
     async def spawn(self, build: Build) -> None:
         """Build and mark the machine; return when it runs. Raises BuildAbort, Reschedule, or DriverUnavailable.
@@ -109,7 +109,7 @@ class Driver(Protocol):
         """
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """Every machine that these hosts (None: all) carry now, whatever its state and whoever made it, by host uuid.
+        """Every machine that these hosts (None: all) carry now, whatever its state and origin, by host uuid.
 
         A host that was seen carrying nothing has an empty list. One that is left out was not seen: that proves nothing.
         """

@@ -171,7 +171,7 @@ class Fleet:
         self._change(host, size=size)
 
     def lose(self, host: str) -> None:
-        """Everything that ran on this host is gone, and nobody was told: it was reinstalled."""
+        """Everything that ran on this host is gone without an announcement: it was reinstalled."""
         found = self._hosts[host]
         for instance in list(found.guests or ()):
             self._write(GoneRow(host, instance))

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 HOSTS_PER_PAGE = 1000  # as the contract bounds it
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 TREES_PER_PUBLISH = 200
-# Inventory travels on durable queues and is said when it changes: repeating it all is for what nobody foresaw, and for
+# Inventory travels on durable queues and is said when it changes: repeating it all is for the unforeseen, and for
 # 100,000 hosts every minute it would cost the resource book as much as the boots do. One in so many report intervals.
 INVENTORY_EVERY = 10
 # The inventory of a host that changed is said once more with the first whole announcement after this: a report that
@@ -64,7 +64,7 @@ class HostSource(Protocol):
 
 
 class PendingReport:
-    """What is to be said: everything, or some hosts. Setting it wakes whoever waits."""
+    """What is to be reported: everything, or some hosts. Setting it wakes the waiting task."""
 
     def __init__(self) -> None:
         self.everything = True  # a start says everything
@@ -182,7 +182,7 @@ class Reporter:
             await self._clock.sleep(GATHER_S)
 
     async def _persist(self, say: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
-        """Until it is said: broker away, nobody there to take it yet, driver away all pass with time."""
+        """Until it is published: a broker, a consumer or a driver that is away comes back with time."""
         retrying = tenacity.AsyncRetrying(
             sleep=self._clock.sleep,
             wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),

@@ -1,4 +1,4 @@
-"""Publishes the change feed: at once after this process's commits, now and then for whoever died too soon."""
+"""Publishes the change feed: at once after this process's commits, now and then for a process that died too soon."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FeedPublisher:
             await self._clock.sleep(self._config.head_interval_s)
 
     async def trim(self) -> None:
-        """Forget what nobody needs any more, until cancelled; a full batch is followed by the next at once."""
+        """Purge what is not needed any more, until cancelled; a full batch is followed by the next at once."""
         config = self._config
         more = False
         while True:

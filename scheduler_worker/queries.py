@@ -31,7 +31,7 @@ class QueryHandler:
         if isinstance(message, BuildQuery):
             try:
                 found = await self._store.builds(message)
-            except DatabaseUnavailable as fault:  # whoever asks is told now: by the time it is back nobody listens
+            except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
                 return Refuse(fault.code, fault.reason)
             return Done(reply=BuildPage(builds=tuple(map(_with_sorted_story, found))))
         assert isinstance(message, HostsQuery)

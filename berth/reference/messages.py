@@ -45,10 +45,10 @@ HEAD = f"""\
 Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
-`{COMMANDS}` for commands (publish with `mandatory`: a command nobody takes is an error), `{EVENTS}` for events (which
-may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects, `content-type: application/json`, of
-at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a
-batch has at most {MAX_BATCH_ITEMS:,} items.
+`{COMMANDS}` for commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events
+(which may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects,
+`content-type: application/json`, of at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a batch has at most
+{MAX_BATCH_ITEMS:,} items.
 
 | AMQP property or header | meaning |
 | --- | --- |
@@ -74,8 +74,8 @@ workers of two versions understand each other (in an `inventory.update`, too: sp
 What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. With or without it, a
 build or delete request whose `instance_uuid` could be read is answered on the event stream of the project in its
 routing key, by state `refused`; so is one under a uuid that is on record with other content (`request.duplicate`). The
-`sequence` of such an event is 0: old news to whoever follows the request on record. What nobody was told of is parked
-in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
+`sequence` of such an event is 0: outdated for a client that follows the request on record. What nobody was told of is
+parked in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
 
 ## Publish a build request, follow its events
 

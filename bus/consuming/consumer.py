@@ -159,7 +159,7 @@ class Consumer:
         error = worker.exception()
         if error is not None:
             self._failed.set_exception(error)
-            self._failed.exception()  # whoever drains without running must not be warned about it
+            self._failed.exception()  # a caller that drains without running must not be warned about it
 
     async def _work(self, number: int) -> None:
         while True:
@@ -190,7 +190,7 @@ class Consumer:
             await self._bus.clock.sleep(left_s)
 
     def _waiting(self) -> int:
-        """At least so many messages have arrived that nobody has in hand."""
+        """At least so many messages have arrived that are not in hand."""
         return len(self._deliveries) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
@@ -340,7 +340,7 @@ class Consumer:
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
-            return [Done()] * len(received)  # what it depends on was away for so long that nobody waits any more
+            return [Done()] * len(received)  # what it depends on was away for so long that no requester waits any more
         outcomes = await self._handler(received)
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")

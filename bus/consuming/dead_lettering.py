@@ -17,7 +17,7 @@ MOST_TO_DROP = 16
 
 
 async def park(bus: ConsumedBus, queue: str, letter: Outgoing) -> None:
-    """Park a letter of this queue; never stops a consumer because nobody has looked at the others.
+    """Park a letter of this queue; never stops a consumer because the others have not been dealt with.
 
     Raises BusUnavailable, and what else a publish may raise, except that the queue of dead letters is full.
     """

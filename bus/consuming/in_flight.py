@@ -40,7 +40,7 @@ class InFlightDelivery:
 
 
 class InFlightMessage:
-    """One message in hand. until: by this process's own clock, nobody waits for its answer any more; None: never so."""
+    """One message in hand. until: by this process's own clock, when its answer is of no use any more; None: never."""
 
     __slots__ = ("in_flight", "received", "until")
 

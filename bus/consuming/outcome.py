@@ -10,7 +10,7 @@ from bus.contracts.base import Message, Meta
 
 
 class Done(Struct, frozen=True):
-    """Handled, or known to be handled already. `reply` goes to whoever asked, if anybody did."""
+    """Handled, or known to be handled already. `reply` goes to the requester, if there is one."""
 
     reply: Message | None = None
 
@@ -23,7 +23,7 @@ class Retry(Struct, frozen=True):
 
 
 class Refuse(Struct, frozen=True):
-    """Never: a Refusal to whoever asked, or a dead letter with this code and reason when nobody is waiting."""
+    """Never: a Refusal to the requester, or a dead letter with this code and reason when there is none."""
 
     code: str
     reason: str = ""

@@ -94,7 +94,7 @@ class OutcomeHandler:
         self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
 
     def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
-        """A Refusal to whoever asked, else a dead letter; a queue without one loses it, and says so."""
+        """A Refusal to the requester, else a dead letter; a queue without dead letters loses it, and logs that."""
         received = item.received
         if received.meta.reply_to is not None:
             self._reply(received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)

@@ -55,7 +55,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: the build request, state change or inventory report that led to this message.
     sent_at: publisher's clock, seconds since the epoch.
     reply_to, correlation_id: where and under which id a reply is expected.
-    deadline: seconds since the epoch after which nobody waits for the answer any more.
+    deadline: seconds since the epoch after which the requester does not wait for the answer any more.
     traceparent: W3C trace context.
     attempt: how often the consumer has already asked for this message to be retried.
     """

@@ -41,7 +41,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
-    also where another named another, and nobody is moved for it. different_host, same_host: not where any of these
+    also where another named another, and no instance is moved for it. different_host, same_host: not where any of these
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
     """

@@ -81,7 +81,7 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     """Reply to an InventoryUpdate that carried `reply_to`.
 
     outcome: applied | unchanged | stale (an older version lost). Refusals come as `refusal.v1`.
-    set_aside: what the report no longer has but somebody still uses: a provider, or `provider/CLASS`. Nothing new
+    set_aside: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused.
     """
 
@@ -96,7 +96,7 @@ class ClaimOutcome(StrEnum):
     CLAIMED = "claimed"
     RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
     FULL = "full"  # it does not fit: the next candidate
-    CONSUMER_CHANGED = "consumer_changed"  # somebody else owns this consumer: stop
+    CONSUMER_CHANGED = "consumer_changed"  # another client owns this consumer: stop
     OVER_LIMIT = "over_limit"  # the project may not hold so much: stop
     RULED_OUT = "ruled_out"  # the server group's rule forbids this host: the next host
     GONE = "gone"  # the provider no longer exists: the next host
@@ -188,7 +188,7 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     """Give back all that a consumer holds. Idempotent: releasing nothing is `absent`, and fine.
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
-    one of this project: a client may make up a uuid under which somebody else holds something.
+    one of this project: a client may make up a uuid under which another client holds something.
     """
 
     consumer: Uuid

@@ -13,12 +13,12 @@ STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
 
 
 class Stamps(Struct, frozen=True, array_like=True):
-    """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or nobody knows.
+    """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or is not known.
 
     asked: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was chosen
     (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
     dispatched: the compute service of the first host took the command. built: a host said how its attempt ended, the
-    last if there were several. announced: the scheduler passed that on; whoever reads it knows when it arrived.
+    last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
     lost_claims: how many claims others were faster with before one was given; in `claimed`.
     """
 

@@ -120,7 +120,7 @@ class LocalTransport:
         await self.call("declare_reply_queue", name)
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """Bind a durable queue to somebody else's exchange."""
+        """Bind a durable queue to an exchange of another system."""
         await self.call("bind_foreign", queue, exchange, list(keys))
 
     async def publish(self, message: Outgoing) -> None:

@@ -22,7 +22,7 @@ class MemoryBroker:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        # Its own turns are nobody else's: a worker that is killed in a simulation takes no delivery of others with it.
+        # Its turns are its own: a worker that is killed in a simulation takes no delivery of others with it.
         self.context = contextvars.copy_context()
         self.up = True
         self.transports: list[Connection] = []
@@ -57,7 +57,7 @@ class MemoryBroker:
             transport.reconnect_soon()
 
     def declare_exchange(self, name: str) -> None:
-        """Declare a topic exchange; somebody else's are declared with this too, in tests."""
+        """Declare a topic exchange; in tests, those of other systems too."""
         self._exchanges.setdefault(name, [])
 
     def has_exchange(self, name: str) -> bool:

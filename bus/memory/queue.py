@@ -13,7 +13,7 @@ from bus.clock import Clock
 from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing
 from bus.topology import QueueNames, QueuePlan
 
-# Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop everybody else.
+# Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop all others.
 MAX_PER_TURN = 256
 
 # What its next queue has no room for, its time being over, is offered to it again so often.
@@ -243,7 +243,7 @@ class Queue:
                 self.wake()
                 return
             consumer = self.consumers.pop(0)
-            self.consumers.append(consumer)  # whoever was served goes to the end of the round
+            self.consumers.append(consumer)  # the consumer that was served goes to the end of the round
             if len(consumer.unacked) >= consumer.prefetch:
                 idle += 1
                 continue

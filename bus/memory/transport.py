@@ -131,7 +131,7 @@ class MemoryTransport:
         self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to somebody else's exchange."""
+        """A durable queue bound to an exchange of another system."""
         self._check()
         if not self.broker.has_exchange(exchange):
             raise QueueMissing(f"no exchange {exchange!r}")

@@ -261,7 +261,7 @@ class Database:
         held.by_key = by_key
 
     async def _connect(self) -> _Held:
-        self._open += 1  # now: somebody else must not take the last place meanwhile
+        self._open += 1  # now: another task must not take the last place meanwhile
         try:
             connection = await self._engine.connect()
             driver = (await connection.get_raw_connection()).driver_connection

@@ -121,7 +121,7 @@ class MemoryDatabase:
         return self.commits
 
     def is_locked(self, key: Hashable) -> bool:
-        """Whether somebody holds this row."""
+        """Whether a transaction holds this row."""
         return key in self._locks
 
     async def acquire(self, transaction: MemoryDatabaseTransaction, key: Hashable) -> None:
@@ -148,7 +148,7 @@ class MemoryDatabase:
             lock.waiting = deque(waiter for waiter in lock.waiting if waiter[1] is not future)
 
     def release(self, transaction: MemoryDatabaseTransaction, keys: Iterable[Hashable]) -> None:
-        """Hand rows on to whoever waits longest."""
+        """Hand rows on to the transaction that has waited longest."""
         for key in keys:
             lock = self._locks.get(key)
             if lock is None or lock.owner is not transaction:
@@ -205,7 +205,7 @@ class MemoryDatabaseTransaction:
         self._written.update(dict.fromkeys(keys))
 
     def is_free(self, key: Hashable) -> bool:
-        """Whether nobody else holds this row (for SKIP LOCKED)."""
+        """Whether no other transaction holds this row (for SKIP LOCKED)."""
         return key in self.held or not self._database.is_locked(key)
 
     async def first_time(self, handler: str, message_ids: Iterable[str]) -> set[str]:
@@ -329,7 +329,7 @@ class MemoryRows:
             await transaction.lock([("outbox", one) for one in old])
             for one in old:
                 transaction.will(partial(_renew, database.outbox, one, now))
-            # As with SKIP LOCKED: what somebody else has deleted by the time it is locked is not returned.
+            # As with SKIP LOCKED: a row that another transaction has deleted by then is not returned.
             return [(one, found.body) for one in old if (found := database.outbox.get(one)) is not None]
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:

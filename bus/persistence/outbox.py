@@ -203,8 +203,8 @@ class Relay:
     """Publishes after the commit, forgets the row after the confirm, and sweeps what a dead process left.
 
     Each bus has its own lane: a cell that is away does not hold up the others.
-    lingers: messages that nobody waits for; each leaves with the next message that does not linger, in order, or after
-    `linger_s`.
+    lingers: messages that are not waited for; each leaves with the next message that does not linger, in order, or
+    after `linger_s`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Relay:
         self._confirmed: list[int] = []
         self._some_confirmed = asyncio.Event()
         self._gathering: asyncio.Task[None] | None = None
-        self._in_a_hurry = False  # somebody waits for the end of all rows
+        self._in_a_hurry = False  # a drain waits for the end of all rows
         self._changed = asyncio.Event()  # pulsed when a ticket ends
         self._running = False
 
@@ -473,7 +473,7 @@ class _Lane:
         while True:
             try:
                 await self._bus.publish_all([(message, cause) for _ticket, message, cause in items])
-            except BusUnavailable as error:  # nobody knows which of them arrived: all of them again, when it is back
+            except BusUnavailable as error:  # which of them arrived is unknown: all of them again, when it is back
                 self._away(error)
                 await self._clock.sleep(pause)
                 pause = min(pause * 2, RETRY_MAX_S)

@@ -17,7 +17,7 @@ CONFIRM_TIMEOUT_S = 30.0
 
 
 class PublishChannel:
-    """A channel in confirm mode. Nobody else publishes on it, so its delivery tags are counted here."""
+    """A channel in confirm mode. It has one publisher, so its delivery tags are counted here."""
 
     def __init__(self, channel: Channel, names: QueueNames) -> None:
         self.channel = channel
@@ -89,7 +89,7 @@ class PublishChannel:
             self._flush()
 
     def _closed(self, closing: asyncio.Future[object]) -> None:
-        """Whoever still waits learns why; aiormq only ends the futures that it made."""
+        """Each publish that still waits fails with the cause; aiormq only ends the futures that it made."""
         reason = None if closing.cancelled() else closing.exception()
         for confirmed in self._waiting:
             if not confirmed.done():

@@ -168,7 +168,7 @@ class Session:
 
 
 async def is_there(session: Session, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> bool:
-    """Bind again after a reconnection, if that exchange has come back; whoever bound it first tries again if not."""
+    """Bind again after a reconnection, if that exchange has come back; its first binder tries again if not."""
     try:
         await session.bind_foreign(planned, exchange, keys)
     except QueueMissing:

@@ -27,8 +27,8 @@ LONGEST_WAIT_S = 5.0
 # Declaring and starting to consume outlive the loss of a connection for so long.
 SETUP_PATIENCE_S = 60.0
 
-# How the broker names whoever asked by direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a name
-# that it did not make itself, and any client may give one: what is on that connection must be nothing else.
+# How the broker names a requester that uses direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a
+# name that it did not make itself, and any client may give one: what is on that connection must be nothing else.
 DIRECT_REPLY = "amq.rabbitmq.reply-to."
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class RabbitTransport:
         await self._declare(reply_plan(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """A durable queue bound to somebody else's exchange. Raises QueueMissing."""
+        """A durable queue bound to an exchange of another system. Raises QueueMissing."""
         planned = self._names.plan(foreign_plan(queue))
         await self._current().bind_foreign(planned, exchange, keys)
         self._foreign[planned.name, exchange] = (planned, tuple(keys))

@@ -64,7 +64,7 @@ class Health:
                 return 200, JSON, b'{"alive":true}'
             case "/readyz":
                 missing = list(self._not_ready())
-                # The pid: whoever started a process and asks here may be answered by another that has its port.
+                # The pid: the port of a process that was started may by now be another's, which would answer instead.
                 body = msgspec.json.encode({"ready": not missing, "not_ready": missing, "pid": os.getpid()})
                 return (503 if missing else 200), JSON, body
             case "/metrics":

@@ -157,7 +157,7 @@ class Service:
         self.log.error("service.task_died", task=task.get_name(), error=type(first).__name__, reason=str(first))
         if not self._failed.done():
             self._failed.set_exception(first)
-            self._failed.exception()  # read once, so that nobody is warned when `run` raises something else
+            self._failed.exception()  # read once, so that asyncio does not warn when `run` raises something else
 
     async def _drain(self) -> None:
         until = self.clock.monotonic() + self.grace_s

@@ -23,7 +23,7 @@ log = structlog.get_logger("berth")
 MAX_TEXT = 4000  # one value of a log line; a hostile message must not fill the disk
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
-# Libraries that say at INFO what is ours to say, or nobody's.
+# Libraries that log at INFO what berth logs itself, or what needs no log.
 QUIET = ("aio_pika", "aiormq", "alembic", "asyncio", "httpx", "httpcore", "sqlalchemy", "uvicorn")
 
 _json = msgspec.json.Encoder(enc_hook=str).encode

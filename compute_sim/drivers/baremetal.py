@@ -248,14 +248,14 @@ class BareMetal:
         self._changed = callback
 
     async def watch(self) -> None:
-        """Look for nodes that nobody has been told of, until cancelled.
+        """Look for nodes that have not been announced, until cancelled.
 
         ironic_sync tells the book of a node at once; no build goes there before its compute service has announced it.
         What went is told with the next whole announcement: the book has dropped it already.
         """
         while True:
             began = self._clock.monotonic()
-            with contextlib.suppress(DriverUnavailable):  # whoever needs Ironic says so
+            with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
                 nodes = await self._nodes()
                 told = self._told or {}
                 news = [node.uuid for node in nodes if told.get(node.uuid) != node.maintenance]
@@ -381,7 +381,7 @@ def _is_of(node: IronicNode, build: Build) -> bool:
 
 
 def _machines(node: IronicNode) -> tuple[Machine, ...]:
-    """What the node carries; a text that is no uuid is nobody's that a report could name."""
+    """What the node carries; a text that is no uuid names no instance that a report could name."""
     if node.instance is None or not _is_uuid(node.instance):
         return ()
     mark = node.mark

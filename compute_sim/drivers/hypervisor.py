@@ -24,7 +24,7 @@ class Hypervisors:
         self._forget: list[Callable[[], None]] = []
 
     async def open(self) -> None:
-        """The fleet is opened by whoever made it."""
+        """The fleet is opened by its creator."""
 
     async def close(self) -> None:
         """No more callbacks: another service may take this fleet over."""

@@ -84,7 +84,7 @@ def decide(
     """Evaluate a group in order; each item sees what the ones before it did.
 
     foreign: providers of other cells than the one that asks. For it they are gone, and a consumer that holds something
-    of them is somebody else's. groups: the members of every server group that an item names. projects: what the
+    of them is another's. groups: the members of every server group that an item names. projects: what the
     consumers of each project whose claims have limits hold together. Both are locked.
     `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
     """

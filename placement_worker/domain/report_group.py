@@ -72,7 +72,7 @@ class ReportGroup:
     def refuse_foreign(self) -> None:
         """Turn down what another cell's bus says of a root, before its version can outdate what the cell says itself.
 
-        What a report names beside its root, and roots that nobody ever reported, are looked at when it is planned.
+        What a report names beside its root, and roots that no source ever reported, are looked at when it is planned.
         """
         for number, update in enumerate(self.updates):
             if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):

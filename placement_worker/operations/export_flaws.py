@@ -49,7 +49,7 @@ def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
         return f"{uuid}: {consumer.consumer_type!r} is no type of consumers"
     amounts = [amount for resources in consumer.holding.values() for amount in resources.values()]
     if not amounts or not all(1 <= amount <= MAX_NUMBER for amount in amounts):
-        return f"{uuid} holds nothing, or amounts that nobody can hold"
+        return f"{uuid} holds nothing, or amounts that no consumer can hold"
     return None
 
 

@@ -100,7 +100,7 @@ async def assign(connection: asyncpg.Connection, wanted: BookExport, names: Name
     await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     stocked = {uuid: p for uuid, p in before.providers.items() if uuid in after}
-    # What goes, goes last: until the allocations have moved somebody may hold it.
+    # What goes, goes last: until the allocations have moved a consumer may hold it.
     await _write_providers(connection, ids, stocked, _with_old_stocks(stocked, after), names)
     await _write_consumers(connection, wanted, changed, ids, names)
     used = {row[0] for row in await connection.fetch(COUNT_USED)}

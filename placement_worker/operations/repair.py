@@ -12,7 +12,7 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 # Writers of consumers wait, readers do not. After the writers of trees and before any provider's row: the one order.
 HOLD_CONSUMERS = "LOCK TABLE consumers IN EXCLUSIVE MODE"
 LOCK_ALL = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
-# Allocations of nobody, of no provider, or of no inventory: nobody can ever give them back.
+# Allocations of no consumer, of no provider, or of no inventory: no client can ever release them.
 DELETE_STRAYS = """
 DELETE FROM allocations a WHERE NOT EXISTS (
     SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL
@@ -45,7 +45,7 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, recounted)
     projects = sorted({row[0] for row in await connection.fetch(limits.COUNT_ANEW)})
     await feed.append(connection, changes_of({}, after))
-    done = ((strays, "allocations of nobody removed"), (empty, "consumers without allocations removed"))
+    done = ((strays, "allocations of no consumer removed"), (empty, "consumers without allocations removed"))
     lines = [f"{count} {what}" for count, what in done if count]
     lines += [f"{uuid}: usage counted anew" for uuid in after]
     return lines + [f"project {project}: what it holds counted anew" for project in projects]

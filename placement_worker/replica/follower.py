@@ -63,7 +63,7 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
 
 
 class SnapshotEndless(Exception):
-    """A snapshot did not end within its bound, or did not go on: whoever answers is broken."""
+    """A snapshot did not end within its bound, or did not go on: the sender is broken."""
 
     code = "replica.snapshot_endless"
 

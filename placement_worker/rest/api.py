@@ -150,7 +150,7 @@ class Api:
 
 
 def no_provider(uuid: str) -> HttpFault:
-    """Nobody has this uuid."""
+    """No provider has this uuid."""
     return HttpFault(404, f"No resource provider with uuid {uuid} found")
 
 

@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# As oslo.middleware has it; what looks otherwise is nobody's id, and goes no further.
+# As oslo.middleware has it; what looks otherwise is no request id, and goes no further.
 _GLOBAL_ID = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 RETRY_AFTER_S = "1"
 
@@ -74,7 +74,7 @@ class Application:
         except BrokenInvariant as error:
             self._broken(error)
             response = exchange.error(_unexpected(error))
-        except Exception as error:  # nobody's request may take the process down
+        except Exception as error:  # no request may take the process down
             response = exchange.error(_unexpected(error))
         if self._cors.on:
             response = self._crossed(exchange, headers, response)

@@ -1,7 +1,7 @@
 """What takes too long for the event loop: in a thread, one at a time.
 
 Reads of the book go there with a copy of it, and so see one state however much is written meanwhile. The interpreter
-lets others go on every so often, so that nobody else's answer waits for theirs.
+lets others go on every so often, so that no other answer waits for theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement_worker.rest import metrics
 
 Result = TypeVar("Result")
 
-# How much may wait for what is under way; whoever comes then is told to try again.
+# How much may wait for what is under way; a request beyond that is told to try again.
 MAX_WAITING = 16
 
 # How long a thread keeps the interpreter from the event loop. An answer takes the loop a dozen turns (sockets, the
@@ -51,7 +51,7 @@ class Aside:
         """What the work says of the book as it is when its turn comes. Raises TooBusy."""
 
         def begin() -> Callable[[], Result]:
-            copy = copy_of(book)  # nobody writes meanwhile: no await, and the loop is the only writer
+            copy = copy_of(book)  # nothing is written meanwhile: no await, and the loop is the only writer
             return lambda: work(copy)
 
         return await self._run(begin)

@@ -1,4 +1,4 @@
-"""Who is calling: a port, and two ways to know; the third is in `keystone.py`. None: nobody we know, and so 401."""
+"""Who is calling: a port, and two ways to know; the third is in `keystone.py`. None: an unknown caller, and so 401."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def local_auth(config: RestConfig, host: str) -> Auth:
     if not noauth2_may_listen(config, host):
         raise SettingsError(
             "rest.noauth2",
-            f"noauth2 lets everybody in and so listens on loopback only, not on {host}; "
+            f"noauth2 accepts every caller and so listens on loopback only, not on {host}; "
             "set noauth2_anywhere = true if that is really meant",
         )
     return NoAuth2()
 
 
 def noauth2_may_listen(config: RestConfig, host: str) -> bool:
-    """Whether everybody may be let in there: on loopback, or when told twice."""
+    """Whether every caller may be accepted there: on loopback, or when confirmed by a second setting."""
     return config.noauth2_anywhere or _is_loopback(host)
 
 

@@ -318,9 +318,9 @@ def _check_depth(data: object, depth: int = 0) -> None:
 
 
 def _canonical(data: Any, key: str = "") -> Any:
-    """UUIDs as we spell them, where the schema lets other spellings in; nobody else's identifiers."""
+    """UUIDs as we spell them, where the schema accepts other spellings; identifiers of berth's own only."""
     if isinstance(data, dict):
-        # Mappings have been checked, and nobody looks at them: whatever they are must not stand in the way.
+        # Mappings have been checked, and are not read: whatever they are must not stand in the way.
         return {name: _canonical(value, name) for name, value in data.items() if name != "mappings"}
     if isinstance(data, list):
         return data if key == "traits" else [_canonical(value, "uuid") for value in data]

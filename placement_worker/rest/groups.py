@@ -117,7 +117,7 @@ class Groups(Generic[Item, Result]):
         try:
             results = await self._tried([item for item, _ in group])
         except Exception as error:
-            # Whatever it is belongs to whoever asked; one bad item fails alone.
+            # The fault belongs to its caller alone; one bad item fails alone.
             if len(group) > 1 and not isinstance(error, Transient):
                 for one in group:
                     await self._run([one])

@@ -36,7 +36,7 @@ class KeystoneUnavailable(Transient):
 
 
 class KeystoneForbidden(Fault):
-    """Keystone does not take our own credentials. Waiting does not help, but whoever calls us can do nothing else."""
+    """Keystone does not take our own credentials. Waiting does not help, but the caller can do nothing else."""
 
     code = "rest.keystone_forbidden"
 
@@ -60,7 +60,7 @@ class _Answer(Struct, frozen=True):
 
 
 class CachedToken(Struct, frozen=True):
-    """Whose a token is, None = nobody's, and until when (wall time) that may be believed."""
+    """Whose a token is, None = unknown, and until when (wall time) that may be believed."""
 
     caller: Caller | None
     until: float

@@ -54,7 +54,7 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
 
 
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
-    """DELETE a custom one that nobody has."""
+    """DELETE a custom one that no provider has."""
     name = request.parts[1]
     if not _may_exist(name) or await api.store.name(TRAITS, name) is None:
         raise _no_trait(name)

@@ -105,7 +105,7 @@ class Protocol(HttpToolsProtocol):
             self.let_go("head")
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came. What is left of the last answer nobody reads."""
+        """No further request came. The rest of the last answer is not read."""
         if self._unsent_bytes():
             self.let_go("read")
         else:

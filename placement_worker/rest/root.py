@@ -8,7 +8,7 @@ from placement_worker.rest.versions import RANGE
 
 
 async def home(api: Api, request: HttpRequest) -> Response:
-    """GET: the version document, open to everybody."""
+    """GET: the version document; no token is needed."""
     version = {
         "id": f"v{RANGE[0]}",
         "max_version": RANGE[1],

@@ -97,7 +97,7 @@ class RestServer:
         log.info("rest.listening", host=self.host, port=self.port, auth=self.config.auth or NOAUTH2)
 
     async def run(self) -> None:
-        """Serve until drained, listening first when nobody opened it. Raises CannotListen, BrokenInvariant."""
+        """Serve until drained, listening first when it was not opened. Raises CannotListen, BrokenInvariant."""
         try:
             await self.api.replica.fresh()  # the first search shall not pay for loading the book
             if self._serving is None:
@@ -133,7 +133,7 @@ class RestServer:
         await self._auth.close()
 
     def _fail(self, error: BrokenInvariant) -> None:
-        """The process must stop; whoever is being answered still gets an answer."""
+        """The process must stop; requests under way still get their answers."""
         self._failed = self._failed or error
         if self._server is not None:
             self._server.should_exit = True

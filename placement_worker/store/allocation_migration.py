@@ -23,7 +23,7 @@ HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
 JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
 """
-# Waiting here could close a circle with somebody who holds the consumer and waits for the providers.
+# Waiting here could deadlock with a transaction that holds the consumer and waits for the providers.
 LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
@@ -33,7 +33,7 @@ _NOBODY = ConsumerState(0, 0, "", "", "")
 
 
 class HoldersBusy(Transient):
-    """Somebody is at this moment changing what is to be moved."""
+    """Another transaction is changing what is to be moved."""
 
     code = "inventory.holders_busy"
 
@@ -41,7 +41,7 @@ class HoldersBusy(Transient):
 async def lock_holders(
     connection: asyncpg.Connection, leaving: Sequence[Leaving], names: NameTable
 ) -> dict[str, ConsumerState]:
-    """Everybody who holds something of these classes of these providers, locked."""
+    """All consumers that hold something of these classes of these providers, locked."""
     return await _lock(connection, await _holders(connection, leaving, names), names)
 
 

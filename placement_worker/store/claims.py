@@ -1,8 +1,8 @@
 """A group of claims as one transaction of a few set-based statements.
 
 Locks are taken in one order by every writer: server groups, consumers by uuid, providers by id, projects with limits,
-what projects hold by project and class, the feed's counter last. Whoever waits therefore waits for somebody further
-along, and there is no deadlock, swaps included.
+what projects hold by project and class, the feed's counter last. A transaction that waits therefore waits for one
+further along, and there is no deadlock, swaps included.
 """
 
 from __future__ import annotations

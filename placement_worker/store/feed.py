@@ -21,7 +21,7 @@ MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
 ROWS_AT_ONCE = 16
 
-# A function (schema.sql): the counter is locked until the commit, and every round trip is somebody else's wait.
+# A function (schema.sql): the counter is locked until the commit, and every round trip makes others wait.
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"

@@ -104,13 +104,13 @@ ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EX
     settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now()
 """
 
-# Somebody else has changed the tree: what these sources said last no longer proves what the book holds.
+# Another writer has changed the tree: what these sources said last no longer proves what the book holds.
 UNSETTLE_OTHERS = """
 UPDATE sources s SET settled = false FROM unnest($1::uuid[], $2::text[]) AS n (root, source)
 WHERE s.root = n.root AND s.source <> n.source AND s.settled
 """
 
-# Taken out while somebody used it; nobody does any more, and nobody has reported anything of it since.
+# Removed while in use; it is not in use any more, and no source has reported anything of it since.
 FIND_SHELLS = """
 SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
 FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
@@ -152,7 +152,7 @@ async def report(
 async def remove_shells(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
     """Take trees out anew whose source did so while they were in use, as if it had said so again; their roots.
 
-    The source may be gone for good: nobody else would. Inside the caller's transaction.
+    The source may be gone for good: no other would. Inside the caller's transaction.
     """
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     rows = await connection.fetch(FIND_SHELLS, TAKEN_OUT, limit)

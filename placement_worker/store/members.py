@@ -34,7 +34,7 @@ JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root
 """
 
 # Members that decide: who holds something of the hosts named, found from there however large the group is; who may be
-# moved there by the same transaction; and of groups that stay together so many that one is left that nobody moves.
+# moved there by the same transaction; and of groups that stay together so many that one is left that does not move.
 READ = f"""
 WITH m AS (
     SELECT m.project_id, m.group_uuid, m.consumer

@@ -196,7 +196,7 @@ class MemoryBook:
         return list(dict.fromkeys(update.root_uuid for update in empty))
 
     async def _lock_holders(self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving]) -> list[str]:
-        """Everybody who holds something of these classes of these providers."""
+        """All consumers that hold something of these classes of these providers."""
         if not leaving:
             return []
         await transaction.statement()
@@ -340,7 +340,7 @@ class MemoryBook:
         return Published(len(changes), len(changes) >= limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Forget what nobody needs any more."""
+        """Purge what is not needed any more."""
         table = self._table
         async with self._session.transaction() as transaction:
             until = min(table.head - keep_changes, table.position)

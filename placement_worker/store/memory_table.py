@@ -53,7 +53,7 @@ class MemoryBookTable(MemoryDatabase):
         self.histories = 1  # no row: none is given twice
         self.history = "history-1"
         self.position = 0
-        self.taken_until = -math.inf  # by whoever publishes
+        self.taken_until = -math.inf  # by the publishing process
         self._next_number = 0
         self._shapes = 0
 
@@ -167,7 +167,7 @@ class MemoryBookTable(MemoryDatabase):
         return [key for key in self.sources if self.heard[key] < before and is_of_no_use(key)]
 
     def is_taken_out(self, key: Key) -> bool:
-        """Whether a source's last word took its root out, is not carried out, and nobody reported the root since."""
+        """Whether a source's last report removed its root, is not carried out, and no source reported it since."""
         said = self.sources[key]
         return (
             not said.settled

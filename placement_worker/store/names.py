@@ -1,7 +1,7 @@
 """Names and numbers of resource classes and traits: a process's cache of two small tables.
 
 A number means one name for ever, so what was true of a number stays true; but another process may add names, and take
-them away. Whoever writes with a name that has gone hears of it by a foreign key; see `NameTable.write`.
+them away. A write with a name that has gone fails on a foreign key; see `NameTable.write`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class NameTable:
         classes = await connection.fetch(READ_CLASSES)
         traits = await connection.fetch(READ_TRAITS)
         if number < self._newest:
-            return  # somebody who began later was sooner done, and has seen more
+            return  # a reader that began later was done sooner, and has seen more
         self._newest = number
         self.class_ids = _Numbers(classes)
         self.class_names = {row[1]: row[0] for row in classes}

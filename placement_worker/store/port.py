@@ -46,7 +46,7 @@ class PlacementStore(Protocol):
     async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
         """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient.
 
-        bus: where they came from. On a cell's bus what belongs to another cell is gone, or somebody else's.
+        bus: where they came from. On a cell's bus what belongs to another cell is gone, or another's.
         """
 
     async def report(
@@ -83,7 +83,7 @@ class PlacementStore(Protocol):
         """
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Forget published changes, fences and sources that nobody needs any more, at most so many rows of each.
+        """Forget published changes, fences and sources that are not needed any more, at most so many rows of each.
 
         A source: silent for so long, and its root is gone, or one that has spoken since answers for all that it did.
         Returns whether there may be more.

@@ -141,7 +141,7 @@ class PostgresStore:
         return await self._publishing.publish(send, limit)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Forget what nobody needs any more, a bounded statement and transaction each."""
+        """Purge what is not needed any more, a bounded statement and transaction each."""
         more = False
         for statement, keep in (
             (feed.TRIM, keep_changes),

@@ -1,9 +1,9 @@
 """Publishing the feed: one statement to take the next changes, one to say how far they are published.
 
 The position says that every change up to it has been confirmed by the broker at least once. It is moved forward alone,
-and only over changes that whoever moves it has just sent: so it holds whoever else publishes, and whatever a crash of
-the database takes back of it (a visible change is on disk, its number is never given again). Changes may repeat, never
-skip.
+and only over changes that the process that moves it has just sent: so it holds however many publish, and whatever a
+crash of the database takes back of it (a visible change is on disk, its number is never given again). Changes may
+repeat, never skip.
 
 That two processes do not send the same is a matter of cost, and kept by a lease: who takes changes takes the position
 for a moment, by the database's clock. A publisher that dies or hangs is waited for so long and no longer.
@@ -23,7 +23,7 @@ from placement_worker.store.port import Published
 # Much longer than a broker takes to confirm; replicas that miss a dead publisher's changes ask for them meanwhile.
 LEASE_S = 2.0
 
-# What follows the position, taken if it is free: nobody has taken it, or it is this process's own from a turn that
+# What follows the position, taken if it is free: no process has taken it, or it is this process's own from a turn that
 # failed ($3). A lease that ends later than one can is of a clock that was set back. A statement that waited for another
 # publisher's finds the position moved, and takes nothing. Losing any of this in a crash of the database costs a
 # repetition: not worth a disk flush.

@@ -87,7 +87,7 @@ class RestStore:
         return {name: known[name] for name in wanted if name in known}, [name for name in wanted if name not in known]
 
     async def names_moved(self) -> None:
-        """Somebody has made, renamed or removed a class: look again."""
+        """Another process has made, renamed or removed a class: read again."""
         await self._names.refresh()
 
     async def class_ids(self, named: Iterable[str]) -> tuple[dict[str, int], list[str]]:

@@ -72,7 +72,7 @@ async def create(connection: asyncpg.Connection, table: str, name: str) -> bool:
 
 
 async def delete(connection: asyncpg.Connection, table: str, name: str) -> bool:
-    """Remove it; False when it was not there. Raises asyncpg's ForeignKeyViolationError while somebody has it."""
+    """Remove it; False when it was not there. Raises asyncpg's ForeignKeyViolationError while a provider has it."""
     tag: str = await connection.execute(DELETE.format(table=table), name)
     return tag != "DELETE 0"
 

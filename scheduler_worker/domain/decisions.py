@@ -207,7 +207,7 @@ def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
 
     The broker has let its publisher use that key; what the body says of a project may be forged, so no other project
     hears of it. Sequence 0 is below everything that a build on record ever announced, so the event of a clash with a
-    good request is old news to whoever follows that one.
+    good request is outdated for a client that follows that one.
     """
     project_id = project_of(malformed.key)
     if not project_id:

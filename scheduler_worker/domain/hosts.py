@@ -27,8 +27,8 @@ MAX_SERVICES = 100_000  # compute services kept; announcements of further names 
 INITIAL_CAPACITY = 1024
 # A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-# The hosts of a service that is away for so long are nobody's, until they are announced again. Conductors forget such a
-# service much later, and say nothing of it then.
+# The hosts of a service that is away for so long have no service, until they are announced again. Conductors forget
+# such a service much later, and say nothing of it then.
 AWAY_HOLD_S = 3600.0
 LEFT = "service.left"
 

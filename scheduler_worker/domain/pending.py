@@ -50,8 +50,8 @@ class Admission(Struct, frozen=True, kw_only=True):
     """What the record says of a pending build: its outcome, or how to go on.
 
     label: for the metrics. first_run: this delivery put it on record, so nothing can be claimed for it. cancelled: a
-    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the project
-    is told, because nothing else of this request will be.
+    delete came before the decision. release: an earlier run may hold a claim that no cell will use. event: what the
+    project is told, because nothing else of this request will be.
     """
 
     outcome: Outcome | None = None
@@ -160,7 +160,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
 
 
 def _clash(pending: PendingBuild) -> Admission:
-    """Its event has the sequence of what could not be read: old news to whoever follows the request on record."""
+    """Its event has the lowest sequence: outdated for a client that follows the request on record."""
     refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
     event = BuildEvent(
         instance_uuid=pending.instance_uuid,

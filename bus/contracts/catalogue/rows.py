@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from bus.contracts.base import Message, tag_of
 
-COMMANDS = "berth"  # topic; mandatory: a command nobody takes is an error of its publisher
+COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
 DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
 
@@ -67,8 +67,8 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     (`berth permissions`).
     batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
     what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where
-    nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where nobody else listens,
-    it leaves under this key only.
+    nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other program
+    listens, it leaves under this key only.
     """
 
     message: type[Message]
