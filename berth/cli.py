@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands import builds, check, dead_letters, load, permissions, placement, processes, safety, trace
+from berth.commands import builds, check, dead_letters, load, permissions, placement, processes, safety, trace, web
 
 app = typer.Typer(
     name="berth",
@@ -54,6 +54,7 @@ app.command("hosts")(builds.hosts)
 app.command("load")(load.load)
 app.command("trace-settings")(trace.trace_settings)
 app.command("check")(check.check)
+app.command("web")(web.web)
 app.command("permissions")(permissions.permissions)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(placement.app, name="placement")

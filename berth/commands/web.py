@@ -1,0 +1,61 @@
+"""`berth web`: the pages and `/api/v1`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from berth.commands.common import open_in_time, out, run, settings_of
+from berth.site import Site, process_name
+from berth.web.server import WebServer
+from bus.service.main import STOP_SIGNALS
+from bus.service.telemetry import configure_logging
+
+DEFAULT_LISTEN = "127.0.0.1:8780"
+
+
+def web(
+    context: typer.Context,
+    listen: Annotated[str, typer.Option(help="Serve at HOST:PORT (port 0: any).")] = DEFAULT_LISTEN,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
+    ] = None,
+) -> None:
+    """Serve the pages and the HTTP API (/api/v1) until SIGTERM or SIGINT.
+
+    Without --tokens it listens on loopback alone, and who can reach it there may do everything.
+    """
+    host, _, port = listen.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise typer.BadParameter(f"--listen takes HOST:PORT, not {listen!r}")
+
+    async def body() -> None:
+        settings = settings_of(context)
+        telemetry = settings.telemetry
+        configure_logging(process="web", role="web", level=telemetry.log_level, style=telemetry.log_format)
+        site, process = Site(settings), process_name("web")
+        server = WebServer(
+            site.bus(process),
+            clock=site.clock,
+            rng=random.SystemRandom(),
+            process=process,
+            host=host.strip("[]") or "127.0.0.1",
+            port=int(port),
+            tokens=tokens,
+        )
+        stop = asyncio.Event()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await open_in_time(server.open())
+        try:
+            out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
+            await stop.wait()
+        finally:
+            await server.close()
+
+    run(body)

@@ -1,0 +1,140 @@
+"""Who calls, and what they may do.
+
+Without a token file every caller of this machine is an operator, and the server listens on loopback alone. With one, a
+caller shows its token (`Authorization: Bearer` or `X-Auth-Token`), or logs in with it on the page and has a session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from berth.web.problems import Problem
+from bus.clock import Clock
+from bus.contracts.base import Word
+from bus.service.settings import SettingsError, read_toml
+
+SESSION_COOKIE = "berth_session"
+SESSION_S = 12 * 3600.0
+MAX_SESSIONS = 1_000
+MAX_TOKEN_BYTES = 512
+
+
+class Role(IntEnum):
+    """What a caller may do, in the order of what it sees."""
+
+    PROJECT = 1  # build, delete and see in its own project
+    READER = 2  # see everything, change nothing
+    OPERATOR = 3  # see and do everything
+
+
+class Caller(Struct, frozen=True):
+    """Who calls. project: of a `project` caller, the only one it sees."""
+
+    name: str
+    role: Role
+    project: str | None = None
+
+    @property
+    def sees(self) -> str | None:
+        """The project whose builds it sees; None: all."""
+        return self.project if self.role is Role.PROJECT else None
+
+
+LOCAL = Caller("local", Role.OPERATOR)
+
+
+class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One token of the file, by the SHA-256 of the token in hex, so that the file holds no secret."""
+
+    sha256: str
+    name: str
+    role: str
+    project: Word | None = None
+
+
+class Access:
+    """Knows callers. `open`: there is no token file, and every caller is the local operator."""
+
+    def __init__(self, token_file: Path | None, clock: Clock) -> None:
+        self._clock = clock
+        self._callers = {} if token_file is None else _read(token_file)
+        self._sessions: dict[str, tuple[Caller, float]] = {}
+        self.open = token_file is None
+
+    def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Caller:
+        """The caller of one request. Raises Problem 401."""
+        if self.open:
+            return LOCAL
+        token = headers.get("x-auth-token") or _bearer(headers.get("authorization", ""))
+        found = self.by_token(token) if token else self._by_session(cookies.get(SESSION_COOKIE, ""))
+        if found is None:
+            sentence = "show a token of the token file: Authorization: Bearer TOKEN"
+            raise Problem(401, "auth.required", sentence, headers={"www-authenticate": "Bearer"})
+        return found
+
+    def by_token(self, token: str) -> Caller | None:
+        """Whose token it is. Only digests are compared, so the time it takes tells nothing of the token."""
+        if len(token) > MAX_TOKEN_BYTES:
+            return None
+        return self._callers.get(hashlib.sha256(token.encode()).hexdigest())
+
+    def log_in(self, caller: Caller) -> str:
+        """A new session of a caller: the cookie's value."""
+        now = self._clock.monotonic()
+        self._sessions = {key: one for key, one in self._sessions.items() if one[1] > now}
+        while len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = (caller, now + SESSION_S)
+        return session
+
+    def log_out(self, session: str) -> None:
+        """End a session."""
+        self._sessions.pop(session, None)
+
+    def _by_session(self, session: str) -> Caller | None:
+        caller, until = self._sessions.get(session, (None, 0.0))
+        return caller if until > self._clock.monotonic() else None
+
+
+def check_listen(host: str, access: Access) -> None:
+    """Raises SettingsError when callers of other machines would be operators without a token."""
+    try:
+        is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if access.open and not is_local:
+        raise SettingsError("web.tokens", f"without --tokens it listens on loopback alone, not at {host}")
+
+
+def _bearer(header: str) -> str:
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _read(path: Path) -> dict[str, Caller]:
+    try:
+        rows = msgspec.convert(read_toml(path).get("tokens", []), list[_TokenRow])
+    except msgspec.ValidationError as error:
+        raise SettingsError("web.tokens", f"{path}: {error}") from error
+    if not rows:
+        raise SettingsError("web.tokens", f"{path} has no [[tokens]]")
+    callers: dict[str, Caller] = {}
+    for row in rows:
+        try:
+            role = Role[row.role.upper()]
+        except KeyError:
+            known = ", ".join(one.name.lower() for one in Role)
+            raise SettingsError("web.tokens", f"{path}: role {row.role!r} of {row.name!r} is none of {known}") from None
+        if (role is Role.PROJECT) != (row.project is not None):
+            raise SettingsError("web.tokens", f"{path}: {row.name!r}: role project has a project, no other has")
+        callers[row.sha256.lower()] = Caller(row.name, role, row.project)
+    return callers

@@ -1,0 +1,329 @@
+"""`/api/v1`: builds and hosts over HTTP. Each answer is what a scheduler says on the bus; nothing is kept here."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from berth.web.access import Caller, Role
+from berth.web.live import Live, TooManyFollowers
+from berth.web.problems import Problem
+from bus.bus import Bus
+from bus.clock import new_uuid
+from bus.contracts.base import Uuid
+from bus.contracts.build import (
+    BuildAccepted,
+    BuildEvent,
+    BuildPage,
+    BuildQuery,
+    BuildRecord,
+    BuildRequest,
+    BuildState,
+    DeleteRequest,
+    HostsPage,
+    HostsQuery,
+)
+
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream"
+API_ROOT = "/api/v1"
+# A build request as JSON; the largest that is valid is smaller.
+MAX_BODY_BYTES = 256 * 1024
+ASK_TIMEOUT_S = 10.0
+# A comment is sent after so long a silence, so that proxies keep the stream open.
+KEEP_ALIVE_S = 15.0
+MAX_PAGE = 1_000
+MAX_HOSTS = 100_000
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]{1,64})`")
+_BUILD_FIELDS = tuple(field.name for field in msgspec.structs.fields(BuildRequest))
+_GONE = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+_ENDS = _GONE | {BuildState.ACTIVE}
+
+T = TypeVar("T")
+
+
+class Accepted(Struct, frozen=True):
+    """The answer to a build or delete that is on record. links: where to look at it, and where to follow it."""
+
+    instance_uuid: Uuid
+    links: dict[str, str]
+
+
+class Builds(Struct, frozen=True):
+    """A page of builds, newest first. next: the address of the page after it; null: there is none."""
+
+    builds: tuple[BuildRecord, ...]
+    next: str | None = None
+
+
+class Api:
+    """The handlers. Each takes a request of a caller that is known (`request.state.caller`)."""
+
+    def __init__(self, bus: Bus, live: Live, rng: random.Random) -> None:
+        self._bus = bus
+        self._live = live
+        self._rng = rng
+
+    def routes(self) -> list[Route]:
+        """The routes below API_ROOT."""
+        return [
+            Route("/builds", self.create_build, methods=["POST"]),
+            Route("/builds", self.list_builds, methods=["GET"]),
+            Route("/builds/{uuid}", self.show_build, methods=["GET"]),
+            Route("/builds/{uuid}", self.delete_build, methods=["DELETE"]),
+            Route("/builds/{uuid}/events", self.follow_build, methods=["GET"]),
+            Route("/events", self.follow_all, methods=["GET"]),
+            Route("/hosts", self.list_hosts, methods=["GET"]),
+        ]
+
+    # --- builds
+
+    async def create_build(self, request: Request) -> Response:
+        """Ask for one machine. Idempotent by instance_uuid; without one, a new one is made up."""
+        caller = caller_of(request)
+        fields = await _object(request)
+        fields.setdefault("instance_uuid", new_uuid(self._rng))
+        may_change(caller)
+        if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
+            raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
+        build = _convert(fields)
+        await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
+        return _accepted(build.instance_uuid)
+
+    async def list_builds(self, request: Request) -> Response:
+        """Builds, newest first: ?project=&state=&before=&limit=."""
+        query, caller = request.query_params, caller_of(request)
+        _only(request, "project", "state", "before", "limit")
+        project = query.get("project", caller.sees)
+        if caller.sees is not None and project != caller.sees:
+            raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
+        limit = _number(request, "limit", 100, most=MAX_PAGE)
+        page = await self.builds(
+            _parsed(
+                lambda: msgspec.convert(
+                    {
+                        "project_id": project,
+                        "state": query.get("state"),
+                        "before": float(query["before"]) if "before" in query else None,
+                        "limit": limit,
+                    },
+                    BuildQuery,
+                )
+            )
+        )
+        more = len(page.builds) == limit
+        following = str(request.url.include_query_params(before=page.builds[-1].created_at)) if more else None
+        return json_response(Builds(page.builds, following))
+
+    async def show_build(self, request: Request) -> Response:
+        """One build with its story."""
+        return json_response(await self.build(_uuid(request), caller_of(request)))
+
+    async def delete_build(self, request: Request) -> Response:
+        """Delete the machine, or stop its build. Idempotent."""
+        build = await self.build(_uuid(request), caller_of(request), to_change=True)
+        delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id)
+        await self._bus.request(delete, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
+        return _accepted(build.instance_uuid)
+
+    async def builds(self, query: BuildQuery) -> BuildPage:
+        """Ask a scheduler for a page of builds."""
+        return await self._bus.request(query, BuildPage, timeout_s=ASK_TIMEOUT_S)
+
+    async def build(self, uuid: str, caller: Caller, *, to_change: bool = False) -> BuildRecord:
+        """One build that the caller may see (and change). Raises Problem 404 for another project's as for none."""
+        page = await self.builds(BuildQuery(instance_uuid=uuid))
+        found = next((one for one in page.builds if caller.sees in (None, one.project_id)), None)
+        if found is None:
+            raise Problem(404, "build.unknown", f"no build {uuid} is on record")
+        if to_change:
+            may_change(caller)
+        return found
+
+    # --- hosts
+
+    async def list_hosts(self, request: Request) -> Response:
+        """Hosts with what is used of each class: ?cell=&up=true|false&limit=. Not for role project."""
+        query = request.query_params
+        _only(request, "cell", "up", "limit")
+        need(caller_of(request), Role.READER)
+        up = query.get("up")
+        if up not in (None, "true", "false"):
+            raise Problem(400, "request.invalid", "up is true or false")
+        asked = {
+            "cell": query.get("cell"),
+            "up": None if up is None else up == "true",
+            "limit": _number(request, "limit", 1000, most=MAX_HOSTS),
+        }
+        page = await self.hosts(_parsed(lambda: msgspec.convert(asked, HostsQuery)))
+        return json_response(page.hosts)
+
+    async def hosts(self, query: HostsQuery) -> HostsPage:
+        """Ask a scheduler for hosts."""
+        return await self._bus.request(query, HostsPage, timeout_s=ASK_TIMEOUT_S)
+
+    # --- streams
+
+    async def follow_build(self, request: Request) -> Response:
+        """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
+        _only(request, "until")
+        uuid, caller = _uuid(request), caller_of(request)
+        await self.build(uuid, caller)  # 404 before the stream begins
+        until = request.query_params.get("until", "end")
+        if until not in ("end", "deleted"):
+            raise Problem(400, "request.invalid", "until is end or deleted")
+        ends = _GONE if until == "deleted" else _ENDS
+        return self._stream(lambda event: event.instance_uuid == uuid, uuid=uuid, caller=caller, ends=ends)
+
+    async def follow_all(self, request: Request) -> Response:
+        """Server-sent events of all builds that the caller sees."""
+        sees = caller_of(request).sees
+        return self._stream(lambda event: sees in (None, event.project_id))
+
+    def _stream(
+        self,
+        wanted: Callable[[BuildEvent], bool],
+        *,
+        uuid: str = "",
+        caller: Caller | None = None,
+        ends: frozenset[BuildState] = frozenset(),
+    ) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            with self._live.follow(wanted) as follower:
+                if caller is not None:
+                    # Read after the follower listens, so no event falls in between.
+                    record = await self.build(uuid, caller)
+                    yield sse("build", record)
+                    if record.state in ends:
+                        return
+                while True:
+                    heard = await follower.next(KEEP_ALIVE_S)
+                    if follower.lagged:
+                        yield sse("lagged", {"code": "stream.lagged"})
+                        return
+                    for event in heard:
+                        yield sse("event", event)
+                        if event.terminal and event.state in ends:
+                            return
+                    if not heard:
+                        yield b": nothing happened\n\n"
+
+        return stream_response(events())
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller that the application has found."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def need(caller: Caller, role: Role) -> None:
+    """Raises Problem 403 when the caller's role is less."""
+    if caller.role < role:
+        raise Problem(403, "role.forbidden", f"this needs role {role.name.lower()}")
+
+
+def may_change(caller: Caller) -> None:
+    """Raises Problem 403 for a caller that only sees."""
+    if caller.role is Role.READER:
+        raise Problem(403, "role.forbidden", "a reader changes nothing")
+
+
+def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Data as JSON."""
+    return Response(msgspec.json.encode(data), status, headers, JSON)
+
+
+def stream_response(events: AsyncIterator[bytes]) -> Response:
+    """A stream of server-sent events. Raises Problem 503 with its first event when too many follow."""
+
+    async def guarded() -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield event
+        except TooManyFollowers:
+            yield sse("lagged", {"code": "stream.too_many"})
+
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(guarded(), headers=headers, media_type=EVENT_STREAM)
+
+
+def sse(name: str, data: object) -> bytes:
+    """One server-sent event: JSON has no line breaks of its own."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def body_of(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body. Raises Problem 413 as soon as it is too long."""
+    received = bytearray()
+    async for piece in request.stream():
+        received += piece
+        if len(received) > most:
+            raise Problem(413, "request.too_large", f"at most {most} bytes")
+    return bytes(received)
+
+
+async def _object(request: Request) -> dict[str, object]:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise Problem(415, "request.media_type", f"the body is {JSON}")
+    body = await body_of(request)
+    try:
+        return msgspec.json.decode(body, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Problem(400, "request.malformed", str(error)) from None
+
+
+def _convert(fields: dict[str, object]) -> BuildRequest:
+    if "type" in fields:
+        raise Problem(400, "request.invalid", "`type` is the bus's own field")
+    try:
+        return msgspec.convert(fields, BuildRequest)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+        unknown = _UNKNOWN_FIELD.search(reason)
+        near = difflib.get_close_matches(unknown[1], _BUILD_FIELDS, n=1) if unknown else []
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise Problem(400, "request.invalid", reason + hint) from None
+
+
+def _parsed(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise Problem(400, "request.invalid", str(error)) from None
+
+
+def _uuid(request: Request) -> str:
+    return _parsed(lambda: msgspec.convert(request.path_params["uuid"], Uuid))
+
+
+def _only(request: Request, *known: str) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise Problem(400, "request.invalid", f"unknown parameter {name[:64]!r}; known are {', '.join(known)}")
+
+
+def _number(request: Request, name: str, default: int, *, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= most):
+        raise Problem(400, "request.invalid", f"{name} is a number from 1 to {most}")
+    return int(text)
+
+
+def _accepted(uuid: str) -> Response:
+    here = f"{API_ROOT}/builds/{uuid}"
+    body = Accepted(uuid, {"self": here, "events": f"{here}/events"})
+    return json_response(body, 202, {"location": here})

@@ -1,0 +1,128 @@
+"""The web application: what happens to every request, whatever it asks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from berth.web.access import Access
+from berth.web.api import API_ROOT, Api, json_response
+from berth.web.live import Live
+from berth.web.openapi import document
+from berth.web.pages import Pages
+from berth.web.problems import Problem, problem_of, problem_response
+from bus.bus import Bus
+from bus.clock import Clock
+
+log = structlog.get_logger("web")
+
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+# Without a session: what the login page needs.
+OPEN_PATHS = ("/static/", "/login", "/healthz")
+_HEADERS = {
+    b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    b"img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+}
+
+
+class Guard:
+    """Finds the caller, refuses what another site's page sends, and adds the headers that a browser wants."""
+
+    def __init__(self, app: ASGIApp, access: Access, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._access = access
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS.items()]
+            await send(message)
+
+        try:
+            self._check_site(request)
+            if not request.url.path.startswith(OPEN_PATHS):
+                request.state.caller = self._access.caller(request.headers, request.cookies)
+        except Problem as problem:
+            wants_page = problem.status == 401 and not request.url.path.startswith(API_ROOT)
+            response = RedirectResponse("/login", 303) if wants_page else problem_response(problem)
+            await response(scope, receive, with_headers)
+            return
+        await self._app(scope, receive, with_headers)
+
+    def _check_site(self, request: Request) -> None:
+        """A page of another site must neither ask here (a cookie, or being local, would let it) nor rename itself."""
+        if self._hosts is not None and _name_of(request.headers.get("host", "")) not in self._hosts:
+            raise Problem(403, "host.forbidden", "this server is asked by its own name alone")
+        if request.method in SAFE_METHODS:
+            return
+        site = request.headers.get("sec-fetch-site", "none")
+        origin = request.headers.get("origin")
+        if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != request.headers.get("host")):
+            raise Problem(403, "origin.forbidden", "another site's page may not ask this")
+
+
+def _name_of(host: str) -> str:
+    return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    if problem is None and isinstance(error, HTTPException):
+        code = {404: "path.unknown", 405: "method.unknown"}.get(error.status_code, "request.refused")
+        problem = Problem(error.status_code, code, error.detail, headers=dict(error.headers or {}))
+    if problem is None:
+        log.error("web.fault", path=request.url.path, exc_info=error)
+        problem = Problem(500, "internal", "a defect of berth; the log has it")
+    if problem.status >= 500 or request.url.path.startswith(API_ROOT) or not _wants_html(request.headers):
+        return problem_response(problem)
+    return Pages.problem(request, problem)
+
+
+def _wants_html(headers: Mapping[str, str]) -> bool:
+    return "text/html" in headers.get("accept", "")
+
+
+def application(
+    bus: Bus, live: Live, access: Access, *, clock: Clock, rng: random.Random, hosts: frozenset[str] | None
+) -> Starlette:
+    """The application. hosts: the names by which it may be asked (None: any, as tokens are needed anyway)."""
+    api = Api(bus, live, rng)
+    pages = Pages(api, live, access, clock=clock)
+    described = document(api.routes())
+
+    async def openapi(_: Request) -> Response:
+        return json_response(described)
+
+    async def healthz(_: Request) -> Response:
+        return json_response({"alive": True})
+
+    routes: list[BaseRoute] = [
+        Route("/healthz", healthz),
+        Mount(API_ROOT, routes=[*api.routes(), Route("/openapi.json", openapi)]),
+        *pages.routes(),
+        Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
+    ]
+    handlers: dict[Any, Any] = {Exception: _on_problem, HTTPException: _on_problem, Problem: _on_problem}
+    guard = Middleware(Guard, access=access, hosts=hosts)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)

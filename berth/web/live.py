@@ -1,0 +1,157 @@
+"""What happens, as it happens: one listener on the bus, any number of followers with bounded queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from msgspec import Struct
+
+from bus.bus import Bus
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
+
+# Events that one follower may fall behind by; then it is told to read anew.
+MAX_BEHIND = 1_000
+MAX_FOLLOWERS = 200
+# Builds that are in flight and remembered; of more than these the oldest are no longer counted.
+MAX_IN_FLIGHT = 200_000
+# Seconds of history on the page, and latencies kept for its percentiles.
+HISTORY_S = 300
+MAX_LATENCIES = 2_000
+# Failures that the page lists.
+MAX_FAILURES = 20
+
+
+class TooManyFollowers(Exception):
+    """MAX_FOLLOWERS follow already."""
+
+
+class Second(Struct):
+    """What one second came to. at: seconds since the epoch."""
+
+    at: int
+    active: int = 0
+    failed: int = 0
+    accepted: int = 0
+
+
+class Follower:
+    """One reader of the stream. `lagged`: events were dropped; what it shows must be read anew."""
+
+    def __init__(self, wanted: Callable[[BuildEvent], bool]) -> None:
+        self._wanted = wanted
+        self._waiting: deque[BuildEvent] = deque(maxlen=MAX_BEHIND)
+        self._news = asyncio.Event()
+        self.lagged = False
+
+    def put(self, event: BuildEvent) -> None:
+        """Take one event in, if it is wanted."""
+        if self._wanted(event):
+            self.lagged = self.lagged or len(self._waiting) == MAX_BEHIND
+            self._waiting.append(event)
+            self._news.set()
+
+    async def next(self, timeout_s: float) -> list[BuildEvent]:
+        """The events since the last call; none when there were none in time."""
+        if not self._waiting:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+        events = list(self._waiting)
+        self._waiting.clear()
+        return events
+
+
+class Live:
+    """Hears every build's events, counts them by second, and hands them on."""
+
+    def __init__(self, bus: Bus, *, clock: Clock, process: str) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._process = process
+        self._followers: set[Follower] = set()
+        self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
+        self._accepted_at: dict[str, float] = {}
+        self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
+        self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
+        self.ended: Counter[str] = Counter()
+
+    async def open(self) -> None:
+        """Listen."""
+        self._consumer = self._bus.consumer(
+            "client.feed.{process}", self._heard, max_batch=1000, concurrency=1, prefetch=2000, process=self._process
+        )
+        await self._consumer.start()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._consumer.drain(1.0)
+
+    @contextmanager
+    def follow(self, wanted: Callable[[BuildEvent], bool]) -> Iterator[Follower]:
+        """A follower for as long as the block runs. Raises TooManyFollowers."""
+        if len(self._followers) >= MAX_FOLLOWERS:
+            raise TooManyFollowers
+        follower = Follower(wanted)
+        self._followers.add(follower)
+        try:
+            yield follower
+        finally:
+            self._followers.discard(follower)
+
+    @property
+    def in_flight(self) -> int:
+        """Builds that were heard of and have not ended."""
+        return len(self._accepted_at)
+
+    def history(self) -> list[Second]:
+        """The last HISTORY_S seconds, each second once, also those in which nothing happened."""
+        now = int(self._clock.time())
+        known = {second.at: second for second in self._seconds}
+        return [known.get(at) or Second(at) for at in range(now - HISTORY_S + 1, now)]
+
+    def percentiles(self) -> dict[str, float]:
+        """Seconds from accepted to active of the newest builds: p50, p95, p99; empty when there were none."""
+        ordered = sorted(self._latencies)
+        if not ordered:
+            return {}
+        return {name: ordered[int(len(ordered) * at)] for name, at in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
+
+    async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if isinstance(received.message, BuildEvent):
+                self._note(received.message)
+        return [Done() for _ in batch]
+
+    def _note(self, event: BuildEvent) -> None:
+        second = self._second()
+        if event.state is BuildState.ACCEPTED:
+            second.accepted += 1
+            if len(self._accepted_at) < MAX_IN_FLIGHT:
+                self._accepted_at[event.instance_uuid] = event.at
+        elif event.state in TERMINAL_STATES:
+            began = self._accepted_at.pop(event.instance_uuid, None)
+            if event.terminal:
+                self.ended[event.state.value] += 1
+            if event.state is BuildState.ACTIVE:
+                second.active += 1
+                if began is not None:
+                    self._latencies.append(max(0.0, event.at - began))
+            elif event.state in (BuildState.FAILED, BuildState.REFUSED):
+                second.failed += 1
+                self.failures.appendleft(event)
+        for follower in self._followers:
+            follower.put(event)
+
+    def _second(self) -> Second:
+        now = int(self._clock.time())
+        if not self._seconds or self._seconds[-1].at != now:
+            self._seconds.append(Second(now))
+        return self._seconds[-1]

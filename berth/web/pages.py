@@ -1,0 +1,335 @@
+"""The pages: rendered here, kept up to date by server-sent events. They show what schedulers say, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qs
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from berth.render import printable
+from berth.web.access import SESSION_COOKIE, SESSION_S, Access, Role
+from berth.web.api import (
+    MAX_HOSTS,
+    Api,
+    body_of,
+    caller_of,
+    json_response,
+    need,
+    sse,
+    stream_response,
+)
+from berth.web.live import Live, Second
+from berth.web.problems import Problem
+from bus.clock import Clock
+from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord, HostsQuery
+from bus.contracts.stages import durations
+from bus.faults import Fault
+from bus.port import BusError
+
+# Hosts are read anew at most so often, however many pages show them.
+HOSTS_AGE_S = 2.0
+NOW_EVERY_S = 1.0
+PAGE = 50
+MAX_LOGIN_BYTES = 4096
+DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
+
+
+class Trouble(Struct, frozen=True):
+    """Something that is wrong, for the top of the first page. more: where to look."""
+
+    what: str
+    detail: str
+    more: str = ""
+
+
+class Now(Struct, frozen=True):
+    """The first page's figures. Rates are a second's; latencies seconds from accepted to active."""
+
+    in_flight: int
+    active_per_s: float
+    failed_per_s: float
+    latency: dict[str, float]
+    hosts: int
+    up: int
+    disabled: int
+    cells: dict[str, tuple[int, int]]
+    troubles: tuple[Trouble, ...]
+    seconds: tuple[Second, ...] = ()
+
+
+class HostMap(Struct, frozen=True):
+    """All hosts as columns. resources: {class: [used, total] of each host, null where it has none}."""
+
+    uuid: list[str]
+    name: list[str]
+    cell: list[str | None]
+    state: list[str]
+    failed_builds: list[int]
+    resources: dict[str, list[tuple[float, float] | None]]
+
+
+class Pages:
+    """The handlers of the pages."""
+
+    def __init__(self, api: Api, live: Live, access: Access, *, clock: Clock) -> None:
+        self._api = api
+        self._live = live
+        self._access = access
+        self._clock = clock
+        self._hosts: tuple[HostRecord, ...] = ()
+        self._hosts_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """The routes of the pages."""
+        return [
+            Route("/", self.now),
+            Route("/now/events", self.now_events),
+            Route("/fleet", self.fleet),
+            Route("/fleet/map", self.fleet_map),
+            Route("/fleet/{uuid}", self.host),
+            Route("/builds", self.builds),
+            Route("/builds/{uuid}", self.build),
+            Route("/login", self.login, methods=["GET", "POST"]),
+            Route("/logout", self.logout, methods=["POST"]),
+        ]
+
+    # --- now
+
+    async def now(self, request: Request) -> Response:
+        """What goes on, and what is wrong first."""
+        need(caller_of(request), Role.READER)
+        return self._page(request, "now.html", now=await self._state(), failures=list(self._live.failures))
+
+    async def now_events(self, request: Request) -> Response:
+        """The figures of the first page, every second for as long as it is open."""
+        need(caller_of(request), Role.READER)
+
+        async def states() -> AsyncIterator[bytes]:
+            with self._live.follow(lambda event: event.state in (BuildState.FAILED, BuildState.REFUSED)) as follower:
+                yield sse("now", await self._state())
+                while True:
+                    until = self._clock.monotonic() + NOW_EVERY_S
+                    failures = await follower.next(NOW_EVERY_S)
+                    if (left := until - self._clock.monotonic()) > 0:
+                        await self._clock.sleep(left)
+                    for event in failures[-5:]:
+                        yield sse("failure", event)
+                    yield sse("now", await self._state())
+
+        return stream_response(states())
+
+    async def _state(self) -> Now:
+        troubles: list[Trouble] = []
+        hosts: tuple[HostRecord, ...] = ()
+        try:
+            hosts = await self._all_hosts()
+        except (Fault, BusError) as fault:
+            troubles.append(Trouble("No scheduler answers", f"{fault.code}: {fault}"))
+        cells: dict[str, tuple[int, int]] = {}
+        for host in hosts:
+            up, every = cells.get(host.cell or "?", (0, 0))
+            cells[host.cell or "?"] = (up + host.up, every + 1)
+        for cell, (up, every) in sorted(cells.items()):
+            if up < every:
+                detail = f"{every - up:,} of {every:,} hosts are down: their compute services are silent"
+                troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+        if not hosts and not troubles:
+            troubles.append(Trouble("No hosts", "no compute service has announced a host yet"))
+        history = self._live.history()
+        recent = history[-10:]
+        return Now(
+            in_flight=self._live.in_flight,
+            active_per_s=sum(second.active for second in recent) / len(recent),
+            failed_per_s=sum(second.failed for second in recent) / len(recent),
+            latency=self._live.percentiles(),
+            hosts=len(hosts),
+            up=sum(host.up for host in hosts),
+            disabled=sum(not host.enabled for host in hosts),
+            cells=cells,
+            troubles=tuple(troubles),
+            seconds=tuple(history),
+        )
+
+    async def _all_hosts(self) -> tuple[HostRecord, ...]:
+        """All hosts, at most HOSTS_AGE_S old. One asks, the others wait for it."""
+        async with self._reading:
+            if self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
+                self._hosts = (await self._api.hosts(HostsQuery(limit=MAX_HOSTS))).hosts
+                self._hosts_at = self._clock.monotonic()
+        return self._hosts
+
+    # --- fleet
+
+    async def fleet(self, request: Request) -> Response:
+        """Every host as a cell of a heat map, and the same as a table."""
+        need(caller_of(request), Role.READER)
+        hosts = await self._all_hosts()
+        cell, wanted = request.query_params.get("cell", ""), request.query_params.get("q", "").strip()
+        shown = [host for host in hosts if cell in ("", host.cell) and wanted.lower() in host.name.lower()]
+        return self._page(
+            request,
+            "fleet.html",
+            hosts=shown[: 2 * PAGE],
+            count=len(shown),
+            cells=sorted({host.cell or "?" for host in hosts}),
+            classes=_by_frequency(hosts),
+            cell=cell,
+            q=wanted,
+        )
+
+    async def fleet_map(self, request: Request) -> Response:
+        """The heat map's data."""
+        need(caller_of(request), Role.READER)
+        hosts = await self._all_hosts()
+        classes = sorted({name for host in hosts for name in host.resources})
+        return json_response(
+            HostMap(
+                uuid=[host.uuid for host in hosts],
+                name=[printable(host.name) for host in hosts],
+                cell=[host.cell for host in hosts],
+                state=[state_of(host) for host in hosts],
+                failed_builds=[host.failed_builds for host in hosts],
+                resources={name: [host.resources.get(name) for host in hosts] for name in classes},
+            )
+        )
+
+    async def host(self, request: Request) -> Response:
+        """One host."""
+        need(caller_of(request), Role.READER)
+        uuid = request.path_params["uuid"]
+        found = next((host for host in await self._all_hosts() if host.uuid == uuid), None)
+        if found is None:
+            raise Problem(404, "host.unknown", f"no host {uuid[:64]} is known")
+        return self._page(request, "host.html", host=found)
+
+    # --- builds
+
+    async def builds(self, request: Request) -> Response:
+        """A page of builds, newest first."""
+        caller, asked = caller_of(request), request.query_params
+        try:
+            query = BuildQuery(
+                project_id=caller.sees or asked.get("project") or None,
+                state=BuildState(asked["state"]) if asked.get("state") else None,
+                before=float(asked["before"]) if asked.get("before") else None,
+                limit=PAGE,
+            )
+        except ValueError as error:
+            raise Problem(400, "request.invalid", str(error)) from None
+        if asked.get("uuid"):
+            return RedirectResponse(f"/builds/{asked['uuid'].strip()}", 303)
+        page = await self._api.builds(query)
+        older = page.builds[-1].created_at if len(page.builds) == PAGE else None
+        return self._page(
+            request, "builds.html", builds=page.builds, older=older, states=list(BuildState), query=asked, caller=caller
+        )
+
+    async def build(self, request: Request) -> Response:
+        """One build's story."""
+        caller = caller_of(request)
+        found = await self._api.build(request.path_params["uuid"], caller)
+        return self._page(
+            request,
+            "build.html",
+            build=found,
+            stages=stages_of(found),
+            ended=found.state in TERMINAL_STATES,
+            deletable=found.state in DELETABLE and caller.role is not Role.READER,
+        )
+
+    # --- sessions
+
+    async def login(self, request: Request) -> Response:
+        """Log in with a token."""
+        if self._access.open:
+            return RedirectResponse("/", 303)
+        if request.method == "GET":
+            return self._page(request, "login.html", wrong=False)
+        form = parse_qs((await body_of(request, MAX_LOGIN_BYTES)).decode("utf-8", "replace"))
+        caller = self._access.by_token(form.get("token", [""])[0].strip())
+        if caller is None:
+            return self._page(request, "login.html", 401, wrong=True)
+        response = RedirectResponse("/builds" if caller.role is Role.PROJECT else "/", 303)
+        response.set_cookie(
+            SESSION_COOKIE,
+            self._access.log_in(caller),
+            max_age=int(SESSION_S),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return response
+
+    async def logout(self, request: Request) -> Response:
+        """End the session."""
+        self._access.log_out(request.cookies.get(SESSION_COOKIE, ""))
+        response = RedirectResponse("/login", 303)
+        response.delete_cookie(SESSION_COOKIE)
+        return response
+
+    # --- rendering
+
+    @staticmethod
+    def problem(request: Request, problem: Problem) -> Response:
+        """An error for a person."""
+        return Pages._rendered(request, "problem.html", problem.status, problem=problem)
+
+    def _page(self, request: Request, template: str, status: int = 200, **fields: Any) -> Response:
+        return self._rendered(request, template, status, has_session=not self._access.open, **fields)
+
+    @staticmethod
+    def _rendered(request: Request, template: str, status: int = 200, **fields: Any) -> Response:
+        caller = getattr(request.state, "caller", None)
+        page = TEMPLATES.get_template(template).render(path=request.url.path, who=caller, **fields)
+        return Response(page, status, {"cache-control": "no-store"}, "text/html")
+
+
+def state_of(host: HostRecord) -> str:
+    """One word for the map: down, disabled or up."""
+    return "down" if not host.up else "up" if host.enabled else "disabled"
+
+
+def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
+    """The classes that hosts have, those of most hosts first."""
+    counted = Counter(name for host in hosts for name in host.resources)
+    return sorted(counted, key=lambda name: (-counted[name], name != "VCPU", name))
+
+
+def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
+    """(stage, its begin, its end) in seconds since the request, for the waterfall; empty while the build goes on."""
+    stamps = next((line.stamps for line in reversed(build.story) if line.stamps is not None), None)
+    rows: list[tuple[str, float, float]] = []
+    at = 0.0
+    for stage, seconds in durations(stamps).items() if stamps is not None else ():
+        rows.append((stage, at, at + seconds))
+        at += seconds
+    return rows
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("berth.web"), autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"when": _when, "duration": _duration, "text": lambda text: printable(str(text))}
+    return environment
+
+
+TEMPLATES = _templates()

@@ -1,0 +1,77 @@
+"""Errors of `/api/v1` as `application/problem+json` (RFC 9457), with the codes that the messages have."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+
+from bus.contracts.base import MAX_REASON
+from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
+from bus.port import BusError, PublishRefused
+
+PROBLEM_JSON = "application/problem+json"
+
+# Refusals that are a conflict with what is on record; every other refusal is 422.
+_CONFLICTS = frozenset({"request.duplicate"})
+
+
+class Problem(Exception):
+    """Ends a request with a status, a stable code, and a sentence for a person."""
+
+    def __init__(self, status: int, code: str, detail: str, *, headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail[:MAX_REASON]
+        self.headers = headers or {}
+
+
+class ProblemBody(Struct, frozen=True, omit_defaults=True):
+    """The body of every error. type is always `about:blank`: `code` tells one from another."""
+
+    title: str
+    status: int
+    code: str
+    detail: str = ""
+    type: str = "about:blank"
+
+
+_TITLES = {
+    400: "Bad request",
+    401: "Not authenticated",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Refused",
+    429: "Too many requests",
+    500: "Internal error",
+    503: "Unavailable",
+    504: "No answer in time",
+}
+
+
+def problem_response(problem: Problem) -> Response:
+    """The answer that a problem is."""
+    body = ProblemBody(_TITLES.get(problem.status, "Error"), problem.status, problem.code, problem.detail)
+    return Response(msgspec.json.encode(body), problem.status, problem.headers, PROBLEM_JSON)
+
+
+def problem_of(fault: Exception) -> Problem | None:
+    """What a fault of the bus is to a caller; None: a defect of ours."""
+    if isinstance(fault, Problem):
+        return fault
+    if isinstance(fault, RequestRefused):
+        return Problem(409 if fault.code in _CONFLICTS else 422, fault.code, fault.reason)
+    if isinstance(fault, RequestTimeout):
+        return Problem(504, fault.code, "no scheduler has answered in time; what was asked may still happen")
+    if isinstance(fault, PublishRefused):
+        return Problem(429, "queue.full", "the queue is full: ask again later", headers={"retry-after": "1"})
+    if isinstance(fault, BusError | Transient):
+        return Problem(503, getattr(fault, "code", "bus.unavailable"), str(fault), headers={"retry-after": "1"})
+    if isinstance(fault, Fault):
+        return Problem(422, fault.code, str(fault))
+    return None

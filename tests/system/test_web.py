@@ -1,0 +1,403 @@
+"""The pages and `/api/v1` over HTTP, before a whole running system; hostile names and other sites included."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from berth.settings import Settings, UpSettings
+from berth.site import Site
+from berth.up import LocalSystem, site
+from berth.web.access import MAX_SESSIONS, Access, Role, check_listen
+from berth.web.api import MAX_BODY_BYTES
+from berth.web.server import WebCannotListen, WebServer
+from bus.clock import SystemClock
+from bus.service.settings import SettingsError
+from compute_sim.config import ComputeConfig
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres]
+
+START_TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
+UNKNOWN = "00000000-0000-4000-8000-00000000dead"
+HOSTILE = "<script>alert(1)</script>\n\u202eevil"
+TOKENS = {
+    "op": ("operator", None),
+    "see": ("reader", None),
+    "alice": ("project", "p-alice"),
+    "bob": ("project", "p-bob"),
+}
+JSON = {"content-type": "application/json"}
+
+
+class Web(Struct):
+    """A running system: the address without tokens, and the one with."""
+
+    open_url: str
+    tokens_url: str
+
+    def client(self, token: str = "", **headers: str) -> httpx.Client:
+        """A program that calls; with a token at the address that wants one."""
+        base = self.tokens_url if token else self.open_url
+        auth = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.Client(base_url=base, headers={**auth, **headers}, timeout=TIMEOUT_S)
+
+
+def token_file(directory: Path) -> Path:
+    lines: list[str] = []
+    for name, (role, project) in TOKENS.items():
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        lines += ["[[tokens]]", f'sha256 = "{digest}"', f'name = "{name}"', f'role = "{role}"']
+        lines += [f'project = "{project}"'] if project else []
+    path = directory / "tokens.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def server(here: Site, name: str, tokens: Path | None) -> WebServer:
+    return WebServer(
+        here.bus(name), clock=here.clock, rng=random.Random(name), process=name, host="127.0.0.1", port=0, tokens=tokens
+    )
+
+
+async def serve(directory: Path, found: list[Web], ready: threading.Event, stop: threading.Event) -> None:
+    settings = replace(
+        Settings(),
+        state_dir=str(directory),
+        up=UpSettings(schedulers=1, computes_per_cell=1, nodes=0, rest=False),
+        compute=ComputeConfig(hosts=3),
+    )
+    async with site(settings, directory=None, seed=1) as here:
+        system = LocalSystem(here)
+        servers = [server(here, "web1", None), server(here, "web2", token_file(directory))]
+        try:
+            await system.start()
+            for one in servers:
+                await one.open()
+            found.append(Web(*(one.url for one in servers)))
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+        finally:
+            ready.set()
+            for one in servers:
+                await one.close()
+            await system.in_process.stop()
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
+    found: list[Web] = []
+    ready, stop = threading.Event(), threading.Event()
+    with tempfile.TemporaryDirectory(prefix="berth-web-") as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        thread = threading.Thread(target=lambda: asyncio.run(serve(directory, found, ready, stop)))
+        thread.start()
+        try:
+            assert ready.wait(START_TIMEOUT_S) and found
+            yield found[0]
+        finally:
+            stop.set()
+            thread.join()
+
+
+def boot(client: httpx.Client, **fields: Any) -> str:
+    answer = client.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p", **fields})
+    assert answer.status_code == 202, answer.text
+    assert answer.headers["location"] == answer.json()["links"]["self"]
+    return str(answer.json()["instance_uuid"])
+
+
+def follow(client: httpx.Client, uuid: str, until: str = "end") -> list[tuple[str, dict[str, Any]]]:
+    """All server-sent events of one build, to the end of the stream."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    with client.stream("GET", f"/api/v1/builds/{uuid}/events", params={"until": until}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        name = ""
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                name = line[7:]
+            elif line.startswith("data: "):
+                events.append((name, json.loads(line[6:])))
+    return events
+
+
+def code_of(answer: httpx.Response, status: int) -> str:
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), answer.text
+    assert answer.json()["status"] == status
+    return str(answer.json()["code"])
+
+
+# --- builds
+
+
+def test_a_build_is_asked_for_followed_shown_and_deleted(web: Web) -> None:
+    with web.client() as client:
+        instance = boot(client, name="first")
+        name, last = follow(client, instance)[-1]
+        assert last["state"] == "active" and (name == "build" or last["terminal"])
+        shown = client.get(f"/api/v1/builds/{instance}").json()
+        assert (shown["state"], shown["name"], shown["project_id"]) == ("active", "first", "p")
+        assert {line["what"] for line in shown["story"]} >= {"requested", "chosen", "claimed", "active"}
+        assert client.delete(f"/api/v1/builds/{instance}").status_code == 202
+        assert follow(client, instance, "deleted")[-1][1]["state"] == "deleted"
+        assert client.get(f"/api/v1/builds/{instance}").json()["state"] == "deleted"
+
+
+def test_the_uuid_makes_a_request_idempotent_and_other_content_a_conflict(web: Web) -> None:
+    instance = str(uuid.uuid4())
+    with web.client() as client:
+        assert boot(client, instance_uuid=instance) == boot(client, instance_uuid=instance) == instance
+        clash = client.post("/api/v1/builds", json={"flavor": "m1.small", "project_id": "p", "instance_uuid": instance})
+        assert code_of(clash, 409) == "request.duplicate"
+
+
+def test_pages_of_builds_follow_each_other(web: Web) -> None:
+    with web.client() as client:
+        made = {boot(client, project_id="paging") for _ in range(5)}
+        seen: list[str] = []
+        following: str | None = "/api/v1/builds?project=paging&limit=2"
+        while following is not None:
+            page = client.get(following).json()
+            seen += [one["instance_uuid"] for one in page["builds"]]
+            following = page["next"]
+        assert set(seen) == made and len(seen) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"{not json", JSON, 400, "request.malformed"),
+        (b"\xff\xfe", JSON, 400, "request.malformed"),
+        (b"[" * 100_000, JSON, 400, "request.malformed"),
+        (b"[]", JSON, 400, "request.malformed"),
+        (b'{"flavor": "m1.tiny", "project_id": "p", "hostt": "x"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "m1.tiny", "project_id": "p", "type": "build.delete.v1"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "m1.tiny", "project_id": "../p"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "m1.tiny"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "m1.tiny", "project_id": "p", "instance_uuid": "x"}', JSON, 400, "request.invalid"),
+        (b'{"flavor": "nope", "project_id": "p"}', JSON, 422, "flavor.unknown"),
+        (b"{}", {"content-type": "text/plain"}, 415, "request.media_type"),
+        (b" " * (MAX_BODY_BYTES + 1), JSON, 413, "request.too_large"),
+    ],
+)
+def test_a_wrong_request_is_a_coded_problem(
+    web: Web, body: bytes, headers: dict[str, str], status: int, code: str
+) -> None:
+    with web.client() as client:
+        assert code_of(client.post("/api/v1/builds", content=body, headers=headers), status) == code
+
+
+def test_the_nearest_field_is_offered(web: Web) -> None:
+    with web.client() as client:
+        answer = client.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p", "hostt": "x"})
+        assert "did you mean `host`?" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/api/v1/nothing", 404, "path.unknown"),
+        ("/api/v1/builds/nothing", 400, "request.invalid"),
+        (f"/api/v1/builds/{UNKNOWN}", 404, "build.unknown"),
+        (f"/api/v1/builds/{UNKNOWN}/events", 404, "build.unknown"),
+        ("/api/v1/builds?limit=0", 400, "request.invalid"),
+        ("/api/v1/builds?limit=1e9", 400, "request.invalid"),
+        ("/api/v1/builds?state=nope", 400, "request.invalid"),
+        ("/api/v1/builds?before=nan%00", 400, "request.invalid"),
+        ("/api/v1/builds?projekt=p", 400, "request.invalid"),
+        ("/api/v1/hosts?up=maybe", 400, "request.invalid"),
+    ],
+)
+def test_a_wrong_question_is_a_coded_problem(web: Web, path: str, status: int, code: str) -> None:
+    with web.client() as client:
+        assert code_of(client.get(path), status) == code
+        assert code_of(client.put("/api/v1/builds"), 405) == "method.unknown"
+
+
+def test_hosts_are_listed_with_what_is_used(web: Web) -> None:
+    with web.client() as client:
+        hosts = client.get("/api/v1/hosts", params={"up": "true"}).json()
+        assert len(hosts) == 6 and all(host["resources"]["VCPU"][1] > 0 for host in hosts)
+        assert {host["cell"] for host in client.get("/api/v1/hosts?cell=cell2").json()} == {"cell2"}
+
+
+def test_the_document_describes_every_route(web: Web) -> None:
+    with web.client() as client:
+        document = client.get("/api/v1/openapi.json").json()
+        paths = document["paths"]
+        assert set(paths) == {"/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/hosts"}
+        assert set(paths["/builds"]) == {"get", "post"} and set(paths["/builds/{uuid}"]) == {"get", "delete"}
+        body = document["components"]["schemas"]["BuildRequest"]
+        assert "type" not in body["properties"] and body["required"] == ["flavor"]
+
+
+# --- who may
+
+
+def test_without_a_token_there_is_no_answer(web: Web) -> None:
+    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S) as client:
+        assert code_of(client.get("/api/v1/builds"), 401) == "auth.required"
+        assert code_of(client.get("/api/v1/builds", headers={"authorization": "Bearer wrong"}), 401) == "auth.required"
+        assert client.get("/").headers["location"] == "/login"
+
+
+def test_a_project_sees_and_changes_its_own_alone(web: Web) -> None:
+    with web.client("alice") as alice, web.client("bob") as bob:
+        answer = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"})
+        assert answer.status_code == 202, answer.text
+        instance = answer.json()["instance_uuid"]
+        assert follow(alice, instance)[-1][1]["state"] == "active"
+        assert alice.get(f"/api/v1/builds/{instance}").json()["project_id"] == "p-alice"
+        for ask in (bob.get, bob.delete):
+            assert code_of(ask(f"/api/v1/builds/{instance}"), 404) == "build.unknown"
+        assert code_of(bob.get(f"/api/v1/builds/{instance}/events"), 404) == "build.unknown"
+        assert bob.get("/api/v1/builds").json()["builds"] == []
+        assert code_of(bob.get("/api/v1/builds?project=p-alice"), 403) == "project.forbidden"
+        forged = bob.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p-alice"})
+        assert code_of(forged, 403) == "project.forbidden"
+        for path in ("/api/v1/hosts", "/", "/fleet", "/fleet/map", "/now/events"):
+            assert code_of(bob.get(path), 403) == "role.forbidden"
+
+
+def test_a_reader_sees_all_and_changes_nothing(web: Web) -> None:
+    with web.client("op") as operator, web.client("see") as reader:
+        instance = boot(operator, project_id="p-read")
+        assert reader.get(f"/api/v1/builds/{instance}").status_code == 200
+        assert code_of(reader.delete(f"/api/v1/builds/{instance}"), 403) == "role.forbidden"
+        asked = reader.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p"})
+        assert code_of(asked, 403) == "role.forbidden"
+
+
+def test_a_session_begins_with_a_token_and_ends_with_log_out(web: Web) -> None:
+    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S, follow_redirects=True) as client:
+        wrong = client.post("/login", data={"token": "wrong"})
+        assert wrong.status_code == 401 and "not in the token file" in wrong.text
+        assert "Now" in client.post("/login", data={"token": "op"}).text
+        cookie = next(iter(client.cookies.jar))
+        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "strict"
+        assert client.get("/fleet").status_code == 200
+        client.post("/logout")
+        assert "Log in" in client.get("/fleet").text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "null"},
+    ],
+)
+def test_another_sites_page_changes_nothing(web: Web, headers: dict[str, str]) -> None:
+    with web.client(**headers) as client:
+        answer = client.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "p"})
+        assert code_of(answer, 403) == "origin.forbidden"
+
+
+def test_without_tokens_another_sites_name_does_not_lead_here(web: Web) -> None:
+    with web.client(host="evil.example") as client:
+        assert code_of(client.get("/api/v1/builds"), 403) == "host.forbidden"
+
+
+def test_without_tokens_only_this_machine_is_served() -> None:
+    clock = SystemClock()
+    check_listen("127.0.0.1", Access(None, clock))
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(SettingsError, match="loopback"):
+            check_listen(host, Access(None, clock))
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ("", "no \\[\\[tokens\\]\\]"),
+        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "king"', "none of project, reader, operator"),
+        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "project"', "role project has a project"),
+        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "reader"\nproject = "p"', "no other has"),
+        ('[[tokens]]\nsha256 = "x"\nname = "n"\nrole = "reader"\ntoken = "secret"', "unknown field"),
+    ],
+)
+def test_a_wrong_token_file_is_a_sentence(tmp_path: Path, rows: str, why: str) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(rows)
+    with pytest.raises(SettingsError, match=why):
+        Access(path, SystemClock())
+
+
+async def test_sessions_are_bounded(tmp_path: Path) -> None:
+    access = Access(token_file(tmp_path), SystemClock())
+    caller = access.by_token("op")
+    assert caller is not None and caller.role is Role.OPERATOR
+    first = access.log_in(caller)
+    for _ in range(MAX_SESSIONS):
+        access.log_in(caller)
+    with pytest.raises(Exception, match="token"):
+        access.caller({}, {"berth_session": first})
+
+
+async def test_a_taken_address_is_a_sentence(web: Web) -> None:
+    taken = int(web.open_url.rpartition(":")[2])
+    here = Site(Settings())
+    one = WebServer(
+        here.bus("w"), clock=here.clock, rng=random.Random(), process="w", host="127.0.0.1", port=taken, tokens=None
+    )
+    with pytest.raises(WebCannotListen, match="cannot listen"):
+        await one.open()
+
+
+# --- pages
+
+
+def test_every_page_has_what_the_api_has(web: Web) -> None:
+    with web.client(accept="text/html") as client:
+        instance = boot(client, name="shown")
+        follow(client, instance)
+        assert "Boots a second" in client.get("/").text
+        fleet = client.get("/fleet").text
+        host = client.get("/api/v1/hosts").json()[0]
+        assert host["name"] in fleet and f"/fleet/{host['uuid']}" in fleet
+        assert "VCPU" in client.get(f"/fleet/{host['uuid']}").text
+        assert instance in client.get("/builds").text
+        page = client.get(f"/builds/{instance}").text
+        assert "Where the time went" in page and "announced" in page and "Delete this instance" in page
+        assert len(client.get("/fleet/map").json()["uuid"]) == 6
+        assert client.get(f"/builds/{UNKNOWN}").status_code == 404
+        assert client.get("/builds", params={"uuid": instance}).headers["location"] == f"/builds/{instance}"
+
+
+def test_a_hostile_name_is_only_text(web: Web) -> None:
+    with web.client(accept="text/html") as client:
+        instance = boot(client, name=HOSTILE, image="<img src=x onerror=alert(1)>")
+        follow(client, instance)
+        for path in ("/builds", f"/builds/{instance}"):
+            page = client.get(path)
+            assert "<script>alert" not in page.text and "\u202e" not in page.text
+            assert "&lt;script&gt;alert(1)&lt;/script&gt;\\n\\u202eevil" in page.text
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_the_first_page_is_kept_up_to_date(web: Web) -> None:
+    with web.client() as client, client.stream("GET", "/now/events") as stream:
+        lines = stream.iter_lines()
+        states = (json.loads(line[6:]) for line in lines if line.startswith("data: ") and "in_flight" in line)
+        before = next(states)
+        assert (before["hosts"], before["up"], before["troubles"]) == (6, 6, [])
+        with web.client() as other:
+            instance = boot(other)
+            follow(other, instance)
+        assert any(sum(second["active"] for second in now["seconds"]) for now in states)
