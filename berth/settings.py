@@ -63,7 +63,10 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `berth up` starts: so many of each worker. rest: Placement's REST API, though no setting says where."""
+    """What `berth up` starts: so many of each worker. rest: Placement's REST API, though no setting says where.
+
+    web: the pages, at port 8780 of this machine or a free one.
+    """
 
     schedulers: Annotated[int, Bound(ge=1, le=16)] = 2
     placements: Annotated[int, Bound(ge=1, le=16)] = 1
@@ -71,6 +74,7 @@ class UpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nodes: Annotated[int, Bound(ge=0, le=10_000)] = 10
     grace_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     rest: bool = True
+    web: bool = True
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

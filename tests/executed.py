@@ -60,6 +60,7 @@ STEPS = (
         "clients {} calls",
     ),
     Step("bad-input.json", lambda told: told["requests"], lambda told: told["passed"] is True, "bad input {} requests"),
+    Step("pages.json", lambda told: told["steps"], lambda told: told["passed"] is True, "pages {} steps"),
     Step("fuzz.json", lambda told: told["inputs"], lambda told: told["passed"] is True, "fuzz {} inputs"),
 )
 

@@ -44,6 +44,7 @@ from berth.site import Site, process_name, read_runtime
 from berth.supervisor import Supervisor, supervised
 from berth.up import LocalSystem, serve, site
 from berth.up_processes import numbers, running
+from berth.web.server import pages_of_up
 from bus.contracts.base import Word
 from bus.service.environment import Environment
 from bus.service.main import STOP_SIGNALS, run_process
@@ -120,8 +121,8 @@ async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 await starting
-                async with serve(here, ironic_url):
-                    _say(one_process(here, system.computes, ironic_url, rest), as_json)
+                async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
+                    _say({**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json)
                     waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -166,8 +167,9 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
                     clock=started.site.clock,
                     say=lambda said: err.print(said, soft_wrap=True, markup=False),
                 )
-                _say(as_processes(started, count, cpus, rest), as_json)
-                await supervised(supervisor, stop)
+                async with pages_of_up(started.site, wanted=settings.up.web) as pages:
+                    _say({**as_processes(started, count, cpus, rest), "pages": pages or None}, as_json)
+                    await supervised(supervisor, stop)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:

@@ -65,6 +65,7 @@ def block(said: Mapping[str, Any]) -> str:
         ("computes", ", ".join(said.get("computes", ()))),
         ("RabbitMQ" if said["bus"] != MEMORY else "bus", bus),
         ("PostgreSQL", said["database"]),
+        ("pages", said.get("pages") or ""),
         ("Placement", _placement(said)),
         ("Ironic", f"{said['ironic']} (simulated)" if said["ironic"] else ""),
         ("/metrics", ", ".join(f"{name} {worker['port']}" for name, worker in workers.items())),

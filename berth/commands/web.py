@@ -11,11 +11,12 @@ import typer
 
 from berth.commands.common import open_in_time, out, run, settings_of
 from berth.site import Site, process_name
-from berth.web.server import WebServer
+from berth.web.access import Access, read_tokens
+from berth.web.server import DEFAULT_PORT, WebServer
 from bus.service.main import STOP_SIGNALS
 from bus.service.telemetry import configure_logging
 
-DEFAULT_LISTEN = "127.0.0.1:8780"
+DEFAULT_LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def web(
@@ -26,7 +27,9 @@ def web(
         typer.Option(help="A TOML file of [[tokens]]: sha256, name, role (project, reader, operator) and project."),
     ] = None,
 ) -> None:
-    """Serve the pages and the HTTP API (/api/v1) until SIGTERM or SIGINT.
+    """Serve the pages and the HTTP API.
+
+    The API is at /api/v1. It runs until SIGTERM or SIGINT.
 
     Without --tokens it listens on loopback alone, and who can reach it there may do everything.
     """
@@ -46,7 +49,7 @@ def web(
             process=process,
             host=host.strip("[]") or "127.0.0.1",
             port=int(port),
-            tokens=tokens,
+            access=Access(None if tokens is None else read_tokens(tokens), site.clock),
         )
         stop = asyncio.Event()
         for number in STOP_SIGNALS:

@@ -27,7 +27,7 @@ MAX_SESSIONS = 1_000
 MAX_TOKEN_BYTES = 512
 
 
-class Role(IntEnum):
+class WebRole(IntEnum):
     """What a caller may do, in the order of what it sees."""
 
     PROJECT = 1  # build, delete and see in its own project
@@ -35,20 +35,20 @@ class Role(IntEnum):
     OPERATOR = 3  # see and do everything
 
 
-class Caller(Struct, frozen=True):
+class WebCaller(Struct, frozen=True):
     """Who calls. project: of a `project` caller, the only one it sees."""
 
     name: str
-    role: Role
+    role: WebRole
     project: str | None = None
 
     @property
     def sees(self) -> str | None:
         """The project whose builds it sees; None: all."""
-        return self.project if self.role is Role.PROJECT else None
+        return self.project if self.role is WebRole.PROJECT else None
 
 
-LOCAL = Caller("local", Role.OPERATOR)
+LOCAL = WebCaller("local", WebRole.OPERATOR)
 
 
 class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,15 +61,15 @@ class _TokenRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Access:
-    """Knows callers. `open`: there is no token file, and every caller is the local operator."""
+    """Knows callers, by the SHA-256 of their tokens. None: there are no tokens, and every caller is the operator."""
 
-    def __init__(self, token_file: Path | None, clock: Clock) -> None:
+    def __init__(self, callers: Mapping[str, WebCaller] | None, clock: Clock) -> None:
         self._clock = clock
-        self._callers = {} if token_file is None else _read(token_file)
-        self._sessions: dict[str, tuple[Caller, float]] = {}
-        self.open = token_file is None
+        self._callers = callers or {}
+        self._sessions: dict[str, tuple[WebCaller, float]] = {}
+        self.open = callers is None
 
-    def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> WebCaller:
         """The caller of one request. Raises Problem 401."""
         if self.open:
             return LOCAL
@@ -80,13 +80,13 @@ class Access:
             raise Problem(401, "auth.required", sentence, headers={"www-authenticate": "Bearer"})
         return found
 
-    def by_token(self, token: str) -> Caller | None:
+    def by_token(self, token: str) -> WebCaller | None:
         """Whose token it is. Only digests are compared, so the time it takes tells nothing of the token."""
         if len(token) > MAX_TOKEN_BYTES:
             return None
-        return self._callers.get(hashlib.sha256(token.encode()).hexdigest())
+        return self._callers.get(digest_of(token))
 
-    def log_in(self, caller: Caller) -> str:
+    def log_in(self, caller: WebCaller) -> str:
         """A new session of a caller: the cookie's value."""
         now = self._clock.monotonic()
         self._sessions = {key: one for key, one in self._sessions.items() if one[1] > now}
@@ -100,7 +100,7 @@ class Access:
         """End a session."""
         self._sessions.pop(session, None)
 
-    def _by_session(self, session: str) -> Caller | None:
+    def _by_session(self, session: str) -> WebCaller | None:
         caller, until = self._sessions.get(session, (None, 0.0))
         return caller if until > self._clock.monotonic() else None
 
@@ -120,21 +120,27 @@ def _bearer(header: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _read(path: Path) -> dict[str, Caller]:
+def digest_of(token: str) -> str:
+    """What is kept of a token: its SHA-256 in hex."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def read_tokens(path: Path) -> dict[str, WebCaller]:
+    """The callers of a token file, by the digests of their tokens. Raises SettingsError."""
     try:
         rows = msgspec.convert(read_toml(path).get("tokens", []), list[_TokenRow])
     except msgspec.ValidationError as error:
         raise SettingsError("web.tokens", f"{path}: {error}") from error
     if not rows:
         raise SettingsError("web.tokens", f"{path} has no [[tokens]]")
-    callers: dict[str, Caller] = {}
+    callers: dict[str, WebCaller] = {}
     for row in rows:
         try:
-            role = Role[row.role.upper()]
+            role = WebRole[row.role.upper()]
         except KeyError:
-            known = ", ".join(one.name.lower() for one in Role)
+            known = ", ".join(one.name.lower() for one in WebRole)
             raise SettingsError("web.tokens", f"{path}: role {row.role!r} of {row.name!r} is none of {known}") from None
-        if (role is Role.PROJECT) != (row.project is not None):
+        if (role is WebRole.PROJECT) != (row.project is not None):
             raise SettingsError("web.tokens", f"{path}: {row.name!r}: role project has a project, no other has")
-        callers[row.sha256.lower()] = Caller(row.name, role, row.project)
+        callers[row.sha256.lower()] = WebCaller(row.name, role, row.project)
     return callers

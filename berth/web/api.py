@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from berth.web.access import Caller, Role
-from berth.web.live import Live, TooManyFollowers
+from berth.web.access import WebCaller, WebRole
+from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.clock import new_uuid
@@ -66,7 +66,7 @@ class Builds(Struct, frozen=True):
     next: str | None = None
 
 
-class Api:
+class WebApi:
     """The handlers. Each takes a request of a caller that is known (`request.state.caller`)."""
 
     def __init__(self, bus: Bus, live: Live, rng: random.Random) -> None:
@@ -140,7 +140,7 @@ class Api:
         """Ask a scheduler for a page of builds."""
         return await self._bus.request(query, BuildPage, timeout_s=ASK_TIMEOUT_S)
 
-    async def build(self, uuid: str, caller: Caller, *, to_change: bool = False) -> BuildRecord:
+    async def build(self, uuid: str, caller: WebCaller, *, to_change: bool = False) -> BuildRecord:
         """One build that the caller may see (and change). Raises Problem 404 for another project's as for none."""
         page = await self.builds(BuildQuery(instance_uuid=uuid))
         found = next((one for one in page.builds if caller.sees in (None, one.project_id)), None)
@@ -156,7 +156,7 @@ class Api:
         """Hosts with what is used of each class: ?cell=&up=true|false&limit=. Not for role project."""
         query = request.query_params
         _only(request, "cell", "up", "limit")
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
         up = query.get("up")
         if up not in (None, "true", "false"):
             raise Problem(400, "request.invalid", "up is true or false")
@@ -195,7 +195,7 @@ class Api:
         wanted: Callable[[BuildEvent], bool],
         *,
         uuid: str = "",
-        caller: Caller | None = None,
+        caller: WebCaller | None = None,
         ends: frozenset[BuildState] = frozenset(),
     ) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -221,22 +221,22 @@ class Api:
         return stream_response(events())
 
 
-def caller_of(request: Request) -> Caller:
+def caller_of(request: Request) -> WebCaller:
     """The caller that the application has found."""
     caller = request.state.caller
-    assert isinstance(caller, Caller)
+    assert isinstance(caller, WebCaller)
     return caller
 
 
-def need(caller: Caller, role: Role) -> None:
+def need(caller: WebCaller, role: WebRole) -> None:
     """Raises Problem 403 when the caller's role is less."""
     if caller.role < role:
         raise Problem(403, "role.forbidden", f"this needs role {role.name.lower()}")
 
 
-def may_change(caller: Caller) -> None:
+def may_change(caller: WebCaller) -> None:
     """Raises Problem 403 for a caller that only sees."""
-    if caller.role is Role.READER:
+    if caller.role is WebRole.READER:
         raise Problem(403, "role.forbidden", "a reader changes nothing")
 
 
@@ -252,7 +252,7 @@ def stream_response(events: AsyncIterator[bytes]) -> Response:
         try:
             async for event in events:
                 yield event
-        except TooManyFollowers:
+        except TooManyEventFollowers:
             yield sse("lagged", {"code": "stream.too_many"})
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from berth.web.access import Access
-from berth.web.api import API_ROOT, Api, json_response
+from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.live import Live
 from berth.web.openapi import document
 from berth.web.pages import Pages
@@ -36,11 +36,11 @@ _HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     b"img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
+    b"referrer-policy": b"same-origin",
 }
 
 
-class Guard:
+class SiteGuard:
     """Finds the caller, refuses what another site's page sends, and adds the headers that a browser wants."""
 
     def __init__(self, app: ASGIApp, access: Access, hosts: frozenset[str] | None) -> None:
@@ -107,7 +107,7 @@ def application(
     bus: Bus, live: Live, access: Access, *, clock: Clock, rng: random.Random, hosts: frozenset[str] | None
 ) -> Starlette:
     """The application. hosts: the names by which it may be asked (None: any, as tokens are needed anyway)."""
-    api = Api(bus, live, rng)
+    api = WebApi(bus, live, rng)
     pages = Pages(api, live, access, clock=clock)
     described = document(api.routes())
 
@@ -124,5 +124,5 @@ def application(
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]
     handlers: dict[Any, Any] = {Exception: _on_problem, HTTPException: _on_problem, Problem: _on_problem}
-    guard = Middleware(Guard, access=access, hosts=hosts)
+    guard = Middleware(SiteGuard, access=access, hosts=hosts)
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)

@@ -26,7 +26,7 @@ MAX_LATENCIES = 2_000
 MAX_FAILURES = 20
 
 
-class TooManyFollowers(Exception):
+class TooManyEventFollowers(Exception):
     """MAX_FOLLOWERS follow already."""
 
 
@@ -39,7 +39,7 @@ class Second(Struct):
     accepted: int = 0
 
 
-class Follower:
+class EventFollower:
     """One reader of the stream. `lagged`: events were dropped; what it shows must be read anew."""
 
     def __init__(self, wanted: Callable[[BuildEvent], bool]) -> None:
@@ -76,7 +76,7 @@ class Live:
         self._bus = bus
         self._clock = clock
         self._process = process
-        self._followers: set[Follower] = set()
+        self._followers: set[EventFollower] = set()
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
@@ -95,11 +95,11 @@ class Live:
         await self._consumer.drain(1.0)
 
     @contextmanager
-    def follow(self, wanted: Callable[[BuildEvent], bool]) -> Iterator[Follower]:
-        """A follower for as long as the block runs. Raises TooManyFollowers."""
+    def follow(self, wanted: Callable[[BuildEvent], bool]) -> Iterator[EventFollower]:
+        """A follower for as long as the block runs. Raises TooManyEventFollowers."""
         if len(self._followers) >= MAX_FOLLOWERS:
-            raise TooManyFollowers
-        follower = Follower(wanted)
+            raise TooManyEventFollowers
+        follower = EventFollower(wanted)
         self._followers.add(follower)
         try:
             yield follower

@@ -16,10 +16,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from berth.render import printable
-from berth.web.access import SESSION_COOKIE, SESSION_S, Access, Role
+from berth.web.access import SESSION_COOKIE, SESSION_S, Access, WebRole
 from berth.web.api import (
     MAX_HOSTS,
-    Api,
+    WebApi,
     body_of,
     caller_of,
     json_response,
@@ -80,7 +80,7 @@ class HostMap(Struct, frozen=True):
 class Pages:
     """The handlers of the pages."""
 
-    def __init__(self, api: Api, live: Live, access: Access, *, clock: Clock) -> None:
+    def __init__(self, api: WebApi, live: Live, access: Access, *, clock: Clock) -> None:
         self._api = api
         self._live = live
         self._access = access
@@ -107,12 +107,12 @@ class Pages:
 
     async def now(self, request: Request) -> Response:
         """What goes on, and what is wrong first."""
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
         return self._page(request, "now.html", now=await self._state(), failures=list(self._live.failures))
 
     async def now_events(self, request: Request) -> Response:
         """The figures of the first page, every second for as long as it is open."""
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
 
         async def states() -> AsyncIterator[bytes]:
             with self._live.follow(lambda event: event.state in (BuildState.FAILED, BuildState.REFUSED)) as follower:
@@ -172,7 +172,7 @@ class Pages:
 
     async def fleet(self, request: Request) -> Response:
         """Every host as a cell of a heat map, and the same as a table."""
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
         hosts = await self._all_hosts()
         cell, wanted = request.query_params.get("cell", ""), request.query_params.get("q", "").strip()
         shown = [host for host in hosts if cell in ("", host.cell) and wanted.lower() in host.name.lower()]
@@ -189,7 +189,7 @@ class Pages:
 
     async def fleet_map(self, request: Request) -> Response:
         """The heat map's data."""
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
         hosts = await self._all_hosts()
         classes = sorted({name for host in hosts for name in host.resources})
         return json_response(
@@ -205,7 +205,7 @@ class Pages:
 
     async def host(self, request: Request) -> Response:
         """One host."""
-        need(caller_of(request), Role.READER)
+        need(caller_of(request), WebRole.READER)
         uuid = request.path_params["uuid"]
         found = next((host for host in await self._all_hosts() if host.uuid == uuid), None)
         if found is None:
@@ -244,7 +244,7 @@ class Pages:
             build=found,
             stages=stages_of(found),
             ended=found.state in TERMINAL_STATES,
-            deletable=found.state in DELETABLE and caller.role is not Role.READER,
+            deletable=found.state in DELETABLE and caller.role is not WebRole.READER,
         )
 
     # --- sessions
@@ -259,7 +259,7 @@ class Pages:
         caller = self._access.by_token(form.get("token", [""])[0].strip())
         if caller is None:
             return self._page(request, "login.html", 401, wrong=True)
-        response = RedirectResponse("/builds" if caller.role is Role.PROJECT else "/", 303)
+        response = RedirectResponse("/builds" if caller.role is WebRole.PROJECT else "/", 303)
         response.set_cookie(
             SESSION_COOKIE,
             self._access.log_in(caller),

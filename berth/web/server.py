@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 import socket
-from collections.abc import Generator
-from pathlib import Path
+from collections.abc import AsyncIterator, Generator
 
 import structlog
 import uvicorn
 
-from berth.web.access import Access, check_listen
+from berth.site import Site, process_name
+from berth.web.access import LOCAL, Access, check_listen, digest_of
 from berth.web.application import application
 from berth.web.live import Live
 from bus.bus import Bus
@@ -21,6 +22,7 @@ from bus.faults import Fault
 
 log = structlog.get_logger("web")
 
+DEFAULT_PORT = 8780
 BACKLOG = 1024
 MAX_CONNECTIONS = 1_000
 KEEP_ALIVE_S = 15
@@ -42,17 +44,53 @@ class _Server(uvicorn.Server):
         yield
 
 
+@contextlib.asynccontextmanager
+async def pages_of_up(site: Site, *, wanted: bool) -> AsyncIterator[str]:
+    """The pages of a `berth up`, for as long as the block runs: their address, with the token that logs in there.
+
+    Empty when they are not wanted.
+
+    Other users of this machine reach the port as well, so it wants a token; a new one each time, kept nowhere.
+    """
+    if not wanted:
+        yield ""
+        return
+    token = secrets.token_urlsafe(32)
+    process = process_name("web")
+    access = Access({digest_of(token): LOCAL}, site.clock)
+    for port in (DEFAULT_PORT, 0):
+        server = WebServer(
+            site.bus(process),
+            clock=site.clock,
+            rng=random.SystemRandom(),
+            process=process,
+            host="127.0.0.1",
+            port=port,
+            access=access,
+        )
+        try:
+            await server.open()
+            break
+        except WebCannotListen:
+            if port == 0:
+                raise
+    try:
+        yield f"{server.url}/login#{token}"
+    finally:
+        await server.close()
+
+
 class WebServer:
     """The pages and `/api/v1` at one address; port 0 takes a free one, which `port` then names."""
 
     def __init__(
-        self, bus: Bus, *, clock: Clock, rng: random.Random, process: str, host: str, port: int, tokens: Path | None
+        self, bus: Bus, *, clock: Clock, rng: random.Random, process: str, host: str, port: int, access: Access
     ) -> None:
         self.host, self.port = host, port
         self._bus, self._clock, self._rng = bus, clock, rng
         self._live = Live(bus, clock=clock, process=process)
-        self._access = Access(tokens, clock)
-        check_listen(host, self._access)
+        self._access = access
+        check_listen(host, access)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 

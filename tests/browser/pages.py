@@ -50,8 +50,8 @@ def expect(what: str, holds: Any) -> None:
 
 
 @contextmanager
-def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[str]:
-    """A live berth and its pages; yields their address."""
+def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[tuple[str, str]]:
+    """A live berth; yields the address of `berth web`, and the link to the pages that `berth up` has printed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
     env |= {
         "BERTH_STATE_DIR": str(directory / "state"),
@@ -64,10 +64,11 @@ def berth_up(berth: str, hosts: int, directory: Path) -> Iterator[str]:
         up = subprocess.Popen([berth, "up"], env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
         web = None
         try:
+            link = said(up, "  pages ").split()[-1]
             said(up, "Ctrl-C")
             command = [berth, "web", "--listen", "127.0.0.1:0"]
             web = subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
-            yield said(web, "berth is at ").split()[-1]
+            yield said(web, "berth is at ").split()[-1], link
         finally:
             for process in (web, up):
                 if process is not None:
@@ -87,9 +88,10 @@ def said(process: subprocess.Popen[str], start: str) -> str:
 class Person:
     """Who looks at the pages."""
 
-    def __init__(self, driver: WebDriver, url: str, hosts: int) -> None:
+    def __init__(self, driver: WebDriver, url: str, link: str, hosts: int) -> None:
         self.driver = driver
         self.url = url
+        self.link = link
         self.hosts = hosts
 
     def open(self, path: str) -> None:
@@ -219,6 +221,19 @@ def nothing_is_wider_than_a_telephone(person: Person) -> None:
     person.driver.set_window_size(*SIZES["wide"])
 
 
+def link_of_up_logs_in(person: Person) -> None:
+    """The link logs in by itself and leaves no token in the address; without it there is the login page alone."""
+    address, _, token = person.link.partition("/login#")
+    person.driver.get(f"{address}/fleet")
+    expect("a token is asked for", "Log in" in person.text("h1"))
+    person.driver.get("about:blank")  # else only what is behind the # changes, and nothing is loaded
+    person.driver.get(person.link)
+    person.until("it is logged in", lambda: person.text("h1") == "Now")
+    expect("the token is not in the address", token not in person.driver.current_url)
+    person.driver.find_element(By.CSS_SELECTOR, "header form button").click()
+    person.until("it is logged out", lambda: person.text("h1") == "Log in")
+
+
 STEPS = (
     now_shows_what_happens,
     now_shows_a_failure,
@@ -229,6 +244,7 @@ STEPS = (
     hostile_name_is_text,
     keyboard_and_reader_find_their_way,
     nothing_is_wider_than_a_telephone,
+    link_of_up_logs_in,
 )
 
 
@@ -269,18 +285,18 @@ def main() -> int:
     done: list[str] = []
     failed = ""
     try:
-        with berth_up(asked.berth, asked.hosts, directory) as url:
+        with berth_up(asked.berth, asked.hosts, directory) as (url, link):
             service = webdriver.ChromeService(shutil.which("chromedriver") or "chromedriver")
             driver = webdriver.Chrome(options=options, service=service)
             try:
-                person = Person(driver, url, asked.hosts // 2 * 2 + 2)
+                person = Person(driver, url, link, asked.hosts // 2 * 2 + 2)
                 for step in STEPS:
                     began = time.monotonic()
                     step(person)
                     done.append(step.__name__)
                     sys.stdout.write(f"{step.__name__}: {time.monotonic() - began:.1f} s\n")
                     sys.stdout.flush()
-                complaints = [one for one in person.errors() if "422" not in one]
+                complaints = [one for one in person.errors() if "422" not in one]  # the build of no flavor
                 expect(f"the browser complains: {complaints}", not complaints)
                 if asked.pictures:
                     take_pictures(person, asked.pictures)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from berth.settings import Settings, UpSettings
 from berth.site import Site
 from berth.up import LocalSystem, site
-from berth.web.access import MAX_SESSIONS, Access, Role, check_listen
+from berth.web.access import MAX_SESSIONS, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
 from bus.clock import SystemClock
@@ -67,9 +67,9 @@ def token_file(directory: Path) -> Path:
     return path
 
 
-def server(here: Site, name: str, tokens: Path | None) -> WebServer:
+def server(here: Site, name: str, access: Access) -> WebServer:
     return WebServer(
-        here.bus(name), clock=here.clock, rng=random.Random(name), process=name, host="127.0.0.1", port=0, tokens=tokens
+        here.bus(name), clock=here.clock, rng=random.Random(name), process=name, host="127.0.0.1", port=0, access=access
     )
 
 
@@ -82,7 +82,8 @@ async def serve(directory: Path, found: list[Web], ready: threading.Event, stop:
     )
     async with site(settings, directory=None, seed=1) as here:
         system = LocalSystem(here)
-        servers = [server(here, "web1", None), server(here, "web2", token_file(directory))]
+        tokens = Access(read_tokens(token_file(directory)), here.clock)
+        servers = [server(here, "web1", Access(None, here.clock)), server(here, "web2", tokens)]
         try:
             await system.start()
             for one in servers:
@@ -336,13 +337,13 @@ def test_a_wrong_token_file_is_a_sentence(tmp_path: Path, rows: str, why: str) -
     path = tmp_path / "tokens.toml"
     path.write_text(rows)
     with pytest.raises(SettingsError, match=why):
-        Access(path, SystemClock())
+        read_tokens(path)
 
 
 async def test_sessions_are_bounded(tmp_path: Path) -> None:
-    access = Access(token_file(tmp_path), SystemClock())
+    access = Access(read_tokens(token_file(tmp_path)), SystemClock())
     caller = access.by_token("op")
-    assert caller is not None and caller.role is Role.OPERATOR
+    assert caller is not None and caller.role is WebRole.OPERATOR
     first = access.log_in(caller)
     for _ in range(MAX_SESSIONS):
         access.log_in(caller)
@@ -354,7 +355,13 @@ async def test_a_taken_address_is_a_sentence(web: Web) -> None:
     taken = int(web.open_url.rpartition(":")[2])
     here = Site(Settings())
     one = WebServer(
-        here.bus("w"), clock=here.clock, rng=random.Random(), process="w", host="127.0.0.1", port=taken, tokens=None
+        here.bus("w"),
+        clock=here.clock,
+        rng=random.Random(),
+        process="w",
+        host="127.0.0.1",
+        port=taken,
+        access=Access(None, here.clock),
     )
     with pytest.raises(WebCannotListen, match="cannot listen"):
         await one.open()

@@ -14,6 +14,7 @@ function row(cells) {
     const td = document.createElement("td");
     if (cell instanceof Node) td.append(cell);
     else td.textContent = printable(cell);
+    if (typeof cell === "number") td.className = "number";
     made.append(td);
   }
   return made;
@@ -43,7 +44,7 @@ function startNow() {
   const box = byId("rates");
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line") } };
   const plot = new uPlot({
-    width: box.clientWidth, height: 220, axes: [axis, axis], cursor: { show: false },
+    width: box.clientWidth, height: 220, axes: [axis, axis], cursor: { show: false }, legend: { live: false },
     series: [{}, { label: "active a second", stroke: colour("--good"), width: 2 }, { label: "failed a second", stroke: colour("--bad"), width: 2 }],
   }, [[], [], []], box);
   new ResizeObserver(() => plot.setSize({ width: box.clientWidth, height: 220 })).observe(box);
@@ -180,6 +181,13 @@ document.addEventListener("DOMContentLoaded", () => {
   if (byId("map")) startFleet();
   const followed = document.querySelector("[data-follow]")?.dataset.follow;
   if (followed) followBuild(followed);
+  // A link to the login page may carry the token behind the #, which no browser sends or logs.
+  const login = document.querySelector("form.login");
+  if (login && location.hash.length > 1) {
+    login.elements.token.value = decodeURIComponent(location.hash.slice(1));
+    history.replaceState(null, "", location.pathname);
+    login.submit();
+  }
   const button = document.querySelector("[data-delete]");
   if (button) startDelete(button);
 });
