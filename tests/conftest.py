@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, p
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("berth")
+
+# A process that was started in the background ignores these, and so would every process that a test starts and stops.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
