@@ -11,7 +11,7 @@ from berth.sim.ironic_sync_watch import disagreements, is_reported
 from berth.sim.load import Client
 from berth.sim.peer_watch import OVER_QUOTA, asked_of
 from berth.sim.peers import NONE_ALLOWED
-from berth.sim.world import World
+from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import State
@@ -260,6 +260,14 @@ def _running(world: World) -> Iterator[RunningFact]:
     for node in world.ironic.pool.nodes.values() if world.ironic else ():
         if (uuid := node["instance_uuid"]) is not None:
             yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
+        elif (uuid := marked(node)) is not None and _is_active(world, uuid):
+            # Its operator cleared `instance_uuid` alone: a machine that nobody has deleted still runs there.
+            yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
+
+
+def _is_active(world: World, uuid: str) -> bool:
+    found = [table.instances[uuid] for table in world.cells.values() if uuid in table.instances]
+    return any(instance.state is State.ACTIVE for instance in found)
 
 
 def _audit(book: MemoryBookTable) -> Iterator[str]:

@@ -34,6 +34,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable
+from compute_sim.drivers.baremetal import DEPLOYED
 from compute_sim.fleet import Host
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book
@@ -110,6 +111,14 @@ def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
             one()
 
     return look
+
+
+def marked(node: Mapping[str, Any]) -> str | None:
+    """Whose machine our mark says is on a deployed node whose operator has cleared `instance_uuid` alone."""
+    if node["instance_uuid"] is not None or node["provision_state"] not in DEPLOYED:
+        return None
+    mark: Mapping[str, str] = node["instance_info"].get("berth", {})
+    return mark.get("instance")
 
 
 class World:
@@ -317,7 +326,8 @@ class World:
             if guest is not None and guest.complete:
                 return guest.attempt
         node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
-        return self.attempt_on(host, instance) if node is not None and node["instance_uuid"] == instance else None
+        is_there = node is not None and instance in (node["instance_uuid"], marked(node))
+        return self.attempt_on(host, instance) if is_there else None
 
     def attempt_on(self, node: str, instance: str) -> int:
         """The attempt that is on a node, by the services' own records: Ironic knows none."""

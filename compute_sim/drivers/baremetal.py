@@ -35,7 +35,8 @@ KEEPALIVE_S = 2.0
 LOOK_SHARE = 20
 FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
-# `instance_uuid` when it undeploys a node; left behind by an operator, it counts for the instance that it names alone.
+# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while the
+# node is deployed it still says whose machine is on it.
 MARK = "/instance_info/berth"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
@@ -77,6 +78,10 @@ BUILT = frozenset(
 )
 
 
+# In these a machine may be on a node that carries no instance by Ironic's word.
+DEPLOYED = BUILT | DELETABLE
+
+
 class Mark(Struct, frozen=True):
     """What proves that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
 
@@ -114,14 +119,24 @@ class IronicNode(Struct, frozen=True):
 
     @property
     def mark(self) -> Mark | None:
-        """Our mark for the instance that it carries. Anything that is not one is another's business, and no fault."""
-        if self.instance_uuid is None:
+        """Our mark for the machine that is on it. Anything that is not one is another's business, and no fault.
+
+        Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
+        operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
+        """
+        if self.instance_uuid is None and self.provision_state not in DEPLOYED:
             return None
         try:
             mark = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return mark if mark is not None and mark.instance == self.instance else None
+        return mark if mark is not None and self.instance in (None, mark.instance) else None
+
+    @property
+    def machine(self) -> str | None:
+        """The uuid of the instance whose machine is on it: by Ironic's word, else by our mark."""
+        mark = self.mark
+        return self.instance if self.instance is not None or mark is None else mark.instance
 
 
 class Page(Struct, frozen=True):
@@ -381,14 +396,14 @@ def _is_of(node: IronicNode, build: Build) -> bool:
 
 
 def _machines(node: IronicNode) -> tuple[Machine, ...]:
-    """What the node carries; a text that is no uuid names no instance that a report could name."""
-    if node.instance is None or not _is_uuid(node.instance):
+    """What is on the node; a text that is no uuid names no instance that a report could name."""
+    machine, mark = node.machine, node.mark
+    if machine is None or not _is_uuid(machine):
         return ()
-    mark = node.mark
     built = node.provision_state in BUILT
     if mark is None:
-        return (Machine(node.uuid, node.instance, None, None, built),)
-    return (Machine(node.uuid, node.instance, mark.attempt, mark.deployment, built),)
+        return (Machine(node.uuid, machine, None, None, built),)
+    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built),)
 
 
 def _is_uuid(text: str) -> bool:

@@ -258,6 +258,25 @@ async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
     assert ironic.pool.nodes[node]["instance_info"] == {}
 
 
+async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothing_is_done_to_it(
+    ironic: IronicStandIn, driver: BareMetal
+) -> None:
+    """It was told lost; set again by its operator the machine was then destroyed as one that is over."""
+    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
+    await driver.spawn(build(node, instance, attempt=3))
+    ironic.pool.nodes[node]["instance_uuid"] = None
+    ironic.asked.clear()
+    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
+    with pytest.raises(Reschedule):
+        await driver.spawn(build(node, NOVAS))
+    await driver.destroy(node, instance, 3, DEPLOYMENT)  # a client's delete: the node is its operator's now
+    assert not ironic.asked and ironic.pool.nodes[node]["provision_state"] == "active"
+    ironic.pool.nodes[node]["instance_uuid"] = NOVAS
+    assert (await driver.list())[node] == (Machine(node, NOVAS, None, None, True),), "another's: now it is lost"
+    ironic.pool.nodes[node].update(instance_uuid=None, provision_state="available")
+    assert (await driver.list())[node] == (), "nothing is deployed there: now it is lost"
+
+
 @pytest.mark.parametrize(
     "info",
     [
