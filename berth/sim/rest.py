@@ -179,6 +179,9 @@ def _heard(world: World) -> Iterator[str]:
                     yield f"schedulers_know_the_hosts: {name} does not know {host.plan.name} of {service}"
                 elif bool(table.enabled[index]) is not host.enabled:
                     yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
+        for service in table.services if table is not None else ():
+            if service.name in world.dead and service.away is None:
+                yield f"schedulers_know_the_hosts: {name} takes the dead service {service.name} for alive"
 
 
 def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
@@ -257,11 +260,15 @@ def _running(world: World) -> Iterator[RunningFact]:
             host = instance.host_uuid or ""
             if instance.state is State.ACTIVE and world.left.get(host) == "dead":
                 yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
+    yield from _on_nodes(world)
+
+
+def _on_nodes(world: World) -> Iterator[RunningFact]:
     for node in world.ironic.pool.nodes.values() if world.ironic else ():
-        if (uuid := node["instance_uuid"]) is not None:
-            yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
-        elif (uuid := marked(node)) is not None and _is_active(world, uuid):
-            # Its operator cleared `instance_uuid` alone: a machine that nobody has deleted still runs there.
+        uuid = node["instance_uuid"]
+        if uuid is None and (left := marked(node)) is not None and _is_active(world, left):
+            uuid = left  # its operator cleared `instance_uuid` alone: a machine that nobody has deleted still runs
+        if uuid is not None:
             yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
 
 

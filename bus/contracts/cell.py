@@ -203,7 +203,7 @@ class ServiceAway(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     service: Word
     epoch: int
-    code: Word
+    code: Label
     reason: Reason = ""
     since: float = 0.0
 

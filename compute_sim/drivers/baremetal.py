@@ -35,8 +35,8 @@ KEEPALIVE_S = 2.0
 LOOK_SHARE = 20
 FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
 # Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
-# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while the
-# node is deployed it still says whose machine is on it.
+# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
+# the node is deployed it still says whose machine is on it.
 MARK = "/instance_info/berth"
 
 ATTRIBUTES = {"hypervisor_type": "ironic"}
