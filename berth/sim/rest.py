@@ -179,9 +179,9 @@ def _heard(world: World) -> Iterator[str]:
                     yield f"schedulers_know_the_hosts: {name} does not know {host.plan.name} of {service}"
                 elif bool(table.enabled[index]) is not host.enabled:
                     yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
-        for service in table.services if table is not None else ():
-            if service.name in world.dead and service.away is None:
-                yield f"schedulers_know_the_hosts: {name} takes the dead service {service.name} for alive"
+        for known in table.services if table is not None else ():
+            if known.name in world.dead and known.away is None:
+                yield f"schedulers_know_the_hosts: {name} takes the dead service {known.name} for alive"
 
 
 def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
