@@ -23,6 +23,10 @@ class Assumptions:
         """Keys that still assume something."""
         return iter(self._by_key)
 
+    def providers(self) -> list[str]:
+        """Providers that anything is assumed of."""
+        return list(self._sums)
+
     def providers_of(self, key: str) -> list[str]:
         """Providers that the key assumes something of."""
         return list(self._by_key.get(key, ()))

@@ -34,9 +34,15 @@ Cache = TypeVar("Cache")
 
 # Distinct values are swept when this many have gathered, and then when they have doubled.
 SWEEP_FROM = 4096
+# A class counts for so many of them: its columns take 28 bytes of every row.
+CLASS_WEIGHS = 128
 
 
 _AnyDistinct = Distinct[tuple[str, ...]] | Distinct[tuple[int, ...]] | Distinct[InventoryNumbers]
+
+
+# What is a book's own whatever snapshot it adopts.
+_OWN = frozenset({"_caches", "_stamps", "assumptions", "epoch", "history", "moves", "sequence", "shape_moves", "texts"})
 
 
 class Gap(Struct, frozen=True):
@@ -97,14 +103,30 @@ class Book(Trees):
     # --- what the feed and the claims say
 
     def load(self, providers: Sequence[ProviderState], sequence: int, history: str = "") -> None:
-        """Replace all providers by a snapshot that is true at `sequence` of a history.
+        """Replace all providers by a snapshot that is true at `sequence` of a history. `loading` does so in turns."""
+        loaded = Book()
+        loaded.add(providers)
+        self.adopt(loaded, sequence, history)
 
-        Claims in flight stay in flight. What claims of another history wait for will not come: they are dropped.
-        """
-        self._clear()
+    def add(self, providers: Sequence[ProviderState]) -> None:
+        """Put in a part of the snapshot that this book is made of, before another one adopts it."""
         self._reserve_rows(len(providers))
         for state in providers:
             self._put(state)
+
+    def adopt(self, loaded: Book, sequence: int, history: str = "") -> None:
+        """Replace all providers by those of a book that was just made of a snapshot, and is given up for it.
+
+        Claims in flight stay in flight. What claims of another history wait for will not come: they are dropped.
+        """
+        loaded.stamp[: loaded.top] += self._stamps  # what is kept beside rows of before is not taken for theirs
+        for name, value in vars(loaded).items():
+            if name not in _OWN:
+                setattr(self, name, value)
+        self._stamps += loaded._stamps
+        self.epoch += 1
+        for uuid in self.assumptions.providers():
+            self._restore({uuid: list(self.assumptions.sums_of(uuid))})
         is_other, self.history = history != self.history, history
         self.sequence = sequence
         self._settle_all(nothing_comes=is_other)
@@ -402,16 +424,27 @@ class Book(Trees):
             self.classes[row] = self.class_sets.id_of(tuple(sorted((*classes, column.number))))
 
     def _sweep(self) -> None:
-        """Forget distinct values that no row has any more, once enough have gathered."""
+        """Forget distinct values and classes that no row has any more, once enough have gathered."""
         gathered = len(self.trait_sets) + len(self.aggregate_sets) + len(self.class_sets)
-        gathered += sum(len(column.kinds) for column in self._by_number)
+        gathered += sum(len(column.kinds) + CLASS_WEIGHS for column in self._by_number)
         if gathered < self._sweep_at:
             return
         for values, numbers in self._numbered():
             numbers[: self.top] = values.keep(np.unique(numbers[: self.top]))[numbers[: self.top]]
-        left = sum(len(values) for values, _ in self._numbered())
+        self._keep_columns()
+        left = sum(len(values) for values, _ in self._numbered()) + CLASS_WEIGHS * len(self._by_number)
         self._sweep_at = max(SWEEP_FROM, 2 * left)
         self.epoch += 1
+
+    def _keep_columns(self) -> None:
+        """Free the columns of classes that no row has, and number the others anew."""
+        left = sorted({number for classes in self.class_sets.values for number in classes})
+        self._by_number = [self._by_number[number] for number in left]
+        moved = {old: new for new, old in enumerate(left)}
+        for number, column in enumerate(self._by_number):
+            column.number = number
+        self.class_sets.replace_values(lambda classes: tuple(moved[number] for number in classes))
+        self._columns = {column.name: column for column in self._by_number}
 
     def _numbered(
         self,

@@ -45,6 +45,11 @@ class Distinct(Generic[T]):
             self.values.append(value)
         return found
 
+    def replace_values(self, replaced: Callable[[T], T]) -> None:
+        """Give every value's number to another value; distinct ones stay distinct."""
+        self.values = [replaced(value) for value in self.values]
+        self._ids = {value: number for number, value in enumerate(self.values)}
+
     def copy(self) -> Distinct[T]:
         """The same values, to look numbers up in."""
         copy: Distinct[T] = Distinct(self.values[0])

@@ -24,7 +24,6 @@ from bus.contracts.placement import (
     ChangesRequest,
     FeedChanges,
     FeedHead,
-    ProviderState,
     SnapshotPage,
     SnapshotRequest,
 )
@@ -32,6 +31,7 @@ from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
+from placement_worker.replica.loading import AT_ONCE, Loading, apply
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -208,11 +208,20 @@ class Follower:
             self._kept.clear()
             self._request_catch_up("overflow")
 
-    def _apply_buffered(self) -> None:
-        """After the feed has been asked: fold in what follows on now, whatever order it came in."""
-        kept = sorted(self._kept, key=lambda change: change.sequence)
-        gap = self.book.apply(kept)
-        self._kept = [] if gap is None else [change for change in kept if change.sequence >= gap.got]
+    async def _apply_buffered(self) -> None:
+        """After the feed has been asked: fold in what follows on now, whatever order it came in.
+
+        What comes between two turns of the loop is kept, too, as long as something is left.
+        """
+        self._kept.sort(key=lambda change: change.sequence)
+        while self._kept:  # ends: each turn takes some of what is bounded
+            some, self._kept = self._kept[:AT_ONCE], self._kept[AT_ONCE:]
+            gap = self.book.apply(some)
+            if gap is not None:
+                self._kept[:0] = [change for change in some if change.sequence >= gap.got]
+                return
+            if self._kept:
+                await asyncio.sleep(0)
 
     def _compare(self) -> None:
         """A head that stays away from the book means that something was lost without a hole to show for it."""
@@ -299,12 +308,12 @@ class Follower:
                 self._stale = True
                 self._kept.clear()  # of a book that was set back, or older than the snapshot to come
                 raise RequestRefused("the feed does not reach back to this replica", code="replica.stale")
-            gap = self.book.apply(page.changes)
+            gap = await apply(self.book, page.changes)
             if gap is not None and self.book.sequence == after:
                 self._stale = True
                 raise RequestRefused("the answer has a hole", code="replica.answer_gap")
             self._head = max(self._head, page.head)
-            self._apply_buffered()
+            await self._apply_buffered()
             metrics.APPLIED.inc(self.book.sequence - after)
             self._log_catch_up()
             if self.book.sequence >= page.head:
@@ -321,7 +330,7 @@ class Follower:
         )
 
     async def _load_snapshot(self) -> None:
-        providers: list[ProviderState] = []
+        loading = Loading()
         first: SnapshotPage | None = None
         after: str | None = None
         for _ in range(self._limits.pages):
@@ -333,23 +342,23 @@ class Follower:
             )
             if first is None or page.history != first.history:
                 first, after = page, None
-                providers.clear()
-            providers += page.providers
+                loading = Loading()
+            await loading.add(page.providers)
             if not page.more:
-                self._load(providers, first)
+                self._finish(loading, first)
                 return
             if not page.providers or (after is not None and page.providers[-1].uuid <= after):
                 break
             after = page.providers[-1].uuid
-        raise SnapshotEndless(f"after {len(providers)} providers")
+        raise SnapshotEndless(f"after {len(loading)} providers")
 
-    def _load(self, providers: Sequence[ProviderState], first: SnapshotPage) -> None:
+    def _finish(self, loading: Loading, first: SnapshotPage) -> None:
         sequence = first.sequence
-        self.book.load(providers, sequence, first.history)
+        loading.finish(self.book, sequence, first.history)
         if self._is_of_another(self._kept_history):
             self._kept.clear()
         self._head = sequence
         self._off_since = None
         self._stale = False
         metrics.SNAPSHOTS.inc()
-        log.info("replica.loaded", providers=len(providers), sequence=sequence)
+        log.info("replica.loaded", providers=len(self.book), sequence=sequence)

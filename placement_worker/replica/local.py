@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage
+from bus.contracts.placement import ChangesPage, FeedHead, SnapshotPage
 from placement_worker.replica.book import Book
+from placement_worker.replica.loading import Loading, apply
 
-PAGE = 5000
+PAGE = 1000  # providers or changes, decoded in one turn of the event loop
 
 
 class FeedSource(Protocol):
@@ -67,7 +68,7 @@ class LocalReplica:
             return
         while True:  # ends: each page brings the book closer to a head that was read with it
             page = await self._source.changes(self.book.sequence, PAGE, self.book.history)
-            if page.too_old or self.book.apply(page.changes) is not None:
+            if page.too_old or await apply(self.book, page.changes) is not None:
                 await self._load()
                 return
             if self.book.sequence >= page.head:
@@ -75,20 +76,20 @@ class LocalReplica:
 
     async def _load(self) -> None:
         """Take the whole book, then what changed while it was read."""
-        states: dict[str, ProviderState] = {}
+        loading = Loading()
         first: SnapshotPage | None = None
         after: str | None = None
         while True:  # ends: pages go on by uuid, and histories do not change all the time
             page = await self._source.snapshot(after, PAGE)
             if first is None or page.history != first.history:
                 first, after = page, None
-                states.clear()
-            states.update((state.uuid, state) for state in page.providers)
+                loading = Loading()
+            await loading.add(page.providers)
             if not page.more:
                 break
             after = page.providers[-1].uuid
-        self.book.load(list(states.values()), first.sequence, first.history)
+        loading.finish(self.book, first.sequence, first.history)
         self._loaded = True
         page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)
-        while page_of_changes.changes and self.book.apply(page_of_changes.changes) is None:
+        while page_of_changes.changes and await apply(self.book, page_of_changes.changes) is None:
             page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)

@@ -60,7 +60,7 @@ class Api:
         self.replica = replica
         self.searches = Aside("search")
         self.texts = Aside("text")  # bodies that are wrong, and long answers
-        self.classes_seen = 0  # how many classes the replica had when names were last read for its sake
+        self.classes_seen = (0, 0)  # the classes that the replica had when names were last read for its sake
         self.config = config
         self.clock = clock
         self.rng = rng

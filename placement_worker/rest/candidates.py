@@ -70,8 +70,9 @@ def _rendered(book: Book, found: CandidateSet, asked: ParsedQuery, version: int,
 
 
 async def _check_names(api: Api, asked: ParsedQuery, book: Book) -> None:
-    if len(book.resource_classes()) != api.classes_seen:  # one that this process has not heard of may be a renamed one
-        api.classes_seen = len(book.resource_classes())
+    seen = (book.epoch, len(book.resource_classes()))
+    if seen != api.classes_seen:  # one that this process has not heard of may be a renamed one
+        api.classes_seen = seen
         await api.store.names_moved()
     _, unknown = await api.store.class_ids(asked.classes())
     if unknown:
