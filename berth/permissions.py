@@ -20,21 +20,31 @@ from msgspec import Struct
 from berth.settings import MEMORY, Settings
 from bus.bus import API
 from bus.contracts.base import Word
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, OF_PROJECT, QUEUES, QueueKind, QueueRow, Where
+from bus.contracts.catalogue import (
+    DEAD,
+    DEAD_LETTERS,
+    EVENTS,
+    MESSAGES,
+    OF_PROJECT,
+    QUEUES,
+    RETURN,
+    QueueKind,
+    QueueRow,
+    Where,
+)
 from bus.rabbitmq import parse_bus_url
-from bus.topology import QueueNames
+from bus.topology import QueueNames, delay_exchange, shared_exchanges, shared_queues
 from bus.wire import REPLY_PREFIX
 
-# How RabbitMQ calls the default exchange, through which retries, replies and replayed letters go to queues by name.
+# How RabbitMQ calls the default exchange, through which replies and replayed letters go to queues by name.
 DEFAULT_EXCHANGE = "amq.default"
 # Queues that the broker names, which no client can choose: names that begin so are reserved, for exchanges too.
 SERVER_NAMED = r"amq\.gen-.+"
 NOTHING = "^$"
 
-# A word in place of a placeholder (`base.Word`), what a binding may have there, what follows a durable queue's name.
+# A word in place of a placeholder (`base.Word`), and what a binding may have there.
 WORD = "[A-Za-z0-9_-]+"
 ONE_OR_ANY = r"(\*|[a-z_]+)"
-BESIDE = r"(\.retry\.[0-9]+|\.dead)?"
 
 
 class PermissionRole(StrEnum):
@@ -60,6 +70,9 @@ _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.OPERATOR: ("operator", (Where.API, Where.CELL)),
 }
 OF_A_CELL = (PermissionRole.CONDUCTOR, PermissionRole.COMPUTE)
+# Who makes what a bus shares. To make a queue of delayed messages is to be allowed to read it (RabbitMQ asks for that
+# where a queue has a dead-letter exchange), so the others find it there: there are many of them, on every host one.
+MAKERS = (PermissionRole.PLACEMENT, PermissionRole.SCHEDULER, PermissionRole.CONDUCTOR, PermissionRole.OPERATOR)
 # The operator's load runs watch the feed as a scheduler does.
 _WATCHED = ("scheduler.feed.{process}",)
 
@@ -113,6 +126,11 @@ class _Allowed:
     def binds(self, exchange: str, key: str) -> None:
         self.read[_literal(exchange)] = None
         self.topics[exchange][1][key] = None
+
+    def leads_to(self, exchange: str) -> None:
+        """To name it as a dead-letter or alternate exchange, which takes a permission to write, though to no key."""
+        self.write[_literal(exchange)] = None
+        _ = self.topics[exchange]
 
     def grant(self, role: str, user: str, broker: str, vhost: str) -> Grant:
         return Grant(
@@ -214,8 +232,8 @@ def _grants(role: PermissionRole, title: str, user: str, settings: Settings, bus
 def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNames) -> None:
     """What a role does on a bus of one kind."""
     package, kinds = _CATALOGUE[role]
-    for exchange in (COMMANDS, EVENTS, DEAD):
-        allowed.configure[_literal(names.exchange(exchange))] = None
+    if role in MAKERS:
+        _allow_making(allowed, names)
     for queue in QUEUES:
         watched = role is PermissionRole.OPERATOR and queue.name in _WATCHED
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
@@ -232,22 +250,39 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         allowed.configure[reply] = allowed.read[reply] = None
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues
         allowed.write[_literal(DEFAULT_EXCHANGE)] = None
-        for queue in QUEUES:
-            if queue.kind is QueueKind.DURABLE and queue.where in (kind, Where.BOTH):
-                allowed.read[_filled(names.queue(queue.name)) + r"\.dead"] = None
+        allowed.read[_literal(names.queue(DEAD_LETTERS))] = None
+
+
+def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
+    """To declare and bind what the bus shares."""
+    for exchange in shared_exchanges():
+        name = _literal(names.exchange(exchange.name))
+        allowed.configure[name] = None
+        if exchange.alternate:
+            allowed.read[name] = None
+            allowed.leads_to(names.exchange(exchange.alternate))
+    for planned in shared_queues():
+        name = _literal(names.queue(planned.name))
+        allowed.configure[name] = allowed.write[name] = None
+        for source, key in planned.bindings:
+            allowed.binds(names.exchange(source), _literal(key))
+        if planned.dead_exchange is not None:
+            allowed.read[name] = None
+            allowed.leads_to(names.exchange(planned.dead_exchange))
 
 
 def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
-    """A queue to read from, with what is beside it; its readers answer, retry and park what they give up."""
+    """A queue to read from; its readers answer, retry and park what they give up."""
     name = _filled(names.queue(queue.name))
-    durable = queue.kind is QueueKind.DURABLE
-    allowed.own(name + BESIDE if durable else name)
+    allowed.own(name)
     for exchange, key in queue.bindings:
         allowed.binds(names.exchange(exchange), _filled(key))
     allowed.write[_literal(DEFAULT_EXCHANGE)] = None
-    if durable:
+    if queue.kind is QueueKind.DURABLE:
         allowed.publishes(names.exchange(DEAD), name)
-        allowed.binds(names.exchange(DEAD), name)
+        allowed.binds(names.exchange(RETURN), name)
+        for delay_s in queue.retry_s:
+            allowed.publishes(names.exchange(delay_exchange(delay_s)), name)
 
 
 def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueNames) -> None:

@@ -62,9 +62,9 @@ class Bus:
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
 
     async def open(self) -> None:
-        """Connect and declare the exchanges."""
+        """Connect and declare what the bus shares."""
         await self.transport.open()
-        await self.transport.declare_exchanges()
+        await self.transport.declare_shared()
 
     async def close(self) -> None:
         """Send what is gathered, within the bound, and close the connection."""

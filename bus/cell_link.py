@@ -35,7 +35,7 @@ class CellLink:
         await self._bus.transport.open()
         while not self.up.is_set():
             try:
-                await self._bus.transport.declare_exchanges()
+                await self._bus.transport.declare_shared()
                 for consumer in self._consumers:
                     if not consumer.started:
                         await consumer.start()

@@ -137,11 +137,14 @@ class Transport(Protocol):
     def connected(self) -> bool:
         """Whether the broker can be spoken to now (for /readyz)."""
 
-    async def declare_exchanges(self) -> None:
-        """Declare the three exchanges of the catalogue."""
+    async def declare_shared(self) -> None:
+        """Declare what the whole bus shares: exchanges, the queues of delayed messages, the queue of dead letters.
+
+        What exists is left as it is. Raises BusUnavailable: something is missing and not these credentials' to make.
+        """
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue with its retry and dead-letter queues as the row says, bound; placeholders filled in.
+        """Declare a queue as the row says, bound; placeholders filled in. What the bus shares is there already.
 
         Raises QueueLocked, at once, while another connection has a private queue of this name.
         """
@@ -176,13 +179,3 @@ class Transport(Protocol):
     def on_locked(self, callback: Callable[[], None]) -> None:
         """Called (in the loop) each time a lost connection does not come back because another has a private queue of
         this one's. The transport tries again."""
-
-
-def retry_queue(queue: str, level: int) -> str:
-    """Where a message waits for its retry number `level` (0 = the first)."""
-    return f"{queue}.retry.{level}"
-
-
-def dead_queue(queue: str) -> str:
-    """Where the messages that a queue gave up are parked."""
-    return f"{queue}.dead"

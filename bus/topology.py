@@ -6,11 +6,27 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
-from bus.port import dead_queue, retry_queue
+from bus.contracts.catalogue import (
+    COMMANDS,
+    DEAD,
+    DEAD_LETTERS,
+    DELAY,
+    DELAYED,
+    EVENTS,
+    RETRY_S,
+    RETURN,
+    QueueKind,
+    QueueRow,
+)
 
-# A parking or retry queue holds at most this many messages; past it the consumer that parks waits and tries again.
+# The queue of dead letters, and that of each delay, holds at most this many messages.
 MAX_PARKED = 1_000_000
+
+# What a bus can delay a message by; a queue and an exchange each.
+DELAYS_S = RETRY_S
+
+# The binding key that takes every routing key.
+ALL_KEYS = "#"
 
 # Replies that wait in one reply queue; the oldest goes first.
 MAX_REPLIES = 100_000
@@ -19,8 +35,15 @@ MAX_REPLIES = 100_000
 FOREIGN = "="
 
 
+class ExchangePlan(Struct, frozen=True):
+    """One topic exchange of the broker. What it leads nowhere goes to the exchange `alternate` ("": there is none)."""
+
+    name: str
+    alternate: str = ""
+
+
 class QueuePlan(Struct, frozen=True, kw_only=True):
-    """One queue of the broker. `dead_exchange` None: what it gives up is gone.
+    """One queue of the broker. `dead_exchange` None: what it gives up is gone; `dead_key` "": under its own key.
 
     disposable: where a queue of other properties has its name, as an older berth declared, that one is deleted.
     """
@@ -54,8 +77,12 @@ class QueueNames:
         return name[1:] if name.startswith(FOREIGN) else self._prefix + name
 
     def key(self, exchange: str, key: str) -> str:
-        """A routing or binding key: on the default and the dead-letter exchange it is a queue's name."""
-        return self.queue(key) if exchange in ("", DEAD) else key
+        """A routing or binding key, which on some exchanges is a queue's name."""
+        return self.queue(key) if keys_are_queues(exchange) and key != ALL_KEYS else key
+
+    def local_key(self, exchange: str, key: str) -> str:
+        """The routing key of a delivery as the code calls it; `exchange` is given so."""
+        return self.local(key) if keys_are_queues(exchange) else key
 
     def local(self, name: str) -> str:
         """An exchange or queue of ours as the code calls it."""
@@ -75,28 +102,93 @@ class QueueNames:
             name=self.queue(planned.name),
             bindings=tuple((self.exchange(where), self.key(where, key)) for where, key in planned.bindings),
             dead_exchange=dead if dead is None else self.exchange(dead),
-            dead_key=self.queue(planned.dead_key) if dead is not None else "",
+            dead_key=self.queue(planned.dead_key) if planned.dead_key else "",
         )
 
+    def plan_exchange(self, planned: ExchangePlan) -> ExchangePlan:
+        """A planned exchange under its real names."""
+        return ExchangePlan(self.exchange(planned.name), self.exchange(planned.alternate))
 
-def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> tuple[QueuePlan, ...]:
-    """The queues that one catalogue row asks for: the queue itself last, after those it dead-letters to."""
-    if row.kind is not QueueKind.DURABLE:
-        private = row.kind is QueueKind.PRIVATE
-        return (
-            QueuePlan(
-                name=name,
-                durable=not private,
-                exclusive=private,
-                disposable=not private,
-                max_length=row.max_length,
-                max_bytes=row.max_bytes,
-                drop_head=private,
-                ttl_s=row.ttl_s,
-                bindings=tuple(bindings),
-            ),
+
+def keys_are_queues(exchange: str) -> bool:
+    """Whether routing keys of this exchange (as the code calls it) are names of queues."""
+    return exchange in ("", DEAD, RETURN) or is_delay(exchange)
+
+
+def is_delay(exchange: str) -> bool:
+    """Whether an exchange is one of those that delay."""
+    return exchange.startswith(DELAY + ".")
+
+
+def delayed_it(real_exchange: str) -> bool:
+    """Whether this, as the broker calls it, is an exchange that delays, of whichever system."""
+    return is_delay(real_exchange[real_exchange.rfind(DELAY) :])
+
+
+def delay_exchange(delay_s: float) -> str:
+    """The exchange that delays a message by so much; its routing key names the queue that gets it then."""
+    return f"{DELAY}.{_ms(delay_s)}"
+
+
+def delayed_queue(delay_s: float) -> str:
+    """The queue in which messages wait that are delayed by so much."""
+    return f"{DELAYED}.{_ms(delay_s)}"
+
+
+def shared_exchanges() -> tuple[ExchangePlan, ...]:
+    """The exchanges of a bus, in the order in which they can be declared.
+
+    What was delayed for a queue that is gone meanwhile is a dead letter. Without that the broker would offer it again
+    and again, and a few of them would hold up all that is delayed (docs/decisions/0016-one-set-of-delays-a-bus.md).
+    """
+    delays = (ExchangePlan(delay_exchange(delay_s)) for delay_s in DELAYS_S)
+    return (
+        ExchangePlan(COMMANDS),
+        ExchangePlan(EVENTS),
+        ExchangePlan(DEAD),
+        ExchangePlan(RETURN, alternate=DEAD),
+        *delays,
+    )
+
+
+def shared_queues() -> tuple[QueuePlan, ...]:
+    """The queues that a bus has for all its consumers."""
+    dead = QueuePlan(
+        name=DEAD_LETTERS, durable=True, exclusive=False, max_length=MAX_PARKED, bindings=((DEAD, ALL_KEYS),)
+    )
+    delays = (
+        QueuePlan(
+            name=delayed_queue(delay_s),
+            durable=True,
+            exclusive=False,
+            max_length=MAX_PARKED,
+            ttl_s=delay_s,
+            dead_exchange=RETURN,
+            bindings=((delay_exchange(delay_s), ALL_KEYS),),
         )
-    return (*_beside(row, name), _durable(row, name, bindings))
+        for delay_s in DELAYS_S
+    )
+    return (dead, *delays)
+
+
+def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> QueuePlan:
+    """The queue that a catalogue row asks for."""
+    durable = row.kind is QueueKind.DURABLE
+    private = row.kind is QueueKind.PRIVATE
+    return QueuePlan(
+        name=name,
+        durable=not private,
+        exclusive=private,
+        disposable=row.kind is QueueKind.EXPIRING,
+        max_length=row.max_length,
+        max_bytes=row.max_bytes,
+        drop_head=private,
+        delivery_limit=row.delivery_limit if durable else None,
+        ttl_s=row.ttl_s,
+        dead_exchange=DEAD if durable else None,
+        dead_key=name if durable else "",
+        bindings=(*bindings, (RETURN, name)) if durable else tuple(bindings),
+    )
 
 
 def reply_plan(name: str) -> QueuePlan:
@@ -127,35 +219,5 @@ def matches(pattern: Sequence[str], key: Sequence[str]) -> bool:
     return bool(key) and pattern[0] in ("*", key[0]) and matches(pattern[1:], key[1:])
 
 
-def _durable(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> QueuePlan:
-    return QueuePlan(
-        name=name,
-        durable=True,
-        exclusive=False,
-        max_length=row.max_length,
-        max_bytes=row.max_bytes,
-        delivery_limit=row.delivery_limit,
-        ttl_s=row.ttl_s,
-        dead_exchange=DEAD,
-        dead_key=name,
-        bindings=tuple(bindings),
-    )
-
-
-def _beside(row: QueueRow, name: str) -> list[QueuePlan]:
-    dead = QueuePlan(
-        name=dead_queue(name), durable=True, exclusive=False, max_length=MAX_PARKED, bindings=((DEAD, name),)
-    )
-    retries = [
-        QueuePlan(
-            name=retry_queue(name, level),
-            durable=True,
-            exclusive=False,
-            max_length=MAX_PARKED,
-            ttl_s=delay,
-            dead_exchange="",
-            dead_key=name,
-        )
-        for level, delay in enumerate(row.retry_s)
-    ]
-    return [dead, *retries]
+def _ms(delay_s: float) -> int:
+    return round(delay_s * 1000)

@@ -9,15 +9,25 @@ from typing import Annotated, TypeVar
 import typer
 from rich.text import Text
 
-from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, Stop, open_in_time, out, print_json, run, settings_of
+from berth.commands.common import (
+    EXIT_NO,
+    EXIT_USAGE,
+    AsJson,
+    Stop,
+    err,
+    open_in_time,
+    out,
+    print_json,
+    run,
+    settings_of,
+)
 from berth.commands.expired import send_back
 from berth.render import printable, render_rows
 from berth.site import Site
 from bus.bus import API
 from bus.consuming import dead_letters as letters
-from bus.consuming.dead_letters import DeadLetter
-from bus.contracts.catalogue import QUEUES, QueueKind, Where
-from bus.port import QueueMissing, Transport, dead_queue
+from bus.consuming.dead_letters import Counts, DeadLetter
+from bus.port import QueueMissing, Transport
 
 MAX_SHOWN = 10_000
 MAX_NAMED = 10  # letters in one sentence
@@ -28,7 +38,7 @@ app = typer.Typer(no_args_is_help=True, help="Messages that were given up: look,
 
 Queue = Annotated[
     str,
-    typer.Argument(help="The queue, e.g. scheduler.requests; `list` names them. A compute service's: compute.SERVICE."),
+    typer.Argument(help="The queue that gave them up, e.g. scheduler.requests; `list` names them."),
 ]
 BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The oldest so many.")]
@@ -37,12 +47,12 @@ Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The oldest so ma
 @app.command("list")
 def list_letters(
     context: typer.Context,
-    queue: Annotated[str | None, typer.Argument(help="One queue; without it, every queue is counted.")] = None,
+    queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
     bus: BusName = API,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Count dead letters by queue, or list those of one queue."""
+    """Count dead letters by bus and by the queue that gave them up, or list those of one queue."""
 
     async def body() -> None:
         site = Site(settings_of(context))
@@ -149,45 +159,42 @@ async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -
     try:
         return await work(transport)
     except QueueMissing as fault:
-        raise Stop(EXIT_USAGE, fault.code, f"there is no such queue, or it keeps no dead letters: {fault}") from fault
+        raise Stop(EXIT_USAGE, fault.code, f"there is no such queue: {fault}") from fault
     finally:
         await transport.close()
 
 
-async def _counts(site: Site) -> list[tuple[str, str, int]]:
-    """(bus, queue, dead letters) of every durable queue of the catalogue that exists."""
-    found: list[tuple[str, str, int]] = []
+async def _counts(site: Site) -> dict[str, Counts]:
+    """The dead letters of each bus; of one that no worker has been on yet, none."""
+    found: dict[str, Counts] = {}
     for bus in (API, *site.cells):
-        wanted = {Where.BOTH, Where.API if bus == API else Where.CELL}
-        names = [
-            row.name for row in QUEUES if row.kind is QueueKind.DURABLE and row.where in wanted and "{" not in row.name
-        ]
-        found += await _on(site, bus, lambda transport, bus=bus, names=names: _depths(transport, bus, names))  # type: ignore[misc]
+        found[bus] = await _on(site, bus, _counted)
     return found
 
 
-async def _depths(transport: Transport, bus: str, names: list[str]) -> list[tuple[str, str, int]]:
-    found = []
-    for name in names:
-        try:
-            found.append((bus, name, await transport.depth(dead_queue(name))))
-        except QueueMissing:
-            continue
-    return found
+async def _counted(transport: Transport) -> Counts:
+    try:
+        return await letters.count(transport)
+    except QueueMissing:
+        return Counts({}, 0)
 
 
-def _show_counts(counts: list[tuple[str, str, int]], as_json: bool) -> None:
+def _show_counts(counts: dict[str, Counts], as_json: bool) -> None:
+    found = [(bus, queue, dead) for bus, counted in counts.items() for queue, dead in counted.by_queue.items()]
     if as_json:
-        print_json([{"bus": bus, "queue": queue, "dead": count} for bus, queue, count in counts])
-        return
-    rows: list[list[str | Text]] = [
-        [bus, queue, Text(str(count), "red" if count else "")] for bus, queue, count in counts
-    ]
-    render_rows(out, ["bus", "queue", "dead letters"], rows)
+        print_json([{"bus": bus, "queue": queue, "dead": dead} for bus, queue, dead in found])
+    else:
+        render_rows(
+            out, ["bus", "queue", "dead letters"], [[bus, queue, Text(str(n), "red")] for bus, queue, n in found]
+        )
+    for bus, counted in counts.items():
+        if counted.more:
+            err.print(f"{bus}: {counted.more} more behind the oldest {letters.MAX_LOOKED_AT}", soft_wrap=True)
 
 
 def _plain(letter: DeadLetter) -> dict[str, object]:
     return {
+        "queue": letter.queue,
         "id": letter.id,
         "code": letter.code,
         "reason": letter.reason,

@@ -13,9 +13,9 @@ from berth.load.run import LoadRun
 from berth.load.summary import percentiles
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
-from bus.contracts.catalogue import QUEUES, QueueKind, Where
+from bus.contracts.catalogue import DEAD_LETTERS, QUEUES, QueueKind, Where
 from bus.faults import Fault, Transient
-from bus.port import BusError, Transport, dead_queue
+from bus.port import BusError, Transport
 
 SAMPLE_S = 0.5
 # The hosts are asked after so often, and never more than a twentieth of the time: a large fleet is a large answer.
@@ -167,7 +167,7 @@ class Sampler:
 def _queues(bus: str) -> list[str]:
     where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
     names = [row.name for row in _WATCHED if row.where in where]
-    return [*names, dead_queue("scheduler.requests")] if bus == API else names
+    return [*names, DEAD_LETTERS] if bus == API else names
 
 
 def shares_of(hosts: Sequence[HostRecord], names: Sequence[str]) -> list[float]:

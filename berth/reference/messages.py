@@ -8,7 +8,19 @@ from typing import Any
 import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, MESSAGES, QUEUES, REPLIES, MessageRow, Where, taken_by
+from bus.contracts.catalogue import (
+    COMMANDS,
+    DEAD,
+    DEAD_LETTERS,
+    DELAY,
+    EVENTS,
+    MESSAGES,
+    QUEUES,
+    REPLIES,
+    MessageRow,
+    Where,
+    taken_by,
+)
 from bus.wire import BATCH, MAX_BATCH_ITEMS, MAX_BODY_BYTES
 
 EXAMPLE = """\
@@ -44,11 +56,11 @@ HEAD = f"""\
 
 Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand.
 
-Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has three topic exchanges:
-`{COMMANDS}` for commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events
-(which may have no listener) and `{DEAD}` for what was given up. Bodies are JSON objects,
-`content-type: application/json`, of at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a batch has at most
-{MAX_BATCH_ITEMS:,} items.
+Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has a topic exchange `{COMMANDS}` for
+commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events (which may have
+no listener), and for its workers alone `{DEAD}` for what was given up and `{DELAY}.<ms>` for what is to be tried again.
+Bodies are JSON objects, `content-type: application/json`, of at most {MAX_BODY_BYTES:,} bytes (`message.too_large`); a
+batch has at most {MAX_BATCH_ITEMS:,} items.
 
 | AMQP property or header | meaning |
 | --- | --- |
@@ -75,7 +87,8 @@ What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `r
 build or delete request whose `instance_uuid` could be read is answered on the event stream of the project in its
 routing key, by state `refused`; so is one under a uuid that is on record with other content (`request.duplicate`). The
 `sequence` of such an event is 0: outdated for a client that follows the request on record. What nobody was told of is
-parked in the queue's `.dead` queue with the headers `berth-code` and `berth-reason` (`berth dead-letters list`).
+parked in the bus's queue `{DEAD_LETTERS}` with the headers `berth-code` and `berth-reason` (`berth dead-letters list`);
+its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 

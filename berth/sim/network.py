@@ -154,9 +154,9 @@ class SimTransport:
         self._life += 1
         await self._inner.close()
 
-    async def declare_exchanges(self) -> None:
-        """Declare the exchanges."""
-        await self._lasting(self._inner.declare_exchanges)
+    async def declare_shared(self) -> None:
+        """Declare what the bus shares."""
+        await self._lasting(self._inner.declare_shared)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue."""

@@ -1,24 +1,35 @@
-"""Looking at dead letters, and sending them back. Nothing is lost on the way: a letter leaves its queue last."""
+"""Looking at dead letters, and sending them back. Nothing is lost on the way: a letter leaves its queue last.
+
+A bus has one queue of dead letters. The routing key of a letter is the name of the queue that gave it up: the broker
+writes it there by that queue's own settings, and permissions bind a consumer that parks a letter to its own queues. No
+header says it, as a publisher may have written any header.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 
 from msgspec import Struct
 
-from bus.port import Delivery, Outgoing, Transport, dead_queue
+from bus.contracts.catalogue import DEAD, DEAD_LETTERS, RETURN
+from bus.port import Delivery, Outgoing, Transport
+from bus.topology import delayed_it
 from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT, shown
 
 # Why a message was given up, on the dead letter.
 CODE = "berth-code"
 REASON = "berth-reason"
-QUEUE = "berth-queue"
 EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
 
-# Letters looked at in one go; the others wait for the next.
+# Letters that are passed over or shown in one go; those behind them wait for the next.
 MAX_LOOKED_AT = 10_000
+
+# The origin of a letter that says none: somebody wrote it into the queue of dead letters himself.
+UNKNOWN = "unknown"
 
 # What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin
 # anew.
@@ -26,12 +37,14 @@ _KEPT = (CAUSE, TRACEPARENT)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True):
-    """One message that a queue gave up, and why. `position` counts from the oldest; the body may hold secrets.
+    """One message that a queue gave up, and why. The body may hold secrets.
 
+    position: from the oldest letter of the bus. queue: which gave it up; UNKNOWN: nothing says so that can be believed.
     sent_at: when it was sent, at the latest; None when nothing says so. batch: the body holds several messages.
     """
 
     position: int
+    queue: str
     id: str
     code: str
     reason: str
@@ -46,16 +59,40 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     headers: Mapping[str, object]
 
 
-async def list_dead(transport: Transport, queue: str, limit: int = 100) -> list[DeadLetter]:
-    """The oldest dead letters of a queue, which stay where they are. Raises QueueMissing."""
-    held: list[Delivery] = []
-    try:
-        while len(held) < min(limit, MAX_LOOKED_AT) and (delivery := await transport.get(dead_queue(queue))):
-            held.append(delivery)
-    finally:
-        for delivery in held:
-            delivery.nack(requeue=True)
-    return [read_letter(position, delivery) for position, delivery in enumerate(held)]
+class Counts(Struct, frozen=True):
+    """Dead letters of a bus by the queue that gave them up; `more` lie behind those that were looked at."""
+
+    by_queue: Mapping[str, int]
+    more: int
+
+
+async def list_dead(transport: Transport, queue: str | None = None, limit: int = 100) -> list[DeadLetter]:
+    """The oldest dead letters (of one queue, or of all), which stay where they are.
+
+    Raises QueueMissing: there is no letter of that queue, and no such queue.
+    """
+    found: list[DeadLetter] = []
+    with _given_back() as kept:
+        async for letter, delivery in _each(transport, kept):
+            _keep(kept, delivery)
+            if queue in (None, letter.queue):
+                found.append(letter)
+                if len(found) == limit:
+                    break
+    if not found and queue not in (None, UNKNOWN):
+        await transport.depth(queue)
+    return found
+
+
+async def count(transport: Transport) -> Counts:
+    """How many letters of which queue there are, by the names of the queues."""
+    by_queue: Counter[str] = Counter()
+    with _given_back() as kept:
+        async for letter, delivery in _each(transport, kept):
+            _keep(kept, delivery)
+            by_queue[letter.queue] += 1
+        more = await transport.depth(DEAD_LETTERS)
+    return Counts(dict(sorted(by_queue.items())), more)
 
 
 def _any(letter: DeadLetter) -> bool:
@@ -69,40 +106,66 @@ async def replay(
     *,
     may_go: Callable[[DeadLetter], bool] = _any,
 ) -> list[str]:
-    """Send dead letters (those with these ids, or all) back to the queue they died in; returns the ids sent.
+    """Send dead letters of a queue (those with these ids, or all) back to it; returns the ids sent.
 
     Each is confirmed there before it leaves here, so a crash in between may double one, never lose it. What may not
     go stays where it is.
     """
     wanted = None if ids is None else set(ids)
-    passed_over: list[Delivery] = []
     sent: list[str] = []
-    try:
-        for _ in range(min(await transport.depth(dead_queue(queue)), MAX_LOOKED_AT)):
-            delivery = await transport.get(dead_queue(queue))
-            if delivery is None or wanted == set():
-                passed_over += [delivery] if delivery else []
-                break
-            name = shown(delivery.message_id or "")
-            if wanted is not None and name not in wanted:
-                passed_over.append(delivery)
+    with _given_back() as kept:
+        async for letter, delivery in _each(transport, kept):
+            goes = letter.queue == queue and (wanted is None or letter.id in wanted) and may_go(letter)
+            if not goes:
+                _keep(kept, delivery)
                 continue
-            if not may_go(read_letter(0, delivery)):
-                passed_over.append(delivery)
-                continue
-            await _send_back(transport, queue, delivery, passed_over)
-            sent.append(name)
+            await _send_back(transport, queue, delivery, kept)
+            sent.append(letter.id)
             if wanted is not None:
-                wanted.discard(name)
-    finally:
-        for delivery in passed_over:
-            delivery.nack(requeue=True)
+                wanted.discard(letter.id)
+                if not wanted:
+                    break
     return sent
 
 
 async def purge(transport: Transport, queue: str) -> int:
-    """Drop all dead letters of a queue; returns how many."""
-    return await transport.purge(dead_queue(queue))
+    """Drop the dead letters of a queue; returns how many."""
+    gone = 0
+    with _given_back() as kept:
+        async for letter, delivery in _each(transport, kept):
+            if letter.queue == queue:
+                delivery.ack()
+                gone += 1
+            else:
+                _keep(kept, delivery)
+    return gone
+
+
+@contextmanager
+def _given_back() -> Iterator[list[Delivery]]:
+    """Letters that are held until the end, so that the next ones are seen, and then given back."""
+    kept: list[Delivery] = []
+    try:
+        yield kept
+    finally:
+        for delivery in kept:
+            delivery.nack(requeue=True)
+
+
+def _keep(kept: list[Delivery], delivery: Delivery) -> None:
+    delivery.body = b""  # its queue has it; thousands of large ones here would be more than a process may hold
+    kept.append(delivery)
+
+
+async def _each(transport: Transport, kept: list[Delivery]) -> AsyncIterator[tuple[DeadLetter, Delivery]]:
+    """The letters of a bus, the oldest first, until too many are kept; what is parked meanwhile is not among them."""
+    delivery = await transport.get(DEAD_LETTERS)
+    behind = await transport.depth(DEAD_LETTERS)  # after a get, which comes after what was given back before
+    position = 0
+    while delivery is not None:
+        yield read_letter(position, delivery), delivery
+        position += 1
+        delivery = await transport.get(DEAD_LETTERS) if position <= behind and len(kept) < MAX_LOOKED_AT else None
 
 
 async def _send_back(transport: Transport, queue: str, delivery: Delivery, kept: list[Delivery]) -> None:
@@ -138,12 +201,18 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
 
 def read_letter(position: int, delivery: Delivery) -> DeadLetter:
     """A letter as a person wants to see it."""
-    broker_says = _text(delivery, "x-first-death-reason")
+    broker_says = _last_death(delivery)
+    code, reason = _text(delivery, CODE) or "unknown", _text(delivery, REASON)
+    if broker_says:  # then it has the headers of its publisher, who may have written any
+        gone = delivery.exchange == RETURN
+        code = f"broker.{broker_says}"
+        reason = "its queue was gone when its retry was due" if gone else "given up by the broker"
     return DeadLetter(
         position=position,
+        queue=_origin(delivery),
         id=shown(delivery.message_id or ""),
-        code=_text(delivery, CODE) or (f"broker.{broker_says}" if broker_says else "unknown"),
-        reason=_text(delivery, REASON) or ("given up by the broker" if broker_says else ""),
+        code=code,
+        reason=reason,
         type=shown(delivery.type or ""),
         exchange=_text(delivery, EXCHANGE) or delivery.exchange,
         routing_key=shown(_published_key(delivery) or delivery.routing_key),
@@ -152,21 +221,40 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         sent_at=_sent_at(delivery.headers),
         batch=delivery.content_type == BATCH,
         body=delivery.body,
-        headers={name: value for name, value in delivery.headers.items() if name not in (QUEUE, DEADLINE)},
+        headers={name: value for name, value in delivery.headers.items() if name != DEADLINE},
     )
+
+
+def _last_death(delivery: Delivery) -> str:
+    """Why the broker gave it up; empty: a consumer did. The last death comes first, and is the broker's word alone."""
+    deaths = delivery.headers.get("x-death")
+    last = deaths[0] if isinstance(deaths, list) and deaths else None
+    reason = last.get("reason") if isinstance(last, dict) else None
+    return reason if isinstance(reason, str) else _text(delivery, "x-first-death-reason")
+
+
+def _origin(delivery: Delivery) -> str:
+    """The queue that gave it up."""
+    if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
+        return shown(delivery.routing_key)
+    return UNKNOWN
 
 
 def _published_key(delivery: Delivery) -> str:
     """The routing key that it was first published with, against which it is read again; empty: none is known.
 
     A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
-    record tells.
+    record tells, which a message that is read cannot have brought along (`bus.wire.Codec`). What was delayed had been
+    read before.
     """
     if not delivery.headers.keys() & {"x-death", "x-first-death-reason"}:
         return _text(delivery, ORIGINAL_KEY)
     deaths = delivery.headers.get("x-death")
     first = deaths[-1] if isinstance(deaths, list) and deaths else None
-    keys = first.get("routing-keys") if isinstance(first, dict) and first.get("exchange") else None
+    exchange = first.get("exchange") if isinstance(first, dict) else None
+    if not isinstance(first, dict) or not isinstance(exchange, str) or not exchange or delayed_it(exchange):
+        return ""
+    keys = first.get("routing-keys")
     return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
 
 

@@ -9,14 +9,15 @@ from msgspec import structs
 
 from bus.clock import new_uuid
 from bus.consuming.dead_lettering import park
-from bus.consuming.dead_letters import CODE, DIED_AT, EXCHANGE, QUEUE, REASON
+from bus.consuming.dead_letters import CODE, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
 from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
-from bus.port import BusError, Outgoing, retry_queue
+from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
+from bus.topology import delay_exchange
 from bus.wire import (
     JSON,
     ORIGINAL_KEY,
@@ -90,8 +91,8 @@ class OutcomeHandler:
         attempt = received.meta.attempt
         meta = structs.replace(received.meta, attempt=attempt + 1)
         mode = Mode(may_gather(meta), True, True)
-        key = retry_queue(self.queue, attempt)
-        self._bus.publisher.post("", key, mode, pack(received.message, meta), waiter)
+        exchange = delay_exchange(self._row.retry_s[attempt])
+        self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
 
     def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
         """A Refusal to the requester, else a dead letter; a queue without dead letters loses it, and logs that."""
@@ -125,7 +126,6 @@ class OutcomeHandler:
                 **headers_of(received.meta),
                 CODE: code,
                 REASON: reason[:MAX_REASON],
-                QUEUE: self.queue,
                 EXCHANGE: delivery.exchange,
                 ORIGINAL_KEY: shown(published_key(delivery)),
                 DIED_AT: int(self._bus.clock.time() * 1000),
@@ -147,7 +147,6 @@ class OutcomeHandler:
             headers={
                 CODE: CANNOT_SETTLE,
                 REASON: shown(reason)[:MAX_REASON],
-                QUEUE: self.queue,
                 DIED_AT: int(self._bus.clock.time() * 1000),
             },
             mandatory=True,

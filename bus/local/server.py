@@ -149,7 +149,7 @@ class _Session:
             bindings = [(str(exchange), str(key)) for exchange, key in a[2]]
             return await transport.declare_queue(msgspec.convert(a[0], QueueRow), a[1], bindings)
         plain: Mapping[str, Callable[..., Awaitable[object]]] = {
-            "declare_exchanges": transport.declare_exchanges,
+            "declare_shared": transport.declare_shared,
             "declare_reply_queue": transport.declare_reply_queue,
             "bind_foreign": transport.bind_foreign,
             "depth": transport.depth,

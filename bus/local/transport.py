@@ -107,9 +107,9 @@ class LocalTransport:
         """Whether the serving process is still there."""
         return self._writer is not None and not self._writer.is_closing()
 
-    async def declare_exchanges(self) -> None:
-        """Declare the exchanges of the catalogue."""
-        await self.call("declare_exchanges")
+    async def declare_shared(self) -> None:
+        """Declare what the whole bus shares."""
+        await self.call("declare_shared")
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue as its row says."""

@@ -28,6 +28,7 @@ class MemoryBroker:
         self.transports: list[Connection] = []
         self._exchanges: dict[str, list[tuple[tuple[str, ...], str]]] = {}
         self._routes: dict[str, dict[str, tuple[str, ...]]] = {}
+        self._alternates: dict[str, str] = {}
         self._queues: dict[str, Queue] = {}
         self._alarms: list[tuple[float, int, Queue]] = []
         self._alarm_number = 0
@@ -56,9 +57,14 @@ class MemoryBroker:
         for transport in list(self.transports):
             transport.reconnect_soon()
 
-    def declare_exchange(self, name: str) -> None:
-        """Declare a topic exchange; in tests, those of other systems too."""
+    def declare_exchange(self, name: str, alternate: str = "") -> None:
+        """Declare a topic exchange; in tests, those of other systems too.
+
+        alternate: the exchange for what this one leads to no queue.
+        """
         self._exchanges.setdefault(name, [])
+        if alternate:
+            self._alternates[name] = alternate
 
     def has_exchange(self, name: str) -> bool:
         """Whether the exchange exists."""
@@ -110,9 +116,11 @@ class MemoryBroker:
 
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
         """What a queue gave up goes where its plan says. False: there is no room for it there."""
-        exchange, key = planned.dead_exchange or "", planned.dead_key
+        exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
+        # As in RabbitMQ: a key of the queue's own stands for all that the message had.
+        also = "" if planned.dead_key else message.also
         letter = structs.replace(
-            message, exchange=exchange, routing_key=key, also="", mandatory=False, expiration_s=None
+            message, exchange=exchange, routing_key=key, also=also, mandatory=False, expiration_s=None
         )
         try:
             self.route(letter, died=reason)
@@ -121,6 +129,14 @@ class MemoryBroker:
         except QueueMissing:
             pass
         return True
+
+    def arrive(self, transport: Connection) -> None:
+        """A connection begins. Where there was none, nobody has looked at the time."""
+        if not self.transports:
+            for queue in self._queues.values():
+                queue.expire(self.clock.monotonic())
+        if transport not in self.transports:
+            self.transports.append(transport)
 
     def leave(self, transport: Connection) -> None:
         """A connection ends: what it holds goes back, what is its own goes away."""
@@ -188,4 +204,6 @@ class MemoryBroker:
             if len(routes) >= MAX_ROUTES:
                 routes.clear()
             routes[key] = found
+        if not found and exchange in self._alternates:
+            return self._targets(self._alternates[exchange], key)
         return found

@@ -16,8 +16,10 @@ from bus.topology import QueueNames, QueuePlan
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop all others.
 MAX_PER_TURN = 256
 
-# What its next queue has no room for, its time being over, is offered to it again so often.
+# What its next queue has no room for is offered to it again so often. So many wait aside for that, and let pass what
+# goes to other queues, as in RabbitMQ (dead_letter_worker_consumer_prefetch).
 ROOM_AGAIN_S = 0.2
+MAX_ASIDE = 32
 
 
 class Connection(Protocol):
@@ -70,7 +72,7 @@ class MemoryDelivery:
         self._consumer = consumer
         self.body = message.body
         self.exchange = consumer.transport.names.local(message.exchange)
-        self.routing_key = message.routing_key
+        self.routing_key = consumer.transport.names.local_key(self.exchange, message.routing_key)
         self.content_type: str | None = message.content_type
         self.message_id: str | None = message.message_id or None
         self.type: str | None = message.type or None
@@ -216,16 +218,17 @@ class Queue:
 
     def expire(self, now: float) -> None:
         """What is past its time leaves from the head of the line, as in RabbitMQ; never for a queue that is full."""
-        while self.dying and self.dead_letter(*self.dying[0]):
-            self.dying.popleft()
         if self.dying:
-            self.broker.alarm(self, now + ROOM_AGAIN_S)
+            self.dying = deque(one for one in self.dying if not self.dead_letter(*one))
         while (first := self.head()) is not None and first.expires_at is not None and first.expires_at <= now:
-            if not self.dead_letter(first, "expired"):
-                first.expires_at = now + ROOM_AGAIN_S
+            if len(self.dying) >= MAX_ASIDE:
                 break
             self.pop()
-        if first is not None and first.expires_at is not None:
+            if not self.dead_letter(first, "expired"):
+                self.dying.append((first, "expired"))
+        if self.dying:
+            self.broker.alarm(self, now + ROOM_AGAIN_S)
+        if first is not None and first.expires_at is not None and first.expires_at > now:
             self.broker.alarm(self, first.expires_at)
 
     def wake(self) -> None:

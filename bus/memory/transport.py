@@ -7,11 +7,20 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS, QueueRow
+from bus.contracts.catalogue import QueueRow
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import Consumption
 from bus.port import BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
-from bus.topology import FOREIGN, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.topology import (
+    FOREIGN,
+    QueueNames,
+    QueuePlan,
+    foreign_plan,
+    plan,
+    reply_plan,
+    shared_exchanges,
+    shared_queues,
+)
 
 # A connection whose private queue another one has tries again so often.
 LOCKED_AGAIN_S = 0.1
@@ -70,8 +79,7 @@ class MemoryTransport:
     async def open(self) -> None:
         """Connect; waits while the broker is stopped."""
         self._opened = True
-        if self not in self.broker.transports:
-            self.broker.transports.append(self)
+        self.broker.arrive(self)
         if self.broker.up:
             self._connected.set()
         await self._connected.wait()
@@ -113,17 +121,19 @@ class MemoryTransport:
         for callback in self._callbacks:
             callback()
 
-    async def declare_exchanges(self) -> None:
-        """Declare the three exchanges of the catalogue."""
+    async def declare_shared(self) -> None:
+        """Declare what the whole bus shares."""
         self._check()
-        for exchange in (COMMANDS, EVENTS, DEAD):
-            self.broker.declare_exchange(self.names.exchange(exchange))
+        for exchange in shared_exchanges():
+            real = self.names.plan_exchange(exchange)
+            self.broker.declare_exchange(real.name, alternate=real.alternate)
+        for planned in shared_queues():
+            self._declare(planned)
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue with its retry and dead-letter queues."""
+        """Declare a queue."""
         self._check()
-        for planned in plan(row, name, bindings):
-            self._declare(planned)
+        self._declare(plan(row, name, bindings))
 
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies."""

@@ -129,7 +129,7 @@ class RabbitDelivery:
         self._tag = message.delivery_tag or 0
         self.body = message.body
         self.exchange = names.local(message.exchange or "")
-        self.routing_key = message.routing_key or ""
+        self.routing_key = names.local_key(self.exchange, message.routing_key or "")
         self.content_type: str | None = properties.content_type
         self.message_id: str | None = properties.message_id
         self.type: str | None = properties.message_type

@@ -11,13 +11,12 @@ import aio_pika
 from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
 
-from bus.contracts.catalogue import COMMANDS, DEAD, EVENTS
-from bus.port import BusError, BusForbidden, Outgoing, QueueDiffers, QueueMissing
+from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.server_url import Endpoint
-from bus.topology import QueueNames, QueuePlan
+from bus.topology import ExchangePlan, QueueNames, QueuePlan, shared_exchanges, shared_queues
 
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
@@ -107,13 +106,53 @@ class Session:
                 self._publisher = PublishChannel(channel, self.names)
             return self._publisher
 
-    async def declare_exchanges(self) -> None:
-        """The three exchanges of the catalogue."""
-        channel = await self.named("control")
-        for exchange in (COMMANDS, EVENTS, DEAD):
-            name = self.names.exchange(exchange)
-            with translated(name):
-                await channel.exchange_declare(name, exchange_type="topic", durable=True, timeout=RPC_TIMEOUT_S)
+    async def declare_shared(self) -> None:
+        """What the whole bus shares. It is looked for first: some users may use it and not make it."""
+        may_bind = True
+        try:
+            for exchange in shared_exchanges():
+                await self._declare_exchange(self.names.plan_exchange(exchange))
+            for planned in shared_queues():
+                real = self.names.plan(planned)
+                if await self.count(real.name) is None:
+                    await self.declare(real)
+                elif may_bind:  # who made it may have ended before it was bound
+                    may_bind = await self._bind_if_allowed(real)
+        except BusForbidden as error:
+            raise BusUnavailable(f"another worker makes what the bus shares, and has not yet: {error}") from error
+
+    async def _bind_if_allowed(self, planned: QueuePlan) -> bool:
+        try:
+            await self._bind(planned)
+        except BusForbidden:
+            return False
+        return True
+
+    async def _declare_exchange(self, planned: ExchangePlan) -> None:
+        channel = await self.named("shared")
+        try:
+            with translated(planned.name):
+                await channel.exchange_declare(planned.name, passive=True, timeout=RPC_TIMEOUT_S)
+        except QueueMissing:
+            channel = await self.named("shared")
+            with translated(planned.name):
+                await channel.exchange_declare(
+                    planned.name,
+                    exchange_type="topic",
+                    durable=True,
+                    arguments={"alternate-exchange": planned.alternate} if planned.alternate else {},
+                    timeout=RPC_TIMEOUT_S,
+                )
+
+    async def count(self, queue: str) -> int | None:
+        """Messages ready in a queue that may not be there (None)."""
+        channel = await self.named("shared")
+        try:
+            with translated(queue):
+                answer = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+        except QueueMissing:
+            return None
+        return answer.message_count or 0
 
     async def declare(self, planned: QueuePlan) -> None:
         """A queue and its bindings, under its real names."""
@@ -126,10 +165,7 @@ class Session:
             with translated(planned.name):
                 await channel.queue_delete(planned.name, timeout=RPC_TIMEOUT_S)
             await self._declare(planned)
-        channel = await self.named("control")
-        for exchange, key in planned.bindings:
-            with translated():
-                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+        await self._bind(planned)
 
     async def _declare(self, planned: QueuePlan) -> None:
         channel = await self.named("control")
@@ -141,6 +177,12 @@ class Session:
                 arguments=_arguments(planned),
                 timeout=RPC_TIMEOUT_S,
             )
+
+    async def _bind(self, planned: QueuePlan) -> None:
+        channel = await self.named("control")
+        for exchange, key in planned.bindings:
+            with translated():
+                await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
 
     async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""
@@ -194,7 +236,8 @@ def _arguments(planned: QueuePlan) -> dict[str, Any]:
         arguments["x-message-ttl"] = int(planned.ttl_s * 1000)
     if planned.dead_exchange is not None:
         arguments["x-dead-letter-exchange"] = planned.dead_exchange
-        arguments["x-dead-letter-routing-key"] = planned.dead_key
+        if planned.dead_key:
+            arguments["x-dead-letter-routing-key"] = planned.dead_key
         # The broker confirms to itself what it moves: a crash in between loses nothing.
         arguments["x-dead-letter-strategy"] = "at-least-once"
     return arguments

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
-from bus.contracts.catalogue import QueueRow
+from bus.contracts.catalogue import QueueKind, QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
@@ -32,6 +33,17 @@ SETUP_PATIENCE_S = 60.0
 DIRECT_REPLY = "amq.rabbitmq.reply-to."
 
 T = TypeVar("T")
+
+# What stood beside each durable queue once, before a bus had one set (docs/decisions/0016-one-set-of-delays-a-bus.md):
+# its dead letters. Its retry queues empty themselves.
+FORMER_DEAD = ".dead"
+
+
+async def _say_what_is_left(session: Session, name: str) -> None:
+    """Log what an older berth has left beside a queue, so that no letter is forgotten there."""
+    left = await session.count(name + FORMER_DEAD)
+    if left is not None:
+        log.warning("bus.former_queue", queue=name + FORMER_DEAD, messages=left, see="docs/howto/run-for-real.md")
 
 
 class RabbitSubscription:
@@ -111,7 +123,7 @@ class RabbitTransport:
         self._closing = False
         self._restoring: set[asyncio.Task[None]] = set()
         self._opened: asyncio.Future[None] | None = None
-        self._exchanges = False
+        self._shared = False
         self._declared: dict[str, QueuePlan] = {}
         self._foreign: dict[tuple[str, str], tuple[QueuePlan, tuple[str, ...]]] = {}
         self._subscriptions: list[RabbitSubscription] = []
@@ -160,15 +172,16 @@ class RabbitTransport:
         self._cancelled.clear()
         self._getters.clear()
 
-    async def declare_exchanges(self) -> None:
-        """Declare the three exchanges of the catalogue."""
-        await self._lasting(Session.declare_exchanges)
-        self._exchanges = True
+    async def declare_shared(self) -> None:
+        """Declare what the whole bus shares."""
+        await self._lasting(Session.declare_shared)
+        self._shared = True
 
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
-        """Declare a queue with its retry and dead-letter queues. Raises QueueLocked."""
-        for planned in plan(row, name, bindings):
-            await self._declare(planned)
+        """Declare a queue. Raises QueueLocked."""
+        await self._declare(plan(row, name, bindings))
+        if row.kind is QueueKind.DURABLE:
+            await self._lasting(partial(_say_what_is_left, name=self._names.queue(name)))
 
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies."""
@@ -330,8 +343,8 @@ class RabbitTransport:
             callback()
 
     async def _bring_back(self, session: Session) -> None:
-        if self._exchanges:
-            await session.declare_exchanges()
+        if self._shared:
+            await session.declare_shared()
         for planned in self._declared.values():
             await session.declare(planned)
         for (_, exchange), (planned, keys) in self._foreign.items():

@@ -13,7 +13,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.port import dead_queue
+from bus.contracts.catalogue import DEAD_LETTERS
 from tests.contract.rig import Rig, until
 
 KINDS = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
@@ -90,7 +90,7 @@ async def settled(bus: Bus, queue: str = REQUESTS, dead: int = 0) -> None:
     """Until the queue is empty and this many dead letters are parked."""
 
     async def as_said() -> bool:
-        depths = await bus.transport.depth(queue), await bus.transport.depth(dead_queue(queue))
+        depths = await bus.transport.depth(queue), await bus.transport.depth(DEAD_LETTERS)
         return depths == (0, dead)
 
     await until(as_said)

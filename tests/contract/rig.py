@@ -120,7 +120,7 @@ class Rig:
         transport = self.make(name, prefix)
         self._open.append(transport)
         await transport.open()
-        await transport.declare_exchanges()
+        await transport.declare_shared()
         return transport
 
     async def close(self) -> None:

@@ -10,8 +10,8 @@ from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS
-from bus.port import Delivery, dead_queue
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
+from bus.port import Delivery
 from bus.wire import batch, pack
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
@@ -112,7 +112,7 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
         consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
 
         async def is_over(handler: Mortal = handler) -> bool:
-            return handler.died.is_set() or await depth_is(watching, dead_queue(REQUESTS), 1)
+            return handler.died.is_set() or await depth_is(watching, DEAD_LETTERS, 1)
 
         await until(is_over)
         handled |= {one.instance_uuid for one in handler.got}
@@ -121,7 +121,7 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
         await bus.transport.close()
         await consumer.drain(0.0)
         deaths += 1
-    await until(lambda: depth_is(watching, dead_queue(REQUESTS), 1))
+    await until(lambda: depth_is(watching, DEAD_LETTERS, 1))
     assert handled == {one.instance_uuid for one in good}
     assert deaths == BY_QUEUE[REQUESTS].delivery_limit + 1
     (letter,) = await dead_letters.list_dead(watching.transport, REQUESTS)

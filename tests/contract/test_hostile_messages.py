@@ -15,8 +15,7 @@ from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
-from bus.contracts.catalogue import COMMANDS
-from bus.port import dead_queue
+from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.house import REQUESTS, Answering, boot
@@ -147,7 +146,7 @@ async def settled_with(watched: Watched, dead: int) -> None:
     transport = watched.bus.transport
 
     async def as_said() -> bool:
-        return (await transport.depth(REQUESTS), await transport.depth(dead_queue(REQUESTS))) == (0, dead)
+        return (await transport.depth(REQUESTS), await transport.depth(DEAD_LETTERS)) == (0, dead)
 
     await until(as_said)
 
@@ -173,7 +172,7 @@ async def test_a_message_id_of_bytes_is_parked_with_its_body_and_its_bytes(watch
     (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
     assert (letter.code, letter.body) == ("message.unknown_type", b"{not json")
     assert letter.id == ("\\xff" * 200)[:255]
-    delivery = await watched.bus.transport.get(dead_queue(REQUESTS))
+    delivery = await watched.bus.transport.get(DEAD_LETTERS)
     assert delivery is not None
     assert (delivery.type, delivery.correlation_id) == (FULL.decode(errors="surrogateescape"),) * 2
     delivery.ack()

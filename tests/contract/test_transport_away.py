@@ -55,7 +55,7 @@ async def test_a_connection_that_comes_back_waits_for_its_private_queue_while_an
     quicker = rig.outside("quicker")
     await quicker.open()
     try:
-        await quicker.declare_exchanges()
+        await quicker.declare_shared()
 
         async def has_it() -> bool:  # RabbitMQ may need a moment to notice that the other one has gone
             with contextlib.suppress(QueueLocked):

@@ -7,8 +7,9 @@ import contextlib
 import pytest
 
 from bus import topology
-from bus.contracts.catalogue import QueueKind
-from bus.port import Delivery, Outgoing, PublishRefused, dead_queue, retry_queue
+from bus.contracts.catalogue import DEAD_LETTERS, QueueKind
+from bus.port import Delivery, Outgoing, PublishRefused
+from bus.topology import delay_exchange
 from tests.contract.queues import EVERY_ADAPTER, command, declare, row
 from tests.contract.rig import Collector, Rig, until
 
@@ -80,17 +81,18 @@ async def test_a_private_queue_drops_its_oldest(rig: Rig) -> None:
 
 
 @pytest.mark.timeout(ROOM_S + 60)
-async def test_what_waits_for_its_retry_comes_back_to_a_full_queue(rig: Rig) -> None:
-    """A publisher is refused; what was accepted once is not lost over it."""
+async def test_what_waits_for_its_retry_comes_back_to_a_full_queue(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher is refused; what was accepted once is not lost over it, and holds up no other queue's."""
+    monkeypatch.setattr(topology, "DELAYS_S", (0.05,))
     transport = await rig.transport()
-    queue = await declare(transport, max_length=3, retry_s=(0.05,))
+    queue = await declare(transport, max_length=3)
     with contextlib.suppress(PublishRefused):
         for _ in range(20):
             await transport.publish(command(b"x"))
-    witness = row(name="witness", retry_s=(0.05,))
+    witness = row(name="witness")
     await transport.declare_queue(witness, witness.name, ())
     for name in (queue, witness.name):
-        again = Outgoing(exchange="", routing_key=retry_queue(name, 0), body=b"again", mandatory=True)
+        again = Outgoing(exchange=delay_exchange(0.05), routing_key=name, body=b"again", mandatory=True)
         await transport.publish(again)
     passed = Collector()
     await transport.consume(witness.name, passed, prefetch=1)
@@ -109,7 +111,7 @@ async def test_what_a_queue_gives_up_waits_for_room_among_the_dead_letters(
     monkeypatch.setattr(topology, "MAX_PARKED", 1)
     transport = await rig.transport()
     queue = await declare(transport, delivery_limit=0)
-    filler = Outgoing(exchange="", routing_key=dead_queue(queue), body=b"filler", mandatory=True)
+    filler = Outgoing(exchange="", routing_key=DEAD_LETTERS, body=b"filler", mandatory=True)
     with pytest.raises(PublishRefused):
         for _ in range(100):
             await transport.publish(filler)
@@ -126,7 +128,7 @@ async def test_what_a_queue_gives_up_waits_for_room_among_the_dead_letters(
     parked: list[bytes] = []
 
     async def both_are_parked() -> bool:
-        while (letter := await transport.get(dead_queue(queue))) is not None:
+        while (letter := await transport.get(DEAD_LETTERS)) is not None:
             parked.append(letter.body)
             letter.ack()
         return parked.count(b"poison") == 2

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.contracts.catalogue import DEAD, QueueKind
-from bus.port import Outgoing, dead_queue, retry_queue
+import pytest
+
+from bus import topology
+from bus.contracts.catalogue import DEAD, DEAD_LETTERS, QueueKind
+from bus.port import Outgoing
+from bus.topology import delay_exchange, delayed_queue
 from tests.contract.queues import EVERY_ADAPTER, command, declare, depth_is
 from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 
@@ -71,9 +75,9 @@ async def test_past_its_delivery_limit_a_message_is_a_dead_letter(rig: Rig) -> N
 
     await transport.consume(queue, give_back, prefetch=1)
     await transport.publish(command(b"poison", message_id="m1"))
-    await until(lambda: depth_is(transport, dead_queue(queue), 1))
+    await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
     assert counts == [0, 1, 2]
-    letter = await transport.get(dead_queue(queue))
+    letter = await transport.get(DEAD_LETTERS)
     assert letter is not None
     assert (letter.body, letter.message_id) == (b"poison", "m1")
     assert letter.headers["x-first-death-reason"] == "delivery_limit"
@@ -92,7 +96,7 @@ async def test_what_is_lost_with_its_connection_counts_as_given_back(rig: Rig) -
         counts.append((await held.wait(1))[0].delivery_count)
         await transport.close()
     assert counts == [0, 1]
-    await until(lambda: depth_is(other, dead_queue(queue), 1))
+    await until(lambda: depth_is(other, DEAD_LETTERS, 1))
 
 
 async def test_what_is_given_up_is_a_dead_letter(rig: Rig) -> None:
@@ -103,32 +107,33 @@ async def test_what_is_given_up_is_a_dead_letter(rig: Rig) -> None:
     await transport.publish(command(b"bad"))
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
-    await until(lambda: depth_is(transport, dead_queue(queue), 1))
+    await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
 
 
 async def test_the_dead_letter_exchange_leads_to_the_parking_queue(rig: Rig) -> None:
     transport = await rig.transport()
     queue = await declare(transport)
     await transport.publish(Outgoing(exchange=DEAD, routing_key=queue, body=b"x", mandatory=True))
-    assert await transport.depth(dead_queue(queue)) == 1
+    assert await transport.depth(DEAD_LETTERS) == 1
 
 
-async def test_a_message_comes_back_from_a_retry_queue_after_its_delay(rig: Rig) -> None:
+async def test_a_message_comes_back_after_its_delay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "DELAYS_S", (0.05, 60.0))
     transport = await rig.transport()
-    queue = await declare(transport, retry_s=(0.05, 60.0))
+    queue = await declare(transport)
     got = Collector()
     await transport.consume(queue, got, prefetch=10)
     loop = asyncio.get_running_loop()
     started = loop.time()
-    for level, body in ((1, b"much later"), (0, b"soon")):
+    for delay_s, body in ((60.0, b"much later"), (0.05, b"soon")):
         await transport.publish(
-            Outgoing(exchange="", routing_key=retry_queue(queue, level), body=body, mandatory=True, message_id="m")
+            Outgoing(exchange=delay_exchange(delay_s), routing_key=queue, body=body, mandatory=True, message_id="m")
         )
     await got.wait(1)
     assert loop.time() - started >= 0.045
     assert got.bodies == [b"soon"]
     assert got.got[0].message_id == "m"
-    assert await transport.depth(retry_queue(queue, 1)) == 1
+    assert await transport.depth(delayed_queue(60.0)) == 1
 
 
 async def test_what_was_got_and_not_settled_is_back_after_close(rig: Rig) -> None:

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
-from bus.port import CC, Outgoing, Transport, Unroutable, dead_queue, retry_queue
+from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
+from bus.port import CC, Outgoing, Transport, Unroutable
+from bus.topology import DELAYS_S, delay_exchange
 from tests.contract.rig import Collector, Rig, rig_for, until
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
@@ -19,11 +20,9 @@ async def rig(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
         yield found
 
 
-async def declare(
-    transport: Transport, name: str, *keys: str, kind: QueueKind = QueueKind.DURABLE, retry_s: tuple[float, ...] = ()
-) -> str:
+async def declare(transport: Transport, name: str, *keys: str, kind: QueueKind = QueueKind.DURABLE) -> str:
     bindings = tuple((COMMANDS, key) for key in keys)
-    row = QueueRow(name=name, where=Where.BOTH, kind=kind, consumer="tests", bindings=bindings, retry_s=retry_s)
+    row = QueueRow(name=name, where=Where.BOTH, kind=kind, consumer="tests", bindings=bindings)
     await transport.declare_queue(row, name, bindings)
     return name
 
@@ -90,20 +89,21 @@ async def test_a_dead_letter_no_longer_has_it(rig: Rig) -> None:
     await transport.publish(message(key="work", also=other))
     (delivery,) = await got.wait(1)
     delivery.nack(requeue=False)
-    await until(lambda: depth_is(transport, dead_queue(queue), 1))
-    letter = await transport.get(dead_queue(queue))
+    await until(lambda: depth_is(transport, DEAD_LETTERS, 1))
+    letter = await transport.get(DEAD_LETTERS)
     assert letter is not None and CC not in letter.headers
-    assert (await transport.depth(other), await transport.depth(dead_queue(other))) == (1, 0)
+    assert (await transport.depth(other), await transport.depth(DEAD_LETTERS)) == (1, 0)
 
 
-async def test_what_comes_back_from_a_retry_queue_comes_to_one_queue(rig: Rig) -> None:
+async def test_what_is_delayed_under_two_keys_comes_back_under_both(rig: Rig) -> None:
+    """Berth delays nothing so."""
     transport = await rig.transport()
-    queue, other = await declare(transport, "work", retry_s=(0.05,)), await declare(transport, "other")
+    queue, other = await declare(transport, "work"), await declare(transport, "other")
     got = Collector()
     await transport.consume(queue, got, prefetch=1)
     await transport.publish(
-        Outgoing(exchange="", routing_key=retry_queue(queue, 0), also=other, body=b"x", mandatory=True)
+        Outgoing(exchange=delay_exchange(DELAYS_S[0]), routing_key=queue, also=other, body=b"x", mandatory=True)
     )
-    (delivery,) = await got.wait(1)
-    assert CC not in delivery.headers
-    assert await transport.depth(other) == 1
+    await got.wait(1)
+    await until(lambda: depth_is(transport, other, 1))
+    assert (len(got.got), await transport.depth(DEAD_LETTERS)) == (1, 0)

@@ -300,7 +300,10 @@ FORBIDDEN: dict[str, Attempt] = {
     "forges events": publishing("build.events", "berth.events"),
     "parks a dead letter": publishing("scheduler.requests", "berth.dead"),
     "publishes past exchanges": publishing("placement.requests", ""),
-    "publishes to retries": publishing("scheduler.requests.retry.0", ""),
+    "publishes to what is delayed": publishing("berth.delayed.200", ""),
+    "delays a message for a queue": publishing("placement.requests", "berth.delay.200"),
+    "returns a message to a queue": publishing("scheduler.requests", "berth.return"),
+    "writes a dead letter": publishing("berth.dead-letters", ""),
     "publishes elsewhere": publishing("x", "amq.topic"),
     "hears another project": binding(f"build.event.*.{THEIRS}"),
     "hears all projects": binding("build.event.*.*"),
@@ -314,7 +317,8 @@ FORBIDDEN: dict[str, Attempt] = {
     "hears dead letters": binding("#", "berth.dead"),
     "takes requests": consuming("scheduler.requests"),
     "takes claims": consuming("placement.requests"),
-    "reads dead letters": getting("scheduler.requests.dead"),
+    "reads dead letters": getting("berth.dead-letters"),
+    "reads what is delayed": getting("berth.delayed.200"),
     "purges": with_queue("placement.requests", "purge"),
     "deletes a queue": with_queue("placement.requests", "delete"),
     "declares a queue of ours": declaring("scheduler.requests"),
@@ -322,6 +326,9 @@ FORBIDDEN: dict[str, Attempt] = {
     "declares a reply queue of ours": declaring("berth.reply.x"),
     "declares a name of its own": declaring(f"{MINE}.x"),
     "lets a queue write to queues": declaring(None, **{"x-dead-letter-exchange": ""}),
+    "lets a queue park letters": declaring(None, **{"x-dead-letter-exchange": "berth.dead"}),
+    "lets a queue delay": declaring(None, **{"x-dead-letter-exchange": "berth.delay.200"}),
+    "lets a queue return": declaring(None, **{"x-dead-letter-exchange": "berth.return"}),
     "lets a queue forge events": declaring(None, **{"x-dead-letter-exchange": "berth.events"}),
     "declares an exchange": lambda one: one.channel.declare_exchange("mine"),
     "declares an exchange named as its queues are": lambda one: one.channel.declare_exchange("amq.gen-mine"),
@@ -340,6 +347,58 @@ async def test_a_project_may_do_nothing_else(system: Guarded, attempt: Attempt) 
         one = Tenant(await connection.channel(on_return_raises=False), MINE)
         with pytest.raises(ChannelAccessRefused):
             await attempt(one)
+
+
+async def _of_all_keys(one: Tenant) -> None:
+    await (await one.channel.get_queue("compute.cell1-c1", ensure=False)).bind("berth.dead", "#")
+
+
+# A compute service is on every host. What its cell's bus shares it uses for its own queue and for nothing else.
+FORBIDDEN_TO_AN_AGENT: dict[str, Attempt] = {
+    "reads dead letters": getting("berth.dead-letters"),
+    "consumes dead letters": consuming("berth.dead-letters"),
+    "purges dead letters": with_queue("berth.dead-letters", "purge"),
+    "deletes the dead letters": with_queue("berth.dead-letters", "delete"),
+    "hears what others park": _of_all_keys,
+    "parks for the conductor": publishing("conductor.requests", "berth.dead"),
+    "reads what is delayed": getting("berth.delayed.200"),
+    "purges what is delayed": with_queue("berth.delayed.200", "purge"),
+    "deletes what is delayed": with_queue("berth.delayed.200", "delete"),
+    "delays for the conductor": publishing("conductor.requests", "berth.delay.200"),
+    "returns to the conductor": publishing("conductor.requests", "berth.return"),
+    "deletes an exchange": lambda one: one.channel.exchange_delete("berth.dead"),
+}
+
+
+@pytest.mark.parametrize("attempt", FORBIDDEN_TO_AN_AGENT.values(), ids=FORBIDDEN_TO_AN_AGENT.keys())
+async def test_an_agent_has_what_its_bus_shares_for_its_own_queue_alone(system: Guarded, attempt: Attempt) -> None:
+    connection = await aio_pika.connect(system.url("berth-compute-cell1", "cell1"))
+    async with connection:
+        one = Tenant(await connection.channel(on_return_raises=False), MINE)
+        for exchange in ("berth.dead", "berth.delay.200"):
+            await publishing("compute.cell1-nobody", exchange)(one)
+        with pytest.raises(ChannelAccessRefused):
+            await attempt(one)
+
+
+async def test_an_agent_that_is_first_on_its_bus_waits_for_what_it_may_not_make(system: Guarded) -> None:
+    """With the credentials of an agent, on a virtual host where no other worker has been."""
+    vhost = "cell-new"
+    await asyncio.to_thread(system.servers.broker.add_vhost, vhost)
+    (grant,) = of_role(PermissionRole.COMPUTE, system.settings, cell="cell1")
+    define(system.servers, [msgspec.structs.replace(grant, vhost=vhost)])
+    agent, maker = (RabbitTransport(url, name=vhost) for url in (
+        system.url("berth-compute-cell1", vhost), system.servers.broker.url(vhost)))  # fmt: skip
+    await agent.open()
+    waits = asyncio.create_task(agent.declare_shared())
+    await asyncio.sleep(0)
+    await maker.open()
+    assert not waits.done()
+    await maker.declare_shared()
+    async with asyncio.timeout(PATIENCE_S):
+        await waits
+    await agent.close()
+    await maker.close()
 
 
 async def test_a_project_does_not_take_anothers_queue_whose_name_it_knows(system: Guarded) -> None:
@@ -361,7 +420,7 @@ async def test_a_project_enters_no_cells_bus(system: Guarded) -> None:
         await transport.close()
 
 
-@pytest.mark.parametrize("queue", ["placement.requests", "scheduler.requests.dead", "placement.inventory"])
+@pytest.mark.parametrize("queue", ["placement.requests", "berth.dead-letters", "placement.inventory"])
 async def test_item_7_no_worker_writes_for_a_project_into_a_queue_that_is_not_for_replies(
     system: Guarded, queue: str
 ) -> None:
@@ -424,7 +483,7 @@ async def test_ironics_notifications_reach_the_sync(system: Guarded) -> None:
         exchange = await channel.declare_exchange(config.exchange, "topic", durable=False)
         await sync.open()
         try:
-            await sync.declare_exchanges()
+            await sync.declare_shared()
             await sync.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
             await exchange.publish(aio_pika.Message(b"{}"), f"{config.topics[0]}.info")
             got: asyncio.Queue[Any] = asyncio.Queue()

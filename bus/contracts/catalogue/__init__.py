@@ -1,6 +1,6 @@
 """The catalogue: one row a message, one row a queue. Topology, permissions and the reference page are derived from it.
 
-Two kinds of bus: the API bus, and one bus per cell. Both have the same three exchanges. A placeholder in a
+Two kinds of bus: the API bus, and one bus per cell. Both have the same exchanges. A placeholder in a
 routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
 """
 
@@ -22,7 +22,19 @@ from bus.contracts.catalogue.queues import (
     QUEUES,
     RETRY_S,
 )
-from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, MessageRow, QueueKind, QueueRow, Where
+from bus.contracts.catalogue.rows import (
+    COMMANDS,
+    DEAD,
+    DEAD_LETTERS,
+    DELAY,
+    DELAYED,
+    EVENTS,
+    RETURN,
+    MessageRow,
+    QueueKind,
+    QueueRow,
+    Where,
+)
 
 __all__ = [
     "BUILD_EVENTS",
@@ -30,6 +42,9 @@ __all__ = [
     "BY_TYPE",
     "COMMANDS",
     "DEAD",
+    "DEAD_LETTERS",
+    "DELAY",
+    "DELAYED",
     "EVENTS",
     "MAX_WAITING_BYTES",
     "MAX_WAITING_MESSAGES",
@@ -39,6 +54,7 @@ __all__ = [
     "QUEUES",
     "REPLIES",
     "RETRY_S",
+    "RETURN",
     "MessageRow",
     "QueueKind",
     "QueueRow",

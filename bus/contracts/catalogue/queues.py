@@ -12,7 +12,7 @@ MAX_WAITING_MESSAGES = 20_000
 # backlog into its own hands, where no bound but this one holds.
 MOST_REQUESTS_A_MESSAGE = 32
 
-RETRY_S = (0.2, 1.0, 5.0, 20.0)
+RETRY_S = (0.2, 1.0, 5.0, 20.0)  # the delays of every bus; a queue's retries take some of them
 BUILD_EVENTS = "build.events"  # what `build.event.<state>.<project>` says one by one, in batches
 
 QUEUES: tuple[QueueRow, ...] = (

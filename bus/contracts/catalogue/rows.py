@@ -11,6 +11,12 @@ from bus.contracts.base import Message, tag_of
 COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
 DEAD = "berth.dead"  # topic; routing key = the queue that gave the message up
+DELAY = "berth.delay"  # + a delay in ms: topic; routing key = the queue that gets the message when the delay is over
+RETURN = "berth.return"  # topic, for the broker alone: what has been delayed goes by it to the queue that its key names
+# On these three, as on the default exchange, a routing key is the name of a queue.
+
+DEAD_LETTERS = "berth.dead-letters"  # the queue behind DEAD: what every queue of the bus gave up
+DELAYED = "berth.delayed"  # + a delay in ms: the queue behind DELAY
 
 
 class Where(StrEnum):
@@ -24,7 +30,7 @@ class Where(StrEnum):
 class QueueKind(StrEnum):
     """How long a queue and its messages live.
 
-    durable: quorum queue, survives the broker; delivery limit, retry and dead-letter queues beside it.
+    durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
     expiring: for requests whose asker asks again: a quorum queue whose messages end after ttl_s; no retries, no dead
     letters.
     private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
@@ -39,9 +45,9 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
     consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
-    first, second, ... retry; after the last the message is a dead letter. delivery_limit: redeliveries (a consumer died
-    or gave no answer) before the broker gives it up. max_length: messages; past it a publisher is refused (durable,
-    expiring) or the oldest goes (private).
+    first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
+    redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
+    publisher is refused (durable, expiring) or the oldest goes (private).
     declared_by: who declares it as well as its reader, so that what it says there is kept from the beginning.
     max_bytes: the same of their bodies; 0: not bounded. (One message may carry many requests; bytes go with them.)
     """

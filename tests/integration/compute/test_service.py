@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bus.clock import SystemClock
+from bus.contracts.catalogue import DEAD_LETTERS
 from bus.contracts.cell import ComputeOutcome
-from bus.port import dead_queue
 from compute_sim import reporter
 from compute_sim.app import ServiceDied
 from compute_sim.config import ComputeConfig, HostSize
@@ -194,7 +194,7 @@ async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
         type(command)(spec=command.spec, attempt=1, host_uuid=host, service=SERVICE, allocations={foreign: {"VCPU": 1}})
     )
     assert (await cell.outcome(elsewhere, 1)).code == "allocation.elsewhere"
-    assert await cell.bus.transport.depth(dead_queue(f"compute.{SERVICE}")) == 0
+    assert await cell.bus.transport.depth(DEAD_LETTERS) == 0
     await life.stop()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bus import wire
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import project_of
+from bus.contracts.catalogue import RETURN, project_of
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
@@ -225,7 +225,8 @@ def test_events_may_come_under_the_key_of_their_batches() -> None:
     "reply_to",
     [
         "placement.requests",
-        "scheduler.requests.dead",
+        "berth.dead-letters",
+        "berth.delayed.200",
         "=scheduler.requests",
         "compute.c1",
         "client.builds.x",
@@ -305,3 +306,23 @@ def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_other
     if wire.may_gather(read.meta):
         together = wire.batch([wire.pack(request, read.meta)] * 2, "", "scheduler.requests")
         assert [type(one) for one in CODEC.read(Arrived(together), "new")] == [wire.Read, wire.Read]
+
+
+@pytest.mark.parametrize("name", sorted(wire.BROKERS_OWN))
+@pytest.mark.parametrize("content_type", [wire.JSON, wire.BATCH])
+def test_a_message_does_not_bring_its_own_record_of_a_death(name: str, content_type: str) -> None:
+    """A letter was sent back under the routing key that its publisher had written into x-death, another project's."""
+    packed = wire.pack(delete(), Meta(id="m"))
+    body = wire.batch([packed], "berth", KEY).body if content_type == wire.BATCH else packed.body
+    forged = [
+        {"queue": "scheduler.requests", "reason": "rejected", "exchange": "berth", "routing-keys": [KEY], "count": 0}
+    ]
+    (got,) = read(arrived(body, routing_key=KEY, content_type=content_type, headers={name: forged}))
+    assert isinstance(got, wire.Malformed) and (got.code, got.key) == (wire.INVALID, KEY)
+
+
+def test_what_comes_back_after_a_delay_has_been_read_before() -> None:
+    """Whatever its headers say: the broker has written some of them."""
+    message = wire.single(wire.pack(delete(), Meta(id="m")), RETURN, "scheduler.requests")
+    headers = {"x-death": [], "berth-key": "build.delete.evil"}
+    assert read(Arrived(message, headers=headers)) == [wire.Read(delete(), Meta(id="m"))]

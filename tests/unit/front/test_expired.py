@@ -25,6 +25,7 @@ QUEUE = "conductor.requests"
 def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False) -> DeadLetter:
     sent_at = None if age_s is None else NOW - age_s
     return DeadLetter(
+        queue=QUEUE,
         position=0, id="m", code="c", reason="", type="" if batch else kind, exchange="", routing_key="", cause="",
         died_at=NOW, sent_at=sent_at, batch=batch, body=body, headers={},
     )  # fmt: skip
@@ -60,7 +61,7 @@ async def test_old_builds_are_sent_back_only_when_asked_for(old: bool, sent: lis
     transport = MemoryTransport(MemoryBroker(SystemClock()), "cell1")
     await transport.open()
     row = BY_QUEUE[QUEUE]
-    await transport.declare_exchanges()
+    await transport.declare_shared()
     await transport.declare_queue(row, QUEUE, row.bindings)
     headers: Mapping[str, float]
     for name, age_s in (("ancient", 48 * HOUR_S), ("young", HOUR_S)):

@@ -63,6 +63,7 @@ def test_every_pattern_is_anchored_and_every_topic_exchange_has_some(settings: S
             "berth",
             "berth.events",
             "berth.dead",
+            *("s1.berth.return", "s1.berth.delay.200", "berth.return", "berth.delay.200", "berth.delay.20000"),
             "ironic",
         ):
             if allows(grant.write, exchange) or allows(grant.read, exchange):
