@@ -1,7 +1,7 @@
 """The consumer: gathers what has arrived, asks the handler, and alone acknowledges.
 
-What happens to one message: Done, and it is acknowledged; Retry, and it waits in the queue's retry queue, after the
-last delay it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
+What happens to one message: Done, and it is acknowledged; Retry, and it comes back after the queue's next delay, after
+the last one it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
 the consumer wait and call again with the same batch: an outage uses up no retries. A handler that crashes is called
 again item by item, so that only the item that crashes it is given up. So it is when an invariant breaks, but then the
 consumer settles what it has in hand, takes nothing more and ends (docs/decisions/0010-broken-invariants.md).

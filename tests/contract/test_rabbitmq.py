@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from msgspec import structs
 from pamqp import encode
+from structlog.testing import capture_logs
 
 from berth.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
@@ -30,6 +31,7 @@ from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueDiffers, Queue
 from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.topology import QueueNames, plan
+from tests.contract.queues import declare, row
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -206,6 +208,24 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
             await asyncio.sleep(0.02)
     await consumer.drain(5)
     await bus.close()
+
+
+async def test_letters_that_an_older_berth_has_left_are_not_forgotten(amqp: tuple[str, str]) -> None:
+    """It parked them in a queue beside each queue, where no command looks any more."""
+    url, prefix = amqp
+    transport = RabbitTransport(url, name="api", prefix=prefix)
+    await transport.open()
+    await transport.declare_shared()
+    former = row(name="work.dead", bindings=())
+    await transport.declare_queue(former, former.name, ())
+    await transport.publish(Outgoing(exchange="", routing_key="work.dead", body=b"x", mandatory=True))
+    with capture_logs() as said:
+        await declare(transport)
+        await declare(transport, name="other")
+    await transport.close()
+    assert [(line["event"], line["queue"], line["messages"]) for line in said] == [
+        ("bus.former_queue", prefix + "work.dead", 1)
+    ]
 
 
 @pytest.mark.parametrize("bad", ["timestamp", "correlation_id", "message_id", "headers"])

@@ -256,7 +256,7 @@ def test_dead_letters_are_listed_shown_replayed_and_purged(berth: Berth) -> None
     mine = parked(berth, instance)
     assert [one["code"] for one in mine] == ["message.malformed"]
     shown = berth("dead-letters", "show", "scheduler.requests", mine[0]["id"], "--json").data
-    assert shown["body"] == f"not JSON: {instance}\n\u202e"
+    assert (shown["queue"], shown["body"]) == ("scheduler.requests", f"not JSON: {instance}\n\u202e")
     assert instance in berth("dead-letters", "show", "scheduler.requests", mine[0]["id"]).out
     counts = berth("dead-letters", "list", "--json").data
     assert next(one for one in counts if one["queue"] == "scheduler.requests")["dead"] >= 1
