@@ -21,10 +21,9 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
-from bus.contracts.catalogue import BY_QUEUE
+from bus.contracts.catalogue import BY_QUEUE, DEAD_LETTERS
 from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
-from bus.port import dead_queue
 from scheduler_worker import metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.attempt import Attempt, PlacementRequest
@@ -149,7 +148,7 @@ async def test_a_uuid_on_record_with_other_content_is_refused_on_the_event_strea
     await world.ask(twin, replace(twin, name="other"))  # in one batch
     await world.until(lambda: [e for e in world.events if e.instance_uuid == twin.instance_uuid and e.code])
     transport = world.buses[API].transport
-    assert await transport.depth(dead_queue("scheduler.requests")) == 0
+    assert await transport.depth(DEAD_LETTERS) == 0
 
 
 async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world: World) -> None:
