@@ -30,8 +30,8 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKin
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
-from bus.topology import QueueNames, plan
-from tests.contract.queues import declare, row
+from bus.topology import QueueNames, plan, shared_queues
+from tests.contract import queues
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -58,9 +58,8 @@ def boot(number: int) -> BuildRequest:
 
 def test_no_queue_is_transient_and_not_exclusive() -> None:
     """RabbitMQ 4.3 deprecates those, and can be told to refuse them (transient_nonexcl_queues)."""
-    for row in QUEUES:
-        for planned in plan(row, row.name, row.bindings):
-            assert planned.durable is not planned.exclusive, row.name
+    for planned in (*shared_queues(), *(plan(row, row.name, row.bindings) for row in QUEUES)):
+        assert planned.durable is not planned.exclusive, planned.name
 
 
 async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str, str]) -> None:
@@ -75,7 +74,7 @@ async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str
     transport = RabbitTransport(url, name="api", prefix=prefix)
     await transport.open()
     try:
-        await transport.declare_exchanges()
+        await transport.declare_shared()
         await transport.declare_queue(row, row.name, row.bindings)
         for name, kind in (("scheduler.requests", QueueKind.DURABLE), ("mine", QueueKind.PRIVATE)):
             asked = structs.replace(BY_QUEUE["scheduler.requests"], name=name, kind=kind)
@@ -216,12 +215,12 @@ async def test_letters_that_an_older_berth_has_left_are_not_forgotten(amqp: tupl
     transport = RabbitTransport(url, name="api", prefix=prefix)
     await transport.open()
     await transport.declare_shared()
-    former = row(name="work.dead", bindings=())
+    former = queues.row(name="work.dead", bindings=())
     await transport.declare_queue(former, former.name, ())
     await transport.publish(Outgoing(exchange="", routing_key="work.dead", body=b"x", mandatory=True))
     with capture_logs() as said:
-        await declare(transport)
-        await declare(transport, name="other")
+        await queues.declare(transport)
+        await queues.declare(transport, name="other")
     await transport.close()
     assert [(line["event"], line["queue"], line["messages"]) for line in said] == [
         ("bus.former_queue", prefix + "work.dead", 1)
