@@ -109,7 +109,7 @@ class WebApi:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
         limit = _number(request, "limit", 100, most=MAX_PAGE)
         page = await self.builds(
-            _parsed(
+            parsed(
                 lambda: msgspec.convert(
                     {
                         "project_id": project,
@@ -127,11 +127,11 @@ class WebApi:
 
     async def show_build(self, request: Request) -> Response:
         """One build with its story."""
-        return json_response(await self.build(_uuid(request), caller_of(request)))
+        return json_response(await self.build(uuid_of(request), caller_of(request)))
 
     async def delete_build(self, request: Request) -> Response:
         """Delete the machine, or stop its build. Idempotent."""
-        build = await self.build(_uuid(request), caller_of(request), to_change=True)
+        build = await self.build(uuid_of(request), caller_of(request), to_change=True)
         delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id)
         await self._bus.request(delete, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
         return _accepted(build.instance_uuid)
@@ -165,7 +165,7 @@ class WebApi:
             "up": None if up is None else up == "true",
             "limit": _number(request, "limit", 1000, most=MAX_HOSTS),
         }
-        page = await self.hosts(_parsed(lambda: msgspec.convert(asked, HostsQuery)))
+        page = await self.hosts(parsed(lambda: msgspec.convert(asked, HostsQuery)))
         return json_response(page.hosts)
 
     async def hosts(self, query: HostsQuery) -> HostsPage:
@@ -177,7 +177,7 @@ class WebApi:
     async def follow_build(self, request: Request) -> Response:
         """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
         _only(request, "until")
-        uuid, caller = _uuid(request), caller_of(request)
+        uuid, caller = uuid_of(request), caller_of(request)
         await self.build(uuid, caller)  # 404 before the stream begins
         until = request.query_params.get("until", "end")
         if until not in ("end", "deleted"):
@@ -297,15 +297,17 @@ def _convert(fields: dict[str, object]) -> BuildRequest:
         raise Problem(400, "request.invalid", reason + hint) from None
 
 
-def _parsed(make: Callable[[], T]) -> T:
+def parsed(make: Callable[[], T]) -> T:
+    """What `make` makes of parameters. Raises Problem 400."""
     try:
         return make()
     except (msgspec.ValidationError, ValueError) as error:
         raise Problem(400, "request.invalid", str(error)) from None
 
 
-def _uuid(request: Request) -> str:
-    return _parsed(lambda: msgspec.convert(request.path_params["uuid"], Uuid))
+def uuid_of(request: Request) -> str:
+    """The uuid in the path. Raises Problem 400."""
+    return parsed(lambda: msgspec.convert(request.path_params["uuid"], Uuid))
 
 
 def _only(request: Request, *known: str) -> None:

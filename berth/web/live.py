@@ -19,6 +19,8 @@ MAX_BEHIND = 1_000
 MAX_FOLLOWERS = 200
 # Builds that are in flight and remembered; of more than these the oldest are no longer counted.
 MAX_IN_FLIGHT = 200_000
+# ... and of one that has not ended after so long, its end was missed: the connection was away.
+MAX_IN_FLIGHT_S = 3600.0
 # Seconds of history on the page, and latencies kept for its percentiles.
 HISTORY_S = 300
 MAX_LATENCIES = 2_000
@@ -127,11 +129,13 @@ class Live:
     async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             if isinstance(received.message, BuildEvent):
-                self._note(received.message)
+                self.note(received.message)
         return [Done() for _ in batch]
 
-    def _note(self, event: BuildEvent) -> None:
+    def note(self, event: BuildEvent) -> None:
+        """Take one event in: count it, and hand it to those who follow."""
         second = self._second()
+        self._forget_missed()
         if event.state is BuildState.ACCEPTED:
             second.accepted += 1
             if len(self._accepted_at) < MAX_IN_FLIGHT:
@@ -149,6 +153,13 @@ class Live:
                 self.failures.appendleft(event)
         for follower in self._followers:
             follower.put(event)
+
+    def _forget_missed(self) -> None:
+        while self._accepted_at:
+            oldest = next(iter(self._accepted_at))
+            if self._accepted_at[oldest] > self._clock.time() - MAX_IN_FLIGHT_S:
+                return
+            del self._accepted_at[oldest]
 
     def _second(self) -> Second:
         now = int(self._clock.time())

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
 from jinja2 import Environment, PackageLoader, select_autoescape
 from msgspec import Struct
 from starlette.requests import Request
@@ -24,8 +25,10 @@ from berth.web.api import (
     caller_of,
     json_response,
     need,
+    parsed,
     sse,
     stream_response,
+    uuid_of,
 )
 from berth.web.live import Live, Second
 from berth.web.problems import Problem
@@ -217,17 +220,19 @@ class Pages:
     async def builds(self, request: Request) -> Response:
         """A page of builds, newest first."""
         caller, asked = caller_of(request), request.query_params
-        try:
-            query = BuildQuery(
-                project_id=caller.sees or asked.get("project") or None,
-                state=BuildState(asked["state"]) if asked.get("state") else None,
-                before=float(asked["before"]) if asked.get("before") else None,
-                limit=PAGE,
-            )
-        except ValueError as error:
-            raise Problem(400, "request.invalid", str(error)) from None
         if asked.get("uuid"):
             return RedirectResponse(f"/builds/{asked['uuid'].strip()}", 303)
+        query = parsed(
+            lambda: msgspec.convert(
+                {
+                    "project_id": caller.sees or asked.get("project") or None,
+                    "state": asked.get("state") or None,
+                    "before": float(asked["before"]) if asked.get("before") else None,
+                    "limit": PAGE,
+                },
+                BuildQuery,
+            )
+        )
         page = await self._api.builds(query)
         older = page.builds[-1].created_at if len(page.builds) == PAGE else None
         return self._page(
@@ -237,7 +242,7 @@ class Pages:
     async def build(self, request: Request) -> Response:
         """One build's story."""
         caller = caller_of(request)
-        found = await self._api.build(request.path_params["uuid"], caller)
+        found = await self._api.build(uuid_of(request), caller)
         return self._page(
             request,
             "build.html",

@@ -221,6 +221,10 @@ def test_the_nearest_field_is_offered(web: Web) -> None:
         ("/api/v1/builds?before=nan%00", 400, "request.invalid"),
         ("/api/v1/builds?projekt=p", 400, "request.invalid"),
         ("/api/v1/hosts?up=maybe", 400, "request.invalid"),
+        ("/builds/nothing", 400, "request.invalid"),
+        ("/builds?project=%2e%2e%2fp", 400, "request.invalid"),
+        ("/builds?before=never", 400, "request.invalid"),
+        (f"/fleet/{UNKNOWN}", 404, "host.unknown"),
     ],
 )
 def test_a_wrong_question_is_a_coded_problem(web: Web, path: str, status: int, code: str) -> None:

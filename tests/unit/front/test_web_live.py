@@ -1,0 +1,43 @@
+"""What the pages keep of the event stream is bounded, and a reader that falls behind is told."""
+
+from __future__ import annotations
+
+from berth.web import live
+from berth.web.live import EventFollower, Live
+from bus.clock import SystemClock
+from bus.contracts.build import BuildEvent, BuildState
+
+
+def event(number: int, state: BuildState, at: float = 0.0) -> BuildEvent:
+    uuid = f"{number:08x}-0000-4000-8000-000000000000"
+    return BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=number, at=at, terminal=True)
+
+
+async def test_a_follower_that_falls_behind_is_told() -> None:
+    follower = EventFollower(lambda event: event.state is BuildState.ACTIVE)
+    for number in range(live.MAX_BEHIND):
+        follower.put(event(number, BuildState.ACTIVE))
+        follower.put(event(number, BuildState.BUILDING))
+    assert not follower.lagged
+    follower.put(event(0, BuildState.ACTIVE))
+    assert follower.lagged and len(await follower.next(1.0)) == live.MAX_BEHIND
+
+
+async def test_builds_whose_end_was_missed_are_not_in_flight_for_ever() -> None:
+    clock = SystemClock()
+    heard = Live(None, clock=clock, process="p")  # type: ignore[arg-type]
+    old = clock.time() - live.MAX_IN_FLIGHT_S - 1
+    for number in range(5):
+        heard.note(event(number, BuildState.ACCEPTED, old))
+    heard.note(event(9, BuildState.ACCEPTED, clock.time()))
+    assert heard.in_flight == 1
+    heard.note(event(9, BuildState.ACTIVE, clock.time() + 2))
+    assert heard.in_flight == 0 and 1.9 < heard.percentiles()["p99"] < 2.1
+
+
+async def test_the_history_has_each_second_once() -> None:
+    heard = Live(None, clock=SystemClock(), process="p")  # type: ignore[arg-type]
+    heard.note(event(1, BuildState.FAILED))
+    seconds = [second.at for second in heard.history()]
+    assert len(seconds) == live.HISTORY_S - 1 and seconds == list(range(seconds[0], seconds[-1] + 1))
+    assert [one.instance_uuid for one in heard.failures] == [event(1, BuildState.FAILED).instance_uuid]
