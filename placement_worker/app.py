@@ -13,7 +13,6 @@ from bus.consuming.consumer import Consumer
 from bus.service.environment import Environment
 from bus.service.health import Health
 from bus.service.service import Service
-from bus.service.settings import SettingsError
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.publisher import FeedPublisher
@@ -84,8 +83,6 @@ def _rest(
 ) -> RestServer | None:
     if not config.rest.listen:
         return None
-    if not isinstance(store, PostgresStore):
-        raise SettingsError("rest.listen", "the REST API needs the book in PostgreSQL")
     return RestServer(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
 
 

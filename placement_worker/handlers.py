@@ -21,7 +21,8 @@ from bus.contracts.placement import (
     SnapshotRequest,
 )
 from placement_worker import metrics
-from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store.port import PlacementStore
 

@@ -20,6 +20,8 @@ from bus.clock import SystemClock
 from bus.service.main import run_process
 from bus.service.settings import SettingsError
 from placement_worker.rest.openapi import document
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
@@ -35,6 +37,9 @@ def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
     scratch: Annotated[bool, typer.Option("--scratch", help="An empty book that is gone afterwards.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="The same without a database: the book is in this process's memory.")
+    ] = False,
 ) -> None:
     """Serve Placement's REST API alone.
 
@@ -46,6 +51,8 @@ def serve(
     try:
         settings = settings_of(context)
         settings = with_rest_at(settings, api)
+        if memory:
+            raise SystemExit(_run(settings, "", MemoryBook(MemoryBookTable(SystemClock()).session())))
         with _database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
@@ -61,12 +68,12 @@ def openapi() -> None:
     print_json(document())
 
 
-def _run(settings: Settings, url: str) -> int:
+def _run(settings: Settings, url: str, store: PlacementStore | None = None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("placement")
     telemetry = settings.telemetry
     return run_process(
-        lambda env: placement_worker.app.build(env, settings.placement, ()),
+        lambda env: placement_worker.app.build(env, settings.placement, (), store=store),
         lambda: here.environment(process),
         role="placement",
         process=process,

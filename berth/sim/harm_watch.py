@@ -15,7 +15,7 @@ from berth.sim.watch import Breach
 from cell_conductor.domain.instance import Instance, State
 from compute_sim.fleet import Guest
 from placement_worker.domain.values import Provider
-from placement_worker.store.memory import Kept
+from placement_worker.store.memory_table import ConsumerRow
 
 # Between a look at a node and what is done on it others may get in: Ironic offers no way to say "only if it is still
 # so" for all fields at once. A look that is older than this is no excuse.
@@ -127,7 +127,7 @@ class HarmWatch:
 
     # --- the book
 
-    def book(self, consumers: Mapping[str, Kept], providers: Mapping[str, Provider]) -> None:
+    def book(self, consumers: Mapping[str, ConsumerRow], providers: Mapping[str, Provider]) -> None:
         """After a commit of the book: what others hold they keep holding. Raises Breach."""
         for uuid, held in self.holdings.items():
             kept = consumers.get(uuid)

@@ -16,7 +16,7 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
-from placement_worker.store.memory import Kept, MemoryBookTable
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
 OVER_QUOTA = "quota.exceeded"
@@ -42,7 +42,7 @@ class PeerWatch:
         self._now = now
         self._orders: dict[str, Order] = {}
         self._since: dict[str, float] = {}  # when each was first asked for
-        self._seen: dict[str, Kept] = {}
+        self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
         self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
         self.excused: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept

@@ -7,7 +7,7 @@ even where they do not change; no shapes, no attempts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -54,6 +54,51 @@ class Remove(Caused, frozen=True):
 
 AllocationWrite = Replace | Remove
 AllocationOutcome = WriteRefusal | None
+
+
+def expected_rows(items: Iterable[AllocationWrite]) -> tuple[dict[str, ConsumerState], set[str]]:
+    """(each named consumer as its row will be if it is new, the providers that are named)."""
+    expected: dict[str, ConsumerState] = {}
+    wanted: set[str] = set()
+    for item in items:
+        if isinstance(item, Replace):
+            expect(item.writes, expected, wanted)
+        else:
+            expected.setdefault(item.consumer, ConsumerState(0, 0, "", "", ""))
+    return expected, wanted
+
+
+def classes_of_allocations(items: Iterable[AllocationWrite]) -> set[str]:
+    """The resource classes that the writes name."""
+    writes = (write for item in items if isinstance(item, Replace) for write in item.writes)
+    return {name for write in writes for resources in write.holding.values() for name in resources}
+
+
+def touched(
+    items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, ConsumerState]
+) -> Iterator[tuple[str, set[str]]]:
+    """Of each write that was done: its cause, and the providers that it could move."""
+    for item, outcome in zip(items, outcomes, strict=True):
+        if isinstance(outcome, WriteRefusal):
+            continue
+        named = [each.consumer for each in item.writes] if isinstance(item, Replace) else [item.consumer]
+        providers = providers_held({uuid: consumers[uuid] for uuid in named if uuid in consumers})
+        if isinstance(item, Replace):
+            providers.update(*(each.holding for each in item.writes))
+        yield item.cause, providers
+
+
+def expect(writes: Iterable[ConsumerWrite], expected: dict[str, ConsumerState], wanted: set[str]) -> None:
+    """Add each consumer as its row will be if it is new, and the providers that the writes name."""
+    for each in writes:
+        wanted.update(each.holding)
+        if each.consumer not in expected:
+            expected[each.consumer] = ConsumerState(1, 0, each.project_id, each.user_id, each.consumer_type or "")
+
+
+def providers_held(consumers: Mapping[str, ConsumerState]) -> set[str]:
+    """The providers that these consumers hold something of."""
+    return {provider for consumer in consumers.values() for provider in consumer.holding}
 
 
 class AllocationLedger:

@@ -12,15 +12,13 @@ from bus.contracts.placement import (
     ReleaseResult,
     Revert,
     RevertResult,
-    Swap,
     SwapResult,
 )
-from placement_worker.domain.claims import ClaimVerdict
+from placement_worker.domain.claims import ClaimItem, ClaimVerdict
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
 
-ClaimItem = Claim | Release | Revert | Swap
 ClaimReply = ClaimResult | ReleaseResult | RevertResult | SwapResult
 
 

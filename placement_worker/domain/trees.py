@@ -109,6 +109,22 @@ TreeWrite = (
 TreeOutcome = Provider | WriteRefusal
 
 
+def classes_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
+    """The resource classes that the writes name."""
+    named: set[str] = set()
+    for write in writes:
+        if isinstance(write, SetStocks):
+            named.update(write.stocks)
+        elif isinstance(write, PutStock | AddStock):
+            named.add(write.resource_class)
+    return named
+
+
+def traits_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
+    """The traits that the writes name."""
+    return {trait for write in writes if isinstance(write, SetTraits) for trait in write.traits}
+
+
 class ProviderTrees:
     """The providers of one group of writes: as loaded, then as each write in turn leaves them.
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
 
-import asyncpg
 from msgspec.structs import replace
 
 from bus.clock import Clock
@@ -24,8 +22,7 @@ from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
 from placement_worker.rest.query import is_canonical
-from placement_worker.store.rest import RestStore
-from placement_worker.store.rest_reads import Listing, ProviderRow, providers
+from placement_worker.store.rest_port import Listing, ProviderRow, RestStore
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -122,31 +119,19 @@ class Api:
         self.committed()
         return outcome
 
-    @asynccontextmanager
-    async def read(self) -> AsyncIterator[asyncpg.Connection]:
-        """A connection to read from."""
-        async with self.store.read() as connection:
-            yield connection
-
     async def provider(self, uuid: str) -> ProviderRow:
         """A provider. Raises HttpFault 404."""
-        if is_canonical(uuid):
-            async with self.read() as connection:
-                rows = await providers(connection, Listing(uuid=uuid))
-            if rows:
-                return rows[0]
-        raise no_provider(uuid)
+        rows = await self.store.providers(Listing(uuid=uuid)) if is_canonical(uuid) else ()
+        if not rows:
+            raise no_provider(uuid)
+        return ProviderRow(*rows[0])
 
-    async def of_provider(
-        self, uuid: str, read: Callable[[asyncpg.Connection, str], Awaitable[T | None]], *, words: str = "{0}"
-    ) -> T:
+    async def of_provider(self, uuid: str, read: Callable[[str], Awaitable[T | None]], *, words: str = "{0}") -> T:
         """What is read of a provider. Raises HttpFault 404, in words of its own where the real Placement has such."""
-        if is_canonical(uuid):
-            async with self.read() as connection:
-                found = await read(connection, uuid)
-            if found is not None:
-                return found
-        raise HttpFault(404, words.format(no_provider(uuid).words, uuid=uuid))
+        found = await read(uuid) if is_canonical(uuid) else None
+        if found is None:
+            raise HttpFault(404, words.format(no_provider(uuid).words, uuid=uuid))
+        return found
 
 
 def no_provider(uuid: str) -> HttpFault:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-import asyncpg
 import structlog
 
 from bus.clock import new_uuid
@@ -23,6 +22,7 @@ from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import USAGES, Policy
 from placement_worker.rest.routes import ROUTES, Route, Router, parts_of
 from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
+from placement_worker.store.rest_port import Unstorable
 
 log = structlog.get_logger("placement.rest")
 
@@ -246,7 +246,7 @@ def _unexpected(error: Exception) -> HttpFault:
     if isinstance(error, KeystoneForbidden):
         log.error("rest.keystone_forbidden", code=error.code, reason=str(error))
         return HttpFault(503, "Who is calling cannot be found out.")
-    if isinstance(error, asyncpg.DataError):
+    if isinstance(error, Unstorable):
         log.info("rest.bad_data", reason=str(error))
         return HttpFault(400, "A value cannot be stored.")
     log.error("rest.failed", error=type(error).__name__, reason=str(error), exc_info=error)

@@ -73,12 +73,12 @@ async def _check_names(api: Api, asked: ParsedQuery, book: Book) -> None:
     seen = (book.epoch, len(book.resource_classes()))
     if seen != api.classes_seen:  # one that this process has not heard of may be a renamed one
         api.classes_seen = seen
-        await api.store.names_moved()
-    _, unknown = await api.store.class_ids(asked.classes())
+        await api.store.refresh_names()
+    unknown = await api.store.unknown_classes(asked.classes())
     if unknown:
         words = f"No such resource class {sorted(unknown)[0]}."
         raise HttpFault(400, f"Invalid resource class in resources parameter: {words}")
-    _, unknown = await api.store.trait_ids(asked.traits())
+    unknown = await api.store.unknown_traits(asked.traits())
     if unknown:
         raise HttpFault(400, f"No such trait(s): {', '.join(sorted(unknown))}.")
 

@@ -10,14 +10,13 @@ from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import text_of
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.store.rest_reads import aggregates, traits
 
 SINCE_AGGREGATE_GENERATION = 19
 
 
 async def show_aggregates(api: Api, request: HttpRequest) -> Response:
     """GET aggregates."""
-    generation, listed = await api.of_provider(request.parts[1], aggregates)
+    generation, listed = await api.of_provider(request.parts[1], api.store.aggregates)
     return _aggregates(api, request, listed, generation)
 
 
@@ -47,7 +46,7 @@ def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: i
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET traits."""
-    generation, named = await api.of_provider(request.parts[1], traits, words="{0}: {0}")
+    generation, named = await api.of_provider(request.parts[1], api.store.traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
     return json_response(data).modified(request, max(named.values(), default=api.clock.time()))
 

@@ -13,9 +13,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
-from placement_worker.store import rest_names
-from placement_worker.store.rest import CLASSES, TRAITS, InUse
-from placement_worker.store.rest_names import NameRow
+from placement_worker.store.rest_port import NameInUse, NameKind, NameRow
 
 _NAME = re.compile(schemas.NAME)
 _CUSTOM = re.compile(schemas.CUSTOM_NAME)
@@ -38,8 +36,8 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
             "The trait is invalid. A valid trait must be no longer than 255 characters, start with the prefix "
             '"CUSTOM_" and use following characters: "A"-"Z", "0"-"9" and "_"',
         )
-    row = await api.store.name(TRAITS, name)
-    created = row is None and await api.store.create_name(TRAITS, name)
+    row = await api.store.name(NameKind.TRAIT, name)
+    created = row is None and await api.store.create_name(NameKind.TRAIT, name)
     at = row.updated_at if row is not None else api.clock.time()
     return Response(201 if created else 204).location(f"/traits/{name}").modified(request, at)
 
@@ -47,7 +45,7 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
 async def show_trait(api: Api, request: HttpRequest) -> Response:
     """GET: 204 when it is there."""
     name = request.parts[1]
-    row = await api.store.name(TRAITS, name) if _may_exist(name) else None
+    row = await api.store.name(NameKind.TRAIT, name) if _may_exist(name) else None
     if row is None:
         raise _no_trait(name)
     return Response(204).modified(request, row.updated_at)
@@ -56,13 +54,13 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom one that no provider has."""
     name = request.parts[1]
-    if not _may_exist(name) or await api.store.name(TRAITS, name) is None:
+    if not _may_exist(name) or await api.store.name(NameKind.TRAIT, name) is None:
         raise _no_trait(name)
     if not is_custom(name):
         raise HttpFault(400, f"Cannot delete standard trait {name}.")
     try:
-        await api.store.delete_name(TRAITS, name)
-    except InUse:
+        await api.store.delete_name(NameKind.TRAIT, name)
+    except NameInUse:
         raise HttpFault(409, f"The trait {name} is in use by a resource provider.") from None
     return Response(204)
 
@@ -88,8 +86,7 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
         if said.lower() not in {"true", "false"}:
             raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
         associated = said.lower() == "true"
-    async with api.read() as connection:
-        rows = await rest_names.traits(connection, names, prefix, associated)
+    rows = await api.store.trait_names(names, prefix, associated)
     return json_response({"traits": [row.name for row in rows]}).modified(request, _newest(api, rows))
 
 
@@ -114,8 +111,7 @@ def _no_class(name: str) -> HttpFault:
 
 async def list_classes(api: Api, request: HttpRequest) -> Response:
     """GET all."""
-    async with api.read() as connection:
-        rows = await rest_names.classes(connection)
+    rows = await api.store.resource_classes()
     data = {"resource_classes": [_shown(row.name) for row in rows]}
     return json_response(data).modified(request, _newest(api, rows))
 
@@ -123,7 +119,7 @@ async def list_classes(api: Api, request: HttpRequest) -> Response:
 async def create_class(api: Api, request: HttpRequest) -> Response:
     """POST a custom one."""
     name = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
-    if not await api.store.create_name(CLASSES, name):
+    if not await api.store.create_name(NameKind.CLASS, name):
         raise HttpFault(409, f"Conflicting resource class already exists: {name}")
     return Response(201).location(f"/resource_classes/{name}")
 
@@ -154,8 +150,8 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
     """PUT from 1.7: 201 when it is new, 204 when it was there."""
     name = request.parts[1]
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
-    known = await api.store.name(CLASSES, name)
-    created = known is None and await api.store.create_name(CLASSES, name)
+    known = await api.store.name(NameKind.CLASS, name)
+    created = known is None and await api.store.create_name(NameKind.CLASS, name)
     return Response(201 if created else 204).location(f"/resource_classes/{name}")
 
 
@@ -166,15 +162,15 @@ async def delete_class(api: Api, request: HttpRequest) -> Response:
     if name in STANDARD_CLASSES:
         raise HttpFault(400, f"Error in delete resource class: Cannot delete standard resource class {name}.")
     try:
-        await api.store.delete_name(CLASSES, name)
-    except InUse:
+        await api.store.delete_name(NameKind.CLASS, name)
+    except NameInUse:
         words = f"Cannot delete resource class {name}. Class is in use in inventory."
         raise HttpFault(409, f"Error in delete resource class: {words}") from None
     return Response(204)
 
 
 async def _class(api: Api, name: str) -> NameRow:
-    row = await api.store.name(CLASSES, name) if _may_exist(name) else None
+    row = await api.store.name(NameKind.CLASS, name) if _may_exist(name) else None
     if row is None:
         raise _no_class(name)
     return row

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import asyncpg
 import msgspec
 from msgspec import UNSET
 
@@ -19,7 +18,7 @@ from placement_worker.rest.bodies import at, text_of
 from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
 from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
-from placement_worker.store.rest_reads import Listing, ProviderRow, provider_records
+from placement_worker.store.rest_port import Listing, ProviderRow
 
 SINCE_PARENTS = 14
 SINCE_BODY = 20
@@ -126,10 +125,9 @@ async def list_all(api: Api, request: HttpRequest) -> Response:
     query = request.query
     at(_LIST, request.version).check(query)
     listing = await _listing(api, query, request.version)
-    rows: Sequence[asyncpg.Record] = ()
+    rows: Sequence[Sequence[Any]] = ()
     if listing is not None:
-        async with api.read() as connection:
-            rows = await provider_records(connection, listing)
+        rows = await api.store.providers(listing)
     listed = await api.listed(rows, lambda row: msgspec.json.encode(shown(ProviderRow(*row), request.version)))
     modified = max((row[-1] for row in rows), default=api.clock.time())
     return Response(200, b'{"resource_providers":[' + listed + b"]}").modified(request, modified)
@@ -141,11 +139,11 @@ async def _listing(api: Api, query: QueryString, version: int) -> Listing | None
     traits = traits_of(query.all("required"), version) if query.all("required") else traits_of([], 39)
     asked = resources_of(text) if (text := query.get("resources")) is not None else {}
     named = [name for group in traits.required for name in group] + list(traits.forbidden)
-    trait_ids, unknown = await api.store.trait_ids(named)
+    unknown = await api.store.unknown_traits(named)
     if unknown:
         words = f"No such trait(s): {', '.join(sorted(unknown))}."
         raise HttpFault(400, f'Invalid trait(s) in "required" parameter: {words}')
-    class_ids, unknown = await api.store.class_ids(asked)
+    unknown = await api.store.unknown_classes(asked)
     if unknown:
         raise HttpFault(400, f"Invalid resource class in resources parameter: No such resource class {unknown[0]}.")
     uuid, in_tree = query.get("uuid"), query.get("in_tree")
@@ -155,9 +153,9 @@ async def _listing(api: Api, query: QueryString, version: int) -> Listing | None
         uuid=uuid,
         name=query.get("name") or None,
         in_tree=in_tree,
-        required=tuple(tuple(trait_ids[name] for name in group) for group in traits.required),
-        forbidden=tuple(trait_ids[name] for name in traits.forbidden),
+        required=tuple(tuple(group) for group in traits.required),
+        forbidden=tuple(traits.forbidden),
         member_of=members.required,
         forbidden_aggregates=members.forbidden,
-        resources=tuple((class_ids[name], amount) for name, amount in asked.items()),
+        resources=tuple(asked.items()),
     )

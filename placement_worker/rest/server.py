@@ -26,8 +26,7 @@ from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import Policy
 from placement_worker.rest.protocol import protocol
-from placement_worker.store.postgres import PostgresStore
-from placement_worker.store.rest import RestStore
+from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.rest")
 
@@ -56,7 +55,7 @@ class RestServer:
 
     def __init__(
         self,
-        store: PostgresStore,
+        store: PlacementStore,
         config: RestConfig,
         *,
         clock: Clock,
@@ -67,7 +66,7 @@ class RestServer:
         self.host, self.port = address_of(self.config.listen)
         self._auth = _auth_of(self.config, self.host, clock)
         self.api = Api(
-            RestStore(store.database, store.names),
+            store.rest,
             LocalReplica(store),
             self.config,
             clock=clock,

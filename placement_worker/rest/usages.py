@@ -8,7 +8,7 @@ from placement_worker.rest import schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
-from placement_worker.store.rest_reads import UsageRow, totals, usages
+from placement_worker.store.rest_port import UsageRow
 
 SINCE_CONSUMER_TYPES = 38
 ALL, UNKNOWN = "all", "unknown"
@@ -18,7 +18,7 @@ _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET of one provider."""
-    generation, used = await api.of_provider(request.parts[1], usages, words="{0}: {0}")
+    generation, used = await api.of_provider(request.parts[1], api.store.usages, words="{0}: {0}")
     data = {"resource_provider_generation": generation, "usages": used}
     return json_response(data).modified(request, api.clock.time())
 
@@ -30,8 +30,7 @@ async def of_project(api: Api, request: HttpRequest) -> Response:
     (_USAGES_38 if typed else _USAGES_9).check(query)
     asked = query.get("consumer_type") if typed else None
     kind = "" if asked == UNKNOWN else None if asked == ALL else asked
-    async with api.read() as connection:
-        rows = await totals(connection, query.get("project_id") or "", query.get("user_id") or None, kind)
+    rows = await api.store.totals(query.get("project_id") or "", query.get("user_id") or None, kind)
     data: dict[str, Any]
     if not typed:
         data = _summed(rows)

@@ -17,8 +17,8 @@ from bus.contracts.placement import (
     Change,
 )
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claim_items import ClaimItem, ClaimReply, expected_consumers, providers_of, reply
-from placement_worker.domain.claims import Decision, changes_of, decide
+from placement_worker.domain.claim_items import ClaimReply, expected_consumers, providers_of, reply
+from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
 from placement_worker.domain.values import (
     NOTHING,
     ClaimedProvider,

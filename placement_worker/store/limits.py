@@ -13,7 +13,8 @@ from typing import Any
 import asyncpg
 
 from bus.contracts.placement import INSTANCES
-from placement_worker.domain.claim_items import ClaimItem, projects_of
+from placement_worker.domain.claim_items import projects_of
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState

@@ -13,7 +13,8 @@ import asyncpg
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_HOSTS_TOLD, Claim, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import ClaimItem, consumers_of, groups_of
+from placement_worker.domain.claim_items import consumers_of, groups_of
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
 

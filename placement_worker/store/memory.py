@@ -29,7 +29,6 @@ from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.claim_items import (
-    ClaimItem,
     ClaimReply,
     consumers_of,
     groups_of,
@@ -37,7 +36,7 @@ from placement_worker.domain.claim_items import (
     providers_of,
     reply,
 )
-from placement_worker.domain.claims import Decision, changes_of, decide
+from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.report_group import Key, ReportGroup
 from placement_worker.domain.reports import ReportRefusal, flaw, plan
@@ -54,12 +53,13 @@ from placement_worker.domain.values import (
 )
 from placement_worker.store import publishing
 from placement_worker.store.allocation_migration import HoldersBusy, Leaving
-from placement_worker.store.memory_table import Kept, MemoryBookTable
+from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key
 from placement_worker.store.port import Published
+from placement_worker.store.rest_memory import MemoryRest
 
-__all__ = ["Kept", "MemoryBook", "MemoryBookTable"]
+__all__ = ["MemoryBook", "MemoryBookTable"]
 
-TREES, HEAD, POSITION = ("trees",), ("feed head",), ("feed position",)
+HEAD, POSITION = ("feed head",), ("feed position",)
 
 
 class MemoryBook:
@@ -67,11 +67,16 @@ class MemoryBook:
 
     def __init__(self, session: MemorySession) -> None:
         assert isinstance(session.database, MemoryBookTable)
-        self._table = session.database
-        self._session = session
+        self.table = session.database
+        self.session = session
         self._lease: float | None = None  # the end of the last turn of publishing, until it has ended well
         self._seen: FeedHead | None = None  # the last head that `renew_history` has looked at
         self.ready = False
+
+    @property
+    def rest(self) -> MemoryRest:
+        """The same book as the REST API uses it."""
+        return MemoryRest(self)
 
     async def open(self) -> None:
         """Nothing to migrate; of another history when the table was set back."""
@@ -81,7 +86,7 @@ class MemoryBook:
     async def close(self) -> None:
         """The connections go; the rows stay."""
         self.ready = False
-        self._session.cut()
+        self.session.cut()
 
     # --- claims
 
@@ -89,8 +94,8 @@ class MemoryBook:
         """Claims, releases and swaps as one group, in order, each with its own outcome. Raises Transient."""
         if not items:
             return []
-        table = self._table
-        async with self._session.transaction() as transaction:
+        table = self.table
+        async with self.session.transaction() as transaction:
             await transaction.statement()
             await transaction.lock([("group", *key) for key in groups_of(items)])
             await transaction.lock([("project", project) for project in projects_of(items)])
@@ -98,26 +103,28 @@ class MemoryBook:
             consumers = {
                 uuid: table.consumers[uuid].consumer for uuid in consumers_of(items) if uuid in table.consumers
             }
-            providers = await self._lock_providers(transaction, sorted(providers_of(items, consumers)))
+            providers = await self.lock_providers(transaction, sorted(providers_of(items, consumers)))
             foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
             groups = {key: table.alive(key) for key in groups_of(items)}
             projects = {project: table.held_by(project) for project in projects_of(items)}
             decision = decide(items, consumers, providers, table.classes, foreign, groups=groups, projects=projects)
             await transaction.statement()
-            self._write(transaction, decision)
-            sequence = await self._append(transaction, changes_of(decision))
+            self.write(transaction, decision)
+            sequence = await self.append(transaction, changes_of(decision))
         return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
-    async def _lock_providers(
+    async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]
     ) -> dict[str, ClaimedProvider]:
+        """Those of these providers that exist, locked in the order of their numbers, as a claim sees them."""
         await transaction.statement()
-        await transaction.lock([("provider", uuid) for uuid in self._table.by_number(wanted)])
+        await transaction.lock([provider_key(uuid) for uuid in self.table.by_number(wanted)])
         await transaction.statement()
-        return {uuid: _claimed(self._table.providers[uuid]) for uuid in self._table.by_number(wanted)}
+        return {uuid: _claimed(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
 
-    def _write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
-        table = self._table
+    def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
+        """Write a decision about what is locked, at the commit."""
+        table = self.table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
                 stock = table.providers[uuid].stocks.get(name)
@@ -130,12 +137,7 @@ class MemoryBook:
             table.keep(decision.consumers)
             for key, joined in decision.joined.items():
                 table.members.setdefault(key, {}).update(dict.fromkeys(joined))
-            for uuid, generation in decision.generations.items():
-                provider = table.providers[uuid]
-                used = {**provider.used, **decision.used[uuid]}
-                table.providers[uuid] = replace(
-                    provider, generation=generation, used={name: amount for name, amount in used.items() if amount}
-                )
+            table.put_usage(decision.generations, decision.used)
 
         transaction.will(write)
 
@@ -147,9 +149,9 @@ class MemoryBook:
         """Inventory updates as one group, in order, each with its own outcome. Raises Transient."""
         if not updates:
             return []
-        table = self._table
+        table = self.table
         await self._know_names(updates)
-        async with self._session.transaction() as transaction:
+        async with self.session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
             sources = {key: table.sources[key] for key in _keys(updates) if key in table.sources}
@@ -163,7 +165,7 @@ class MemoryBook:
 
     async def _apply_reports(self, transaction: MemoryDatabaseTransaction, group: ReportGroup) -> int:
         """ReportPlan what is new and write what it comes to."""
-        table = self._table
+        table = self.table
         fresh = group.fresh()
         planned = [group.updates[number] for number in fresh]
         leaving = [pair for update in planned for pair in migrating_classes(update.providers)]
@@ -176,12 +178,12 @@ class MemoryBook:
         group.settle(fresh, outcome.results)
         await transaction.statement()
         transaction.will(lambda: table.write_trees(before, outcome, group))
-        return await self._append(transaction, changes_of_reports(before, outcome.after))
+        return await self.append(transaction, changes_of_reports(before, outcome.after))
 
     async def remove_shells(self, limit: int) -> list[str]:
         """Remove trees that were taken out while in use and are used no more; their roots."""
-        table = self._table
-        async with self._session.transaction() as transaction:
+        table = self.table
+        async with self.session.transaction() as transaction:
             await transaction.lock([TREES])
             await transaction.statement()
             sources = {key: table.sources[key] for key in sorted(table.sources) if table.is_taken_out(key)}
@@ -200,7 +202,7 @@ class MemoryBook:
         if not leaving:
             return []
         await transaction.statement()
-        holders = self._table.holders(leaving)
+        holders = self.table.holders(leaving)
         await transaction.lock([("consumer", uuid) for uuid in holders])
         return holders
 
@@ -208,14 +210,14 @@ class MemoryBook:
         self, transaction: MemoryDatabaseTransaction, leaving: Sequence[Leaving], locked: Sequence[str]
     ) -> None:
         """Those who came before the providers were locked: without waiting, or the group is tried again."""
-        late = [("consumer", uuid) for uuid in self._table.holders(leaving) if uuid not in locked]
+        late = [("consumer", uuid) for uuid in self.table.holders(leaving) if uuid not in locked]
         if not all(transaction.is_free(key) for key in late):
             raise HoldersBusy("an allocation that is to be moved is being changed")
         await transaction.lock(late)
 
     async def _know_names(self, updates: Sequence[InventoryUpdate]) -> None:
         """Create the classes and CUSTOM_ traits that the updates name, ahead of their transaction."""
-        table = self._table
+        table = self.table
         classes: dict[str, None] = {}
         traits: dict[str, None] = {}
         for update in updates:
@@ -225,7 +227,7 @@ class MemoryBook:
                     traits.update(dict.fromkeys(filter(is_custom, report.traits)))
         if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
             return
-        async with self._session.transaction() as transaction:
+        async with self.session.transaction() as transaction:
             transaction.will(partial(table.know, classes, traits))
 
     async def _lock_trees(
@@ -235,24 +237,24 @@ class MemoryBook:
         if not updates:
             return {}
         await transaction.statement()
-        providers = self._table.providers
+        providers = self.table.providers
         uuids = {update.root_uuid for update in updates} | {r.uuid for update in updates for r in update.providers}
         names = {r.name for update in updates for r in update.providers}
         roots = {p.root for p in providers.values() if p.uuid in uuids or p.name in names}
-        found = self._table.by_number([p.uuid for p in providers.values() if p.root in roots])
-        await transaction.lock([("provider", uuid) for uuid in found])
+        found = self.table.by_number([p.uuid for p in providers.values() if p.root in roots])
+        await transaction.lock([provider_key(uuid) for uuid in found])
         await transaction.statement()
         return {uuid: providers[uuid] for uuid in found if uuid in providers}
 
     # --- the feed
 
-    async def _append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
+    async def append(self, transaction: MemoryDatabaseTransaction, changes: Sequence[Change]) -> int:
         """Number the changes, as the last act of a transaction."""
         if not changes:
             return 0
         await transaction.statement()
         await transaction.lock([HEAD])
-        table = self._table
+        table = self.table
         numbered = [replace(change, sequence=table.head + at) for at, change in enumerate(changes, 1)]
 
         def write() -> None:
@@ -264,8 +266,8 @@ class MemoryBook:
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
         """Committed changes after a number, in order."""
-        table = self._table
-        async with self._session.transaction():
+        table = self.table
+        async with self.session.transaction():
             oldest = table.changes[0].sequence if table.changes else None
             too_old = after < table.head if oldest is None else after < oldest - 1
             if too_old or history not in ("", table.history):
@@ -274,8 +276,8 @@ class MemoryBook:
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """A page of whole providers by uuid, true at one feed number."""
-        table = self._table
-        async with self._session.transaction():
+        table = self.table
+        async with self.session.transaction():
             uuids = sorted(uuid for uuid in table.providers if after is None or uuid > after)
             states = tuple(state_of(table.providers[uuid]) for uuid in uuids[:limit])
             more = len(uuids) > limit
@@ -283,8 +285,8 @@ class MemoryBook:
 
     async def locate(self, asked: LocateRequest) -> LocatePage:
         """On which hosts consumers of a project hold something, and the members of one of its server groups."""
-        table = self._table
-        async with self._session.transaction():
+        table = self.table
+        async with self.session.transaction():
             key = (asked.project_id, asked.server_group or "")
             alive = table.alive(key)
             counted = Counter(host for uuid, hosts in alive.items() if uuid != asked.besides for host in hosts)
@@ -299,26 +301,26 @@ class MemoryBook:
 
     async def head(self) -> FeedHead:
         """The newest committed change's number, and the history that it is of."""
-        async with self._session.transaction():
-            return self._table.newest
+        async with self.session.transaction():
+            return self.table.newest
 
     async def renew_history(self) -> bool:
         """Give the feed another history id if the table is another, or behind what this process has seen of it."""
         seen = self._seen
-        async with self._session.transaction() as transaction:
+        async with self.session.transaction() as transaction:
             await transaction.lock([HEAD])
-            newest = self._table.newest
+            newest = self.table.newest
             is_behind = seen is not None and seen.history == newest.history and newest.sequence < seen.sequence
-            is_another = is_behind or self._table.origin != self._table.place
+            is_another = is_behind or self.table.origin != self.table.place
             if is_another:
-                transaction.will(self._table.renew_history)
-        self._seen = self._table.newest
+                transaction.will(self.table.renew_history)
+        self._seen = self.table.newest
         return is_another
 
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Hand the next unpublished changes to `send`, and remember them as published once it returns."""
-        table = self._table
-        async with self._session.transaction() as transaction:
+        table = self.table
+        async with self.session.transaction() as transaction:
             position, changes, history = table.position, self._after(table.position, limit), table.history
             if not changes:
                 return Published(0, False)
@@ -332,7 +334,7 @@ class MemoryBook:
             transaction.will(lambda: setattr(table, "taken_until", until))
         self._lease = until
         await send(FeedChanges(changes=tuple(changes), history=history))
-        async with self._session.transaction() as transaction:
+        async with self.session.transaction() as transaction:
             await transaction.lock([POSITION])
             transaction.durable = False
             transaction.will(lambda: table.published(changes[-1].sequence, until))
@@ -341,8 +343,8 @@ class MemoryBook:
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Purge what is not needed any more."""
-        table = self._table
-        async with self._session.transaction() as transaction:
+        table = self.table
+        async with self.session.transaction() as transaction:
             until = min(table.head - keep_changes, table.position)
             before = table.clock.time() - keep_fences_s
             old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
@@ -356,8 +358,8 @@ class MemoryBook:
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
     def _after(self, after: int, limit: int) -> list[Change]:
-        start = bisect.bisect_right(self._table.changes, after, key=lambda change: change.sequence)
-        return self._table.changes[start : start + limit]
+        start = bisect.bisect_right(self.table.changes, after, key=lambda change: change.sequence)
+        return self.table.changes[start : start + limit]
 
 
 def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]) -> None:

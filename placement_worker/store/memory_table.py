@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import os_traits
 from msgspec import Struct
@@ -17,13 +18,24 @@ from placement_worker.domain.reports import ReportPlan
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider
 from placement_worker.store.allocation_migration import Leaving
+from placement_worker.store.rest_port import NameKind
+
+Amount = TypeVar("Amount")
+
+TREES = ("trees",)  # the lock of the writers of trees
 
 
-class Kept(Struct):
-    """A consumer's row; `released_at` when it is only a fence."""
+def provider_key(uuid: str) -> tuple[str, str]:
+    """A provider's row, as it is locked and as its time is kept."""
+    return ("provider", uuid)
+
+
+class ConsumerRow(Struct):
+    """A consumer's row; `released_at` when it is only a fence. Times are seconds since the epoch."""
 
     consumer: ConsumerState
     released_at: float | None
+    updated_at: float
 
     def is_over(self, before: float) -> bool:
         """Whether it is only a fence, and was released before."""
@@ -39,13 +51,17 @@ class MemoryBookTable(MemoryDatabase):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.providers: dict[str, Provider] = {}
         self.numbers: dict[str, int] = {}
-        self.consumers: dict[str, Kept] = {}
+        self.consumers: dict[str, ConsumerRow] = {}
         self.project_usage: dict[str, dict[str, int]] = {}  # by class, as a row each
         self.members: dict[GroupKey, dict[str, None]] = {}
         self.sources: dict[Key, ReportSource] = {}
         self.heard: dict[Key, float] = {}  # when each source said its last
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
         self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
+        now = self.clock.time()
+        self.made = {(NameKind.CLASS, name): now for name in self.classes}  # when each name was
+        self.made.update({(NameKind.TRAIT, name): now for name in self.traits})
+        self.written: dict[tuple[str, ...], float] = {}  # when each provider and inventory was
         self.changes: list[Change] = []  # kept ones, in order
         self.head = 0
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
@@ -55,6 +71,7 @@ class MemoryBookTable(MemoryDatabase):
         self.position = 0
         self.taken_until = -math.inf  # by the publishing process
         self._next_number = 0
+        self._next_class = len(self.classes)
         self._shapes = 0
 
     @property
@@ -102,7 +119,7 @@ class MemoryBookTable(MemoryDatabase):
             if consumer is None:
                 self.consumers.pop(uuid, None)
             else:
-                self.consumers[uuid] = Kept(consumer, None if consumer.holding else now)
+                self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now)
 
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider: its root's."""
@@ -127,17 +144,54 @@ class MemoryBookTable(MemoryDatabase):
             if any(name in kept.consumer.holding.get(provider, {}) for provider, name in leaving)
         )
 
+    def put_provider(self, provider: Provider) -> None:
+        """Write a provider, and when it and its inventories were written."""
+        uuid, old, now = provider.uuid, self.providers.get(provider.uuid), self.clock.time()
+        self.number(uuid)
+        self.providers[uuid] = provider
+        self.written[provider_key(uuid)] = now
+        stocks = old.stocks if old is not None else {}
+        for name in stocks.keys() - provider.stocks.keys():
+            del self.written["inventory", uuid, name]
+        for name, stock in provider.stocks.items():
+            if stocks.get(name) != stock:
+                self.written["inventory", uuid, name] = now
+
+    def put_usage(self, generations: Mapping[str, int], used: Mapping[str, Mapping[str, int]]) -> None:
+        """Write what is used of these providers, and their generations."""
+        for uuid, generation in generations.items():
+            provider = self.providers[uuid]
+            amounts = {**provider.used, **used[uuid]}
+            kept = {name: amount for name, amount in amounts.items() if amount}
+            self.put_provider(replace(provider, generation=generation, used=kept))
+
+    def _put(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> set[str]:
+        """Make the rows of `before` into those of `after`; the roots of what has changed."""
+        gone = [provider for uuid, provider in before.items() if uuid not in after]
+        changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
+        for provider in gone:
+            del self.providers[provider.uuid]
+            for key in (provider_key(provider.uuid), *(("inventory", provider.uuid, name) for name in provider.stocks)):
+                del self.written[key]
+        for provider in changed:
+            self.put_provider(provider)
+        moved = [before[provider.uuid] for provider in changed if provider.uuid in before]
+        return {provider.root for provider in (*gone, *changed, *moved)}
+
+    def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
+        """What the REST API writes: what the trees' sources said last no longer proves what the book holds."""
+        roots = self._put(before, after)
+        for uuid in before.keys() - after.keys():
+            del self.numbers[uuid]  # made again, it is the newest
+        for key, said in self.sources.items():
+            if key[0] in roots and said.settled:
+                self.sources[key] = replace(said, settled=False)
+
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
         """What a group of reports comes to."""
         after = outcome.after
         self.keep({u: replace(self.consumers[u].consumer, holding=held) for u, held in outcome.moved.items()})
-        for uuid in before:
-            if uuid not in after:
-                del self.providers[uuid]
-        for uuid, provider in after.items():
-            if before.get(uuid) is not provider:
-                self.number(uuid)
-                self.providers[uuid] = provider
+        self._put(before, after)
         for root, source, version, digest, settled, providers in group.written:
             self.sources[root, source] = ReportSource(
                 version, digest, settled, providers.split(",") if providers else []
@@ -150,9 +204,39 @@ class MemoryBookTable(MemoryDatabase):
 
     def know(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
         """Names that reports brought with them."""
+        now = self.clock.time()
         for name in classes:
-            self.classes.setdefault(name, len(self.classes))
-        self.traits.update(traits)
+            if name not in self.classes:
+                self.classes[name] = self._next_class
+                self._next_class += 1
+                self.made[NameKind.CLASS, name] = now
+        for name in traits:
+            if name not in self.traits:
+                self.traits[name] = None
+                self.made[NameKind.TRAIT, name] = now
+
+    def names(self, kind: NameKind) -> Collection[str]:
+        """The classes or the traits, oldest first."""
+        return self.classes if kind is NameKind.CLASS else self.traits
+
+    def forget_name(self, kind: NameKind, name: str) -> None:
+        """A class or trait that nobody has goes."""
+        (self.classes if kind is NameKind.CLASS else self.traits).pop(name)
+        del self.made[kind, name]
+
+    def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
+        """A class by another name. providers: those that have it, renamed."""
+        self.know((new,), {})
+        for uuid, provider in providers.items():
+            self.providers[uuid] = provider
+            self.written["inventory", uuid, new] = self.written.pop(("inventory", uuid, old))
+        for row in self.consumers.values():
+            held = row.consumer.holding
+            if any(old in resources for resources in held.values()):
+                renamed = {uuid: renamed_key(resources, old, new) for uuid, resources in held.items()}
+                row.consumer = replace(row.consumer, holding=renamed)
+        self.project_usage = {project: renamed_key(held, old, new) for project, held in self.project_usage.items()}
+        self.forget_name(NameKind.CLASS, old)
 
     def silent(self, before: float) -> list[Key]:
         """Sources that said their last before, of roots that are gone or that another answers for since."""
@@ -193,3 +277,8 @@ class MemoryBookTable(MemoryDatabase):
             kept = self.consumers.get(uuid)
             if kept is not None and kept.is_over(before):
                 del self.consumers[uuid]
+
+
+def renamed_key(amounts: Mapping[str, Amount], old: str, new: str) -> dict[str, Amount]:
+    """The same by class, one class under another name."""
+    return {new if name == old else name: amount for name, amount in amounts.items()}

@@ -17,9 +17,11 @@ from bus.contracts.placement import (
     LocateRequest,
     SnapshotPage,
 )
-from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.store.rest_port import RestStore
 
 
 class Published(Struct, frozen=True):
@@ -36,6 +38,10 @@ class PlacementStore(Protocol):
     @property
     def ready(self) -> bool:
         """Whether it is open (for /readyz)."""
+
+    @property
+    def rest(self) -> RestStore:
+        """The same book as the REST API uses it."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is away."""

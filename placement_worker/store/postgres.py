@@ -18,13 +18,15 @@ from bus.contracts.placement import (
     SnapshotPage,
 )
 from bus.persistence.database import Database
-from placement_worker.domain.claim_items import ClaimItem, ClaimReply
+from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims, fast_path, feed, inventory, limits, members, snapshot
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import Published
 from placement_worker.store.publishing import Publishing
+from placement_worker.store.rest_postgres import PostgresRest
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -62,6 +64,11 @@ class PostgresStore:
     def names(self) -> NameTable:
         """What this process knows of class and trait names."""
         return self._names
+
+    @property
+    def rest(self) -> PostgresRest:
+        """The same book as the REST API uses it."""
+        return PostgresRest(self._database, self._names)
 
     @property
     def ready(self) -> bool:

@@ -5,13 +5,20 @@ Same order of locks as claims: consumers by uuid, providers by id, the feed's co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import asyncpg
 
 from bus.contracts.placement import Change
-from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, ConsumerWrite, Replace, decide
+from placement_worker.domain.allocations import (
+    AllocationOutcome,
+    AllocationWrite,
+    decide,
+    expect,
+    expected_rows,
+    providers_held,
+    touched,
+)
 from placement_worker.domain.causes import caused
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal
@@ -27,23 +34,15 @@ from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 LOCK_BY_UUID = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
 
-_NOBODY = partial(ConsumerState, 0, 0, "", "", "")
-
 
 async def apply(
     connection: asyncpg.Connection, items: Sequence[AllocationWrite], names: NameTable
 ) -> list[AllocationOutcome]:
     """Decide and write one group inside the caller's transaction."""
-    expected: dict[str, ConsumerState] = {}
-    wanted: set[str] = set()
-    for item in items:
-        if isinstance(item, Replace):
-            _expect(item.writes, expected, wanted)
-        else:
-            expected.setdefault(item.consumer, _NOBODY())
+    expected, wanted = expected_rows(items)
     locked = await lock(connection, expected, wanted, names)
     outcomes, decision = decide(items, locked.found, locked.providers, names.class_ids)
-    changes = caused(changes_of_usage(decision), _touched(items, outcomes, locked.found))
+    changes = caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
     await write(connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes)
     return outcomes
 
@@ -53,9 +52,9 @@ async def apply_reshape(connection: asyncpg.Connection, item: Reshape, names: Na
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
-    _expect(item.writes, expected, wanted)
+    expect(item.writes, expected, wanted)
     inserted, consumers = await lock_consumers(connection, expected, names)
-    locked = await connection.fetch(LOCK_BY_UUID, list(wanted | _held(consumers)))
+    locked = await connection.fetch(LOCK_BY_UUID, list(wanted | providers_held(consumers)))
     ids, before = await read_providers(connection, READ_PROVIDERS_BY_ID, [row[0] for row in locked])
     outcome = reshape(item, consumers, before, names.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):
@@ -83,28 +82,3 @@ async def _write_reshaped(
     await unsettle(connection, before, outcome.final)
     usage = [change for change in changes_of_usage(outcome.decision) if change.provider not in outcome.final]
     return changes_of(before, outcome.final) + usage
-
-
-def _touched(
-    items: Sequence[AllocationWrite], outcomes: Sequence[AllocationOutcome], consumers: Mapping[str, ConsumerState]
-) -> Iterator[tuple[str, set[str]]]:
-    """Of each write that was done: its cause, and the providers that it could move."""
-    for item, outcome in zip(items, outcomes, strict=True):
-        if isinstance(outcome, WriteRefusal):
-            continue
-        named = [each.consumer for each in item.writes] if isinstance(item, Replace) else [item.consumer]
-        providers = _held({uuid: consumers[uuid] for uuid in named if uuid in consumers})
-        if isinstance(item, Replace):
-            providers.update(*(each.holding for each in item.writes))
-        yield item.cause, providers
-
-
-def _expect(writes: Iterable[ConsumerWrite], expected: dict[str, ConsumerState], wanted: set[str]) -> None:
-    for each in writes:
-        wanted.update(each.holding)
-        if each.consumer not in expected:
-            expected[each.consumer] = ConsumerState(1, 0, each.project_id, each.user_id, each.consumer_type or "")
-
-
-def _held(consumers: Mapping[str, ConsumerState]) -> set[str]:
-    return {provider for consumer in consumers.values() for provider in consumer.holding}

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncpg
-from msgspec import Struct
 
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.reports import changes_of
 from placement_worker.store import feed
 from placement_worker.store.inventory import ONE_WRITER_OF_TREES
+from placement_worker.store.rest_port import NameRow
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
-
-
-class NameRow(Struct, frozen=True):
-    """A class or trait. updated_at: seconds since the epoch."""
-
-    name: str
-    updated_at: float
-
 
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 CREATE = "INSERT INTO {table} (name) VALUES ($1) ON CONFLICT (name) DO NOTHING RETURNING id"

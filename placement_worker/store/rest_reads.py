@@ -1,73 +1,15 @@
-"""The REST API's reads, one statement each, so that each is true at one moment."""
+"""The REST API's reads in PostgreSQL: one statement each, so that each is true at one moment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import asyncpg
-from msgspec import Struct
 
+from placement_worker.store.names import NameTable
+from placement_worker.store.rest_port import AllocationRow, InventoryRecord, Listing, UsageRow
 
-class ProviderRow(Struct, frozen=True):
-    """A provider as the API lists it. updated_at: seconds since the epoch."""
-
-    uuid: str
-    name: str
-    generation: int
-    parent: str | None
-    root: str
-    updated_at: float
-
-
-class InventoryRecord(Struct, frozen=True):
-    """One inventory as the API shows it."""
-
-    resource_class: str
-    total: int
-    reserved: int
-    min_unit: int
-    max_unit: int
-    step_size: int
-    allocation_ratio: float
-    updated_at: float
-
-
-class AllocationRow(Struct, frozen=True):
-    """One allocation, its provider and its consumer."""
-
-    consumer: str
-    provider: str
-    provider_generation: int
-    resource_class: str
-    amount: int
-    consumer_generation: int
-    project_id: str
-    user_id: str
-    consumer_type: str
-    updated_at: float
-
-
-class UsageRow(Struct, frozen=True):
-    """What consumers of one type hold of one class; count: how many consumers of that type hold anything."""
-
-    consumer_type: str
-    resource_class: str
-    amount: int
-    count: int
-
-
-class Listing(Struct, frozen=True):
-    """What a list of providers is narrowed by; None and empty: not by that. Numbers are the book's own."""
-
-    uuid: str | None = None
-    name: str | None = None
-    in_tree: str | None = None
-    required: tuple[tuple[int, ...], ...] = ()
-    forbidden: tuple[int, ...] = ()
-    member_of: tuple[tuple[str, ...], ...] = ()
-    forbidden_aggregates: tuple[str, ...] = ()
-    resources: tuple[tuple[int, int], ...] = ()  # (class, amount)
-
+NO_NUMBER = 0  # no class or trait has it
 
 _PROVIDERS = """
 SELECT p.uuid, p.name, p.generation, parent.uuid, root.uuid, extract(epoch FROM p.updated_at)::float8
@@ -126,13 +68,8 @@ GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_t
 """
 
 
-async def providers(connection: asyncpg.Connection, listing: Listing) -> list[ProviderRow]:
-    """Providers that the listing leaves, oldest first."""
-    return [ProviderRow(*row) for row in await provider_records(connection, listing)]
-
-
-async def provider_records(connection: asyncpg.Connection, listing: Listing) -> list[asyncpg.Record]:
-    """The same as rows of the database: there may be very many."""
+async def providers(connection: asyncpg.Connection, listing: Listing, names: NameTable) -> list[asyncpg.Record]:
+    """Providers that the listing leaves, oldest first; a name that the book does not know matches nothing."""
     arguments: list[object] = []
     conditions: list[str] = []
 
@@ -148,22 +85,23 @@ async def provider_records(connection: asyncpg.Connection, listing: Listing) -> 
         add("p.name = ?", listing.name)
     if listing.in_tree is not None:
         add("p.root_id = (SELECT root_id FROM providers WHERE uuid = ?::uuid)", listing.in_tree)
+    trait_ids = names.trait_ids
     has_trait = "EXISTS (SELECT FROM provider_traits t WHERE t.provider_id = p.id AND t.trait_id = ANY(?::int[]))"
     for group in listing.required:
-        add(has_trait, list(group))
+        add(has_trait, [trait_ids.get(name, NO_NUMBER) for name in group])
     if listing.forbidden:
-        add(f"NOT {has_trait}", list(listing.forbidden))
+        add(f"NOT {has_trait}", [trait_ids.get(name, NO_NUMBER) for name in listing.forbidden])
     is_member = "EXISTS (SELECT FROM provider_aggregates a WHERE a.provider_id = p.id AND a.aggregate = ANY(?::uuid[]))"
     for members in listing.member_of:
         add(is_member, list(members))
     if listing.forbidden_aggregates:
         add(f"NOT {is_member}", list(listing.forbidden_aggregates))
-    for number, amount in listing.resources:
+    for name, amount in listing.resources:
         add(
             "EXISTS (SELECT FROM inventories i WHERE i.provider_id = p.id AND i.class_id = ?::int AND "
             "i.capacity - i.used >= ?::bigint AND i.min_unit <= ?::bigint AND i.max_unit >= ?::bigint "
             "AND ?::bigint % i.step_size = 0)",
-            number,
+            names.class_ids.get(name, NO_NUMBER),
             amount,
             amount,
             amount,

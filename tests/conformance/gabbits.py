@@ -214,7 +214,7 @@ def run_file(name: str, suite: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def berth_with(command: str, settings: dict[str, dict[str, str]], check: str | None) -> Iterator[str]:
+def berth_with(command: list[str], settings: dict[str, dict[str, str]], check: str | None) -> Iterator[str]:
     """A berth with an empty book of its own and these oslo settings, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="berth-conformance-") as folder:
         conf = configparser.ConfigParser()
@@ -228,9 +228,7 @@ def berth_with(command: str, settings: dict[str, dict[str, str]], check: str | N
             address = f"127.0.0.1:{free.getsockname()[1]}"
         env = {name: value for name, value in os.environ.items() if not name.startswith("OS_")}
         env |= {"BERTH_PLACEMENT__REST__CONF_DIR": folder, "BERTH_TELEMETRY__LOG_LEVEL": "warning"}
-        process = subprocess.Popen(
-            [command, "placement", "serve", "--scratch", "--api", address], env=env, stdout=sys.stderr
-        )
+        process = subprocess.Popen([*command, "--api", address], env=env, stdout=sys.stderr)
         try:
             wait_for(f"http://{address}/", process)
             yield f"http://{address}"
@@ -268,7 +266,9 @@ def main() -> int:
     parser.add_argument("--berth", required=True, help="the berth command")
     parser.add_argument("--json", type=Path, help="write passed, failed, total and files there")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="just these files, by name without .yaml")
+    parser.add_argument("--memory", action="store_true", help="against a book in memory instead of PostgreSQL")
     options = parser.parse_args()
+    command = [options.berth, "placement", "serve", "--memory" if options.memory else "--scratch"]
     logging.disable()
     suites = {path.stem: utils.load_yaml(yaml_file=str(path)) for path in sorted(SUITE.glob("*.yaml"))}
     chosen = [name for name in suites if not options.only or name in options.only]
@@ -278,7 +278,7 @@ def main() -> int:
         if not names:
             continue
         say(f"# {group}")
-        with berth_with(options.berth, settings, check) as url:
+        with berth_with(command, settings, check) as url:
             for name in names:
                 got = files[name] = {"group": group, **run_file(name, suites[name], url)}
                 say(f"{name:44} passed {got['passed']:4}  failed {got['failed']:4}  of {got['total']:4}")

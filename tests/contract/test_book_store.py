@@ -27,7 +27,7 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
-from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store import publishing
 from placement_worker.store.memory import MemoryBook, MemoryBookTable

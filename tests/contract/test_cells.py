@@ -25,7 +25,7 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.persistence.database import Database
-from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers

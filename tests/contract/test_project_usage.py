@@ -24,7 +24,7 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
-from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.operations import audit
 from placement_worker.store.memory import MemoryBook
@@ -54,7 +54,7 @@ async def kept_and_held(store: PlacementStore) -> tuple[Amounts, Amounts]:
             kept, held = await connection.fetch(KEPT), await connection.fetch(HELD)
         return {(row[0], row[1]): row[2] for row in kept}, {(row[0], row[1]): row[2] for row in held}
     assert isinstance(store, MemoryBook)
-    table = store._table
+    table = store.table
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
         project = row.consumer.project_id
@@ -209,4 +209,4 @@ async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: Placem
             assert "p" not in {row[0] for row in rows}
     else:
         assert isinstance(store, MemoryBook)
-        assert "p" not in store._table.project_usage
+        assert "p" not in store.table.project_usage

@@ -261,7 +261,7 @@ def feed_published_out_of_order() -> AbstractContextManager[Any]:
     async def append(self: Any, transaction: MemoryDatabaseTransaction, changes: Sequence[Any]) -> int:
         if not changes:
             return 0
-        table_ = self._table
+        table_ = self.table
         numbered = [replace(change, sequence=table_.head + at) for at, change in enumerate(changes, 1)]
         await transaction.statement()
 
@@ -272,7 +272,7 @@ def feed_published_out_of_order() -> AbstractContextManager[Any]:
         transaction.will(write)
         return int(numbered[-1].sequence)
 
-    return patch.object(book_store.MemoryBook, "_append", append)
+    return patch.object(book_store.MemoryBook, "append", append)
 
 
 def silence_not_noticed() -> AbstractContextManager[Any]:

@@ -122,7 +122,7 @@ def half_built_is_kept() -> AbstractContextManager[Any]:
 
 def capacity_unguarded() -> AbstractContextManager[Any]:
     """Three units more than there are may be claimed, and the store has no guard of its own."""
-    claimed, write = book_store._claimed, book_store.MemoryBook._write
+    claimed, write = book_store._claimed, book_store.MemoryBook.write
 
     def with_more(provider: Any) -> Any:
         found = claimed(provider)
@@ -135,22 +135,22 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
         return replace(found, inventories=inventories)
 
     def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
-        providers = self._table.providers
+        providers = self.table.providers
         roomy = {
             uuid: replace(one, stocks={name: replace(stock, capacity=10**9) for name, stock in one.stocks.items()})
             for uuid, one in providers.items()
         }
-        self._table.providers = roomy
+        self.table.providers = roomy
         try:
             write(self, transaction, decision)
         finally:
-            self._table.providers = providers
+            self.table.providers = providers
 
     @contextmanager
     def both() -> Any:
         with (
             patch.object(book_store, "_claimed", with_more),
-            patch.object(book_store.MemoryBook, "_write", unguarded),
+            patch.object(book_store.MemoryBook, "write", unguarded),
         ):
             yield
 
@@ -159,17 +159,17 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
 
 def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
-    write = book_store.MemoryBook._write
+    write = book_store.MemoryBook.write
 
     def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
-        providers = self._table.providers
+        providers = self.table.providers
         used = {
             uuid: {name: max(amount, providers[uuid].used.get(name, 0)) for name, amount in amounts.items()}
             for uuid, amounts in decision.used.items()
         }
         write(self, transaction, replace(decision, used=used))
 
-    return patch.object(book_store.MemoryBook, "_write", forgetful)
+    return patch.object(book_store.MemoryBook, "write", forgetful)
 
 
 def cell_asks_above() -> AbstractContextManager[Any]:

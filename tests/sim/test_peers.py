@@ -14,7 +14,7 @@ from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Inventory
 from placement_worker.domain.values import ConsumerState, Provider, stock_of
-from placement_worker.store.memory import Kept, MemoryBookTable
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
 VMS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
@@ -57,7 +57,7 @@ class PeerWorld:
     def hold(self, vm: int, host: int | None) -> None:
         self.clock.now += 1.0
         holding = {} if host is None else {HOSTS[host]: {"VCPU": 1}}
-        self.book.consumers[VMS[vm]] = Kept(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None)
+        self.book.consumers[VMS[vm]] = ConsumerRow(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None, 0.0)
         self.watch()
 
     def send(self, vm: int, *hosts: int) -> None:

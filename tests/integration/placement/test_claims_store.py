@@ -24,7 +24,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
-from placement_worker.domain.claim_items import ClaimItem
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.store import claims, fast_path
 from placement_worker.store.postgres import PostgresStore
 

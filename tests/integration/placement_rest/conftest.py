@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,10 +16,14 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
+from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.config import RestConfig
+from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
+from tests.contract.books import KINDS
 
 START_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0
@@ -26,10 +31,14 @@ PROJECT = "0b6d1c1e-4f0a-4c8e-9c64-2a4c6a1f6a10"
 
 
 class Placement:
-    """A whole placement worker that serves its REST API, and a client of it."""
+    """A whole placement worker that serves its REST API, and a client of it.
 
-    def __init__(self, url: str, config: RestConfig, *, health_with_rest: bool = False) -> None:
-        self.database_url = url
+    book: the URL of a database, or the table of a book in memory.
+    """
+
+    def __init__(self, book: str | MemoryBookTable, config: RestConfig, *, health_with_rest: bool = False) -> None:
+        self.book = book
+        url = book if isinstance(book, str) else ""
         self.rng = random.Random(7)
         self.broker = MemoryBroker(SystemClock())
         env = Environment(
@@ -39,7 +48,9 @@ class Placement:
             clock=SystemClock(),
             rng=self.rng,
         )
-        self.store = PostgresStore(env.database("placement"))
+        self.store: PlacementStore = (
+            PostgresStore(env.database("placement")) if isinstance(book, str) else MemoryBook(book.session())
+        )
         self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
         host, _, port = config.listen.rpartition(":")
@@ -102,9 +113,17 @@ class Placement:
         held = {host: {"resources": amounts}} if amounts else {}
         return await self.call("PUT", f"/allocations/{consumer}", holding(held, generation))
 
+    @property
+    def postgres(self) -> PostgresStore:
+        """The store, of a book in PostgreSQL."""
+        assert isinstance(self.store, PostgresStore)
+        return self.store
+
     async def findings(self) -> list[str]:
         """What is wrong with the book."""
-        async with self.store.database.raw() as connection:
+        if not isinstance(self.book, str):
+            return findings_in_memory(self.book)
+        async with self.postgres.database.raw() as connection:
             return await audit.findings(connection)
 
     async def replica(self) -> LocalReplica:
@@ -112,6 +131,31 @@ class Placement:
         replica = LocalReplica(self.store)
         await replica.fresh()
         return replica
+
+
+def findings_in_memory(table: MemoryBookTable) -> list[str]:
+    """As `audit.findings` has them."""
+    used: dict[str, Counter[str]] = {uuid: Counter() for uuid in table.providers}
+    projects: dict[str, Counter[str]] = {}
+    for row in table.consumers.values():
+        for provider, resources in row.consumer.holding.items():
+            used.setdefault(provider, Counter()).update(resources)
+        projects.setdefault(row.consumer.project_id, Counter()).update(counted_by_class(row.consumer))
+    lines = [f"{uuid}: {p.used} used" for uuid, p in table.providers.items() if p.used != used[uuid]]
+    lines += [f"{uuid}: allocations of no provider" for uuid in used.keys() - table.providers.keys()]
+    lines += [
+        f"{uuid}: a consumer that holds nothing"
+        for uuid, row in table.consumers.items()
+        if row.released_at is None and not row.consumer.holding
+    ]
+    for project in projects.keys() | table.project_usage.keys():
+        counted, held = Counter(table.project_usage.get(project, {})), projects.get(project, Counter())
+        if +counted != +held:
+            lines.append(f"project {project}: {counted} counted, {held} held")
+    kept = [change.sequence for change in table.changes]
+    if kept != [*range(table.head - len(kept) + 1, table.head + 1)]:
+        lines.append(f"feed: {kept} up to {table.head}")
+    return lines
 
 
 def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, Any]:
@@ -125,9 +169,9 @@ def holding(allocations: dict[str, Any], generation: int | None) -> dict[str, An
 
 
 @asynccontextmanager
-async def serving(url: str, **config: float) -> AsyncIterator[Placement]:
+async def serving(book: str | MemoryBookTable, **config: float) -> AsyncIterator[Placement]:
     """A placement worker with these settings of its REST API."""
-    made = Placement(url, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
+    made = Placement(book, RestConfig(listen=f"127.0.0.1:{free_port()}", **config))  # type: ignore[arg-type]
     await made.start()
     try:
         yield made
@@ -142,7 +186,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-async def placement(postgres_url: str) -> AsyncIterator[Placement]:
-    async with serving(postgres_url) as made:
+@pytest.fixture(params=KINDS)
+async def placement(request: pytest.FixtureRequest) -> AsyncIterator[Placement]:
+    """On a book of each kind: the REST API answers alike on both."""
+    book = MemoryBookTable(SystemClock()) if request.param == "memory" else request.getfixturevalue("postgres_url")
+    async with serving(book) as made:
         yield made
+
+
+# For tests that look into the database, or whose subject is an operator's tool.
+on_postgres = pytest.mark.parametrize("placement", KINDS[1:], indirect=True)

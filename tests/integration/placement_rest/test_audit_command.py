@@ -28,13 +28,13 @@ from bus.contracts.placement import (
 )
 from placement_worker.operations import audit as questions
 from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import Placement, on_postgres
 
 pytestmark = pytest.mark.postgres
 
 
 async def audit(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
-    env = {**os.environ, "BERTH_DATABASE__URL": placement.database_url}
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "berth", "placement", "audit", "--json", *words),
         env=env,
@@ -45,6 +45,7 @@ async def audit(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]
     return process.returncode, json.loads(said) if said else {}
 
 
+@on_postgres
 async def test_whoever_is_not_named_is_an_orphan(placement: Placement, tmp_path: Path) -> None:
     one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
     alive, orphan, doubled = (new_uuid(placement.rng) for _ in range(3))
@@ -71,11 +72,12 @@ async def test_whoever_is_not_named_is_an_orphan(placement: Placement, tmp_path:
     assert shown.json()["usages"] == {"VCPU": 2}
 
 
+@on_postgres
 async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
     host = await placement.host(VCPU=8)
 
     async def move(cell: str) -> tuple[int | None, str]:
-        env = {**os.environ, "BERTH_DATABASE__URL": placement.database_url}
+        env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
         words = (sys.executable, "-m", "berth", "placement", "move-host", host, cell)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*words, env=env, stdout=pipe, stderr=pipe)
@@ -98,6 +100,7 @@ def test_an_empty_list_would_release_everybody(tmp_path: Path) -> None:
         assert stop.value.status == 2
 
 
+@on_postgres
 async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_told_so(
     placement: Placement, tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ async def test_what_is_over_capacity_is_told_with_the_newest_and_evicted_when_to
     assert shown.json()["usages"] == {"VCPU": 4}
 
 
+@on_postgres
 async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
     placement: Placement, tmp_path: Path
 ) -> None:
@@ -137,6 +141,7 @@ async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
     assert (status, found["over_capacity"], found["repaired"]) == (0, [], [])
 
 
+@on_postgres
 async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placement, tmp_path: Path) -> None:
     host, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
 
@@ -159,10 +164,11 @@ async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placem
         assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
 
 
+@on_postgres
 async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:
     one, other = await placement.host(VCPU=8, DISK_GB=9), await placement.host(VCPU=8, DISK_GB=9)
     [consumer, moved] = [await twice_held(placement, one, other) for _ in range(2)]
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         twice = await found_twice(connection, {consumer: one, moved: one}, other)
         # It has moved while the audit read whose host is whose: what it holds now nobody has looked at.
         entry = ConsumerAllocations(
@@ -198,6 +204,7 @@ async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], oth
     ]
 
 
+@on_postgres
 async def test_evicting_is_a_part_of_repairing(placement: Placement, tmp_path: Path) -> None:
     """Alone it did nothing, and said nothing of that."""
     names = tmp_path / "ids"

@@ -15,8 +15,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import Change, FeedChanges
 from bus.memory import MemoryTransport
 from placement_worker.domain.trees import CreateProvider
-from placement_worker.store.rest import RestStore
-from tests.integration.placement_rest.conftest import Placement, holding
+from tests.integration.placement_rest.conftest import Placement, holding, on_postgres
 
 pytestmark = pytest.mark.postgres
 
@@ -115,7 +114,7 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
     ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
     writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
     async with listening(placement) as heard:
-        await RestStore(placement.store.database, placement.store.names).write_trees(writes)
+        await placement.store.rest.write_trees(writes)
         body = {"name": "host", "uuid": new_uuid(placement.rng)}
         await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes whoever publishes
         while True:
@@ -127,13 +126,14 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
                     return
 
 
+@on_postgres
 async def test_the_log_says_it_too(placement: Placement) -> None:
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         await connection.execute("ALTER TABLE traits RENAME TO gone")  # something to log
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
         await placement.call("GET", "/traits", status=500, **HEADER)
         await placement.call("GET", "/traits", status=500)
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         await connection.execute("ALTER TABLE gone RENAME TO traits")
     lines = [line for line in logs if line["event"] == "rest.failed"]
     assert [line.get("global_request_id") for line in lines] == [OURS, None]

@@ -14,7 +14,7 @@ from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.operations.repair import repair
 from placement_worker.replica.local import LocalReplica
 from placement_worker.store.postgres import PostgresStore
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
 pytestmark = pytest.mark.postgres
@@ -52,9 +52,10 @@ async def fill(placement: Placement) -> tuple[list[str], list[str]]:
     return hosts, consumers
 
 
+@on_postgres
 async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
-    before = await read(placement.store)
+    before = await read(placement.postgres)
     text = list(export.lines(before))
     assert export.parse(text) == before
     with fresh_database(postgres_server) as url:
@@ -72,7 +73,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
         # The other book moves on; importing the first again undoes all of it, and tells its replicas.
         await placement.call("DELETE", f"/allocations/{consumers[2]}", status=204)
         await placement.call("DELETE", f"/resource_providers/{hosts[2]}", status=204)
-        later = await read(placement.store)
+        later = await read(placement.postgres)
         assert await assign(other, later) > 0
         assert (await read(other)).consumers == later.consumers
         assert (await replica.fresh()).row_of(hosts[2]) is None
@@ -93,6 +94,7 @@ def test_half_a_file_is_no_book() -> None:
             export.parse(bad)
 
 
+@on_postgres
 async def test_a_live_placement_is_copied_until_equal(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     with fresh_database(postgres_server) as url:
@@ -105,7 +107,7 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
         assert (await placement.claim(moved, hosts[1], VCPU=2)).status_code == 204
         assert await assign(copy, await source.read()) > 0
         assert await assign(copy, await source.read()) == 0
-        ours, theirs = await read(copy), await read(placement.store)
+        ours, theirs = await read(copy), await read(placement.postgres)
         assert ours.consumers == theirs.consumers
         assert {u: (p.generation, p.stocks, p.used, p.traits, p.root) for u, p in ours.providers.items()} == {
             u: (p.generation, p.stocks, p.used, p.traits, p.root) for u, p in theirs.providers.items()
@@ -115,15 +117,16 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
         await copy.close()
 
 
+@on_postgres
 async def test_repair_counts_anew_what_is_wrong_and_tells_the_feed(placement: Placement) -> None:
     hosts, consumers = await fill(placement)
     replica = await placement.replica()
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         await connection.execute("UPDATE inventories SET used = used + 1")
         await connection.execute("DELETE FROM consumers WHERE uuid = $1", consumers[1])
         await connection.execute("DELETE FROM allocations WHERE consumer = $1", consumers[2])
     assert len(await placement.findings()) == 11
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         done = await repair(connection)
     assert len(done) == 6
     assert done[-1].startswith("project ")
@@ -131,7 +134,7 @@ async def test_repair_counts_anew_what_is_wrong_and_tells_the_feed(placement: Pl
     book = await replica.fresh()
     rows = [book.row_of(host) for host in hosts]
     assert [book.inventory_of(row)["VCPU"][1] for row in rows if row is not None] == [5, 0, 0]
-    async with placement.store.database.raw() as connection:
+    async with placement.postgres.database.raw() as connection:
         assert await repair(connection) == []
     await asyncio.gather(*(placement.claim(new_uuid(placement.rng), host, VCPU=1) for host in hosts))
     assert await placement.findings() == []

@@ -9,7 +9,7 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
 from placement_worker.operations import export, export_store
 from placement_worker.store.postgres import PostgresStore
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
 pytestmark = pytest.mark.postgres
@@ -61,14 +61,15 @@ async def test_what_an_operator_gave_a_host_outlasts_its_reports(placement: Plac
     assert (await shown(placement, root))[0] == []
 
 
+@on_postgres
 async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
     root = new_uuid(placement.rng)
     await report(placement, root, 1, VMX)
     await placement.call("PUT", "/traits/CUSTOM_RACK", status=201)
     await give(placement, root, VMX, "CUSTOM_RACK")
-    await placement.store.names.refresh()
-    async with placement.store.database.raw() as connection:
-        lines = list(export.lines(await export_store.read(connection, placement.store.names)))
+    await placement.postgres.names.refresh()
+    async with placement.postgres.database.raw() as connection:
+        lines = list(export.lines(await export_store.read(connection, placement.postgres.names)))
     with fresh_database(postgres_server) as url:
         other = PostgresStore(Database(url, "placement"))
         await other.open()

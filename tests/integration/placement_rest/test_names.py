@@ -12,8 +12,6 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig
 from tests.integration.placement_rest.conftest import Placement
 
-pytestmark = pytest.mark.postgres
-
 OLD, NEW = "CUSTOM_OLD", "CUSTOM_NEW"
 
 
@@ -21,7 +19,7 @@ OLD, NEW = "CUSTOM_OLD", "CUSTOM_NEW"
 async def other(placement: Placement) -> AsyncIterator[Placement]:
     """A second process on the same book, which knows the class by its old name when a test begins."""
     await placement.call("PUT", f"/resource_classes/{OLD}", status=201)
-    made = Placement(placement.database_url, RestConfig(listen=f"127.0.0.1:{free_port()}"))
+    made = Placement(placement.book, RestConfig(listen=f"127.0.0.1:{free_port()}"))
     made.rng.seed(8)
     await made.start()
     yield made

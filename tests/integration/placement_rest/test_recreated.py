@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bus.clock import new_uuid
 from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetTraits
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
-from placement_worker.store.rest import RestStore
 from tests.integration.placement_rest.conftest import Placement
 from tests.unit.replica.dumps import dump
-
-pytestmark = pytest.mark.postgres
 
 
 async def test_delete_and_post_in_one_transaction_are_followed_by_replicas(placement: Placement) -> None:
     store = placement.store
-    rest = RestStore(store.database, store.names)
+    rest = store.rest
     uuid = new_uuid(placement.rng)
     traits = [["HW_CPU_X86_AVX"], ["HW_CPU_X86_SGX"], ["HW_CPU_X86_AVX2"]]
     await rest.write_trees([CreateProvider(uuid, "one")])

@@ -12,9 +12,7 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.openapi import document
-from tests.integration.placement_rest.conftest import Placement, holding
-
-pytestmark = pytest.mark.postgres
+from tests.integration.placement_rest.conftest import Placement, holding, on_postgres
 
 
 async def test_a_search_after_a_write_sees_it(placement: Placement) -> None:
@@ -228,10 +226,10 @@ async def test_errors_carry_the_request_id_and_the_version(placement: Placement)
 
 
 async def test_the_openapi_document_is_served_where_the_settings_say_so(
-    placement: Placement, postgres_url: str
+    placement: Placement,
 ) -> None:
     await placement.call("GET", "/openapi.json", status=404)
-    other = Placement(postgres_url, RestConfig(listen=f"127.0.0.1:{free_port()}", openapi=True))
+    other = Placement(placement.book, RestConfig(listen=f"127.0.0.1:{free_port()}", openapi=True))
     await other.start()
     try:
         answer = await other.call("GET", "/openapi.json", status=200)
@@ -242,12 +240,13 @@ async def test_the_openapi_document_is_served_where_the_settings_say_so(
         await other.stop()
 
 
+@on_postgres
 async def test_what_projects_hold_follows_every_write_of_allocations(placement: Placement) -> None:
     one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
     consumers = [new_uuid(placement.rng) for _ in range(2)]
 
     async def held() -> dict[str, dict[int, int]]:
-        async with placement.store.database.raw() as connection:
+        async with placement.postgres.database.raw() as connection:
             rows = await connection.fetch("SELECT project_id, class_id, amount FROM project_usage WHERE amount <> 0")
         assert await placement.findings() == []
         found: dict[str, dict[int, int]] = {}
@@ -261,7 +260,7 @@ async def test_what_projects_hold_follows_every_write_of_allocations(placement: 
         named = {"project_id": project, "user_id": "u", "consumer_type": "INSTANCE", "consumer_generation": generation}
         return {"allocations": held, **named}
 
-    vcpu = placement.store.names.class_ids["VCPU"]
+    vcpu = placement.postgres.names.class_ids["VCPU"]
     await placement.call("PUT", f"/allocations/{consumers[0]}", body("p", None, one=2), status=204)
     assert await held() == {"p": {vcpu: 2, -1: 1}}
     await placement.call("PUT", f"/allocations/{consumers[0]}", body("q", 1, one=1, other=3), status=204)

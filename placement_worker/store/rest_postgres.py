@@ -1,0 +1,183 @@
+"""The book as the REST API uses it, in PostgreSQL: groups of writes as transactions, reads as single statements."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import asyncpg
+
+from bus.persistence.database import Database
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, classes_of_allocations
+from placement_worker.domain.refusal import WriteRefusal
+from placement_worker.domain.reshape import Reshape
+from placement_worker.domain.trees import TreeOutcome, TreeWrite, classes_of_trees, traits_of_trees
+from placement_worker.store import rest_allocations, rest_names, rest_reads, rest_trees
+from placement_worker.store.names import NameTable
+from placement_worker.store.rest_port import (
+    AllocationRow,
+    InventoryRecord,
+    Listing,
+    NameInUse,
+    NameKind,
+    NameRow,
+    Unstorable,
+    UsageRow,
+)
+
+Written = TypeVar("Written")
+
+
+class PostgresRest:
+    """`RestStore` that shares its pool and its names with the store that serves the bus."""
+
+    def __init__(self, database: Database, names: NameTable) -> None:
+        self._database = database
+        self._names = names
+
+    # --- writes
+
+    async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+        """A group of writes of providers, in order, each with its own outcome."""
+        await self._know_classes(classes_of_trees(writes))
+        await self.unknown_traits(traits_of_trees(writes))
+        return await self._write(lambda connection: rest_trees.apply(connection, writes, self._names))
+
+    async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
+        """A group of writes of allocations, in order, each with its own outcome."""
+        await self._know_classes(classes_of_allocations(items))
+        return await self._write(lambda connection: rest_allocations.apply(connection, items, self._names))
+
+    async def reshape(self, item: Reshape) -> WriteRefusal | None:
+        """One reshape."""
+        await self._know_classes(name for _, stocks in item.inventories.values() for name in stocks)
+        return await self._write(lambda connection: rest_allocations.apply_reshape(connection, item, self._names))
+
+    async def _write(self, apply: Callable[[asyncpg.Connection], Awaitable[Written]]) -> Written:
+        with _storable():
+            return await self._names.write(apply)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[asyncpg.Connection]:
+        with _storable():
+            async with self._database.raw() as connection:
+                yield connection
+
+    # --- names
+
+    async def _know_classes(self, named: Iterable[str]) -> None:
+        """A class that another process has just created is not unknown."""
+        if not self._names.class_ids.keys() >= set(named):
+            await self._names.refresh()
+
+    async def unknown_classes(self, named: Iterable[str]) -> list[str]:
+        """Those that are no class of the book, in order."""
+        wanted = list(dict.fromkeys(named))
+        await self._names.refresh_if_old()
+        await self._know_classes(wanted)
+        return [name for name in wanted if name not in self._names.class_ids]
+
+    async def unknown_traits(self, named: Iterable[str]) -> list[str]:
+        """Those that are no trait of the book, in order."""
+        wanted = list(dict.fromkeys(named))
+        if not self._names.trait_ids.keys() >= set(wanted):
+            await self._names.refresh()
+        return [name for name in wanted if name not in self._names.trait_ids]
+
+    async def refresh_names(self) -> None:
+        """Read what other processes have made of the names."""
+        await self._names.refresh()
+
+    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+        """A class or trait by name."""
+        async with self._connection() as connection:
+            return await rest_names.one(connection, kind, name)
+
+    async def create_name(self, kind: NameKind, name: str) -> bool:
+        """Make a class or trait; False when it was there."""
+        async with self._connection() as connection:
+            created = await rest_names.create(connection, kind, name)
+        if created:
+            await self._names.refresh()
+        return created
+
+    async def delete_name(self, kind: NameKind, name: str) -> bool:
+        """Remove a class or trait; False when it was not there. Raises NameInUse."""
+        try:
+            async with self._connection() as connection:
+                deleted = await rest_names.delete(connection, kind, name)
+        except asyncpg.ForeignKeyViolationError as error:
+            raise NameInUse(name) from error
+        await self._names.refresh()
+        return deleted
+
+    async def rename_class(self, old: str, new: str) -> bool | None:
+        """Give a class another name; False when there is none, None when the name is taken."""
+        try:
+            async with self._connection() as connection:
+                renamed = await rest_names.rename_class(connection, old, new)
+        except asyncpg.UniqueViolationError:
+            return None
+        await self._names.refresh()
+        return renamed
+
+    async def resource_classes(self) -> list[NameRow]:
+        """All classes, standard ones first."""
+        async with self._connection() as connection:
+            return await rest_names.classes(connection)
+
+    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+        """All traits with one of these names, with this prefix, that some provider has, or that none has."""
+        async with self._connection() as connection:
+            return await rest_names.traits(connection, names, prefix, associated)
+
+    # --- reads
+
+    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+        """Providers that the listing leaves, oldest first: the fields of a ProviderRow each."""
+        async with self._connection() as connection:
+            return await rest_reads.providers(connection, listing, self._names)
+
+    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
+        """(generation, inventories by class) of a provider, None when there is none."""
+        async with self._connection() as connection:
+            return await rest_reads.inventories(connection, uuid)
+
+    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
+        """(generation, {class: used}) of a provider, None when there is none."""
+        async with self._connection() as connection:
+            return await rest_reads.usages(connection, uuid)
+
+    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
+        """(generation, {trait: when it was made}) of a provider, None when there is none."""
+        async with self._connection() as connection:
+            return await rest_reads.traits(connection, uuid)
+
+    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
+        """(generation, aggregates) of a provider, None when there is none."""
+        async with self._connection() as connection:
+            return await rest_reads.aggregates(connection, uuid)
+
+    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+        """What a consumer holds, by provider and class."""
+        async with self._connection() as connection:
+            return await rest_reads.allocations_of_consumer(connection, uuid)
+
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+        """(generation, what is held of a provider, by consumer and class), None when there is none."""
+        async with self._connection() as connection:
+            return await rest_reads.allocations_of_provider(connection, uuid)
+
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+        """What a project's (and user's, and type's) consumers hold, by type and class. "" is the unknown type."""
+        async with self._connection() as connection:
+            return await rest_reads.totals(connection, project_id, user_id, consumer_type)
+
+
+@contextmanager
+def _storable() -> Iterator[None]:
+    try:
+        yield
+    except asyncpg.DataError as error:
+        raise Unstorable(str(error)) from error
