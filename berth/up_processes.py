@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from berth.embedded.rabbitmq import RabbitMQ
+from berth.keeper import Say, kept_alive
 from berth.metal import kept_in, simulated_ironic
 from berth.servers import API_VHOST, variables
 from berth.settings import MEMORY, CellSettings, Settings, UpSettings
@@ -78,16 +79,17 @@ class RunningProcesses(Struct, frozen=True, kw_only=True):
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, count: ProcessCounts) -> AsyncIterator[RunningProcesses]:
-    """Servers (ours unless the settings name others) and every worker, ready; word is left for other commands.
+async def running(settings: Settings, count: ProcessCounts, *, say: Say) -> AsyncIterator[RunningProcesses]:
+    """Servers (ours, kept alive, unless the settings name others) and every worker, ready; word is left for other
+    commands. say: told of a server of ours that ended.
 
     Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
     """
     logs = settings.state / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with (
-        _broker(settings) as buses,
-        database(settings, durable=True, directory=settings.state / "postgres") as database_url,
+        _broker(settings, say) as buses,
+        database(settings, durable=True, directory=settings.state / "postgres", say=say) as database_url,
     ):
         real = _real(settings, buses, database_url)
         here = Site(real)
@@ -162,19 +164,16 @@ def _metal(settings: Settings, url: str, share: int, shares: int) -> dict[str, s
 
 
 @contextlib.asynccontextmanager
-async def _broker(settings: Settings) -> AsyncIterator[dict[str, str]]:
+async def _broker(settings: Settings, say: Say) -> AsyncIterator[dict[str, str]]:
     """{bus: URL} of a broker of our own, its messages kept below the state directory; {}: the settings name one."""
     if settings.bus.url != MEMORY:
         yield {}
         return
     broker = RabbitMQ(settings.state / "rabbitmq")
-    await asyncio.to_thread(broker.start)
-    try:
+    async with kept_alive("RabbitMQ", broker, say=say):
         vhosts = {API: API_VHOST, **{cell: cell for cell in settings.cells}}
         urls = await asyncio.to_thread(broker.add_vhosts, vhosts.values())
         yield {name: urls[vhost] for name, vhost in vhosts.items()}
-    finally:
-        await asyncio.to_thread(broker.stop)
 
 
 def _real(settings: Settings, buses: Mapping[str, str], database_url: str) -> Settings:

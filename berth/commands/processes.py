@@ -110,7 +110,7 @@ def up(
 
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
     async with (
-        site(rest.settings, directory=rest.settings.state / "postgres") as here,
+        site(rest.settings, directory=rest.settings.state / "postgres", say=_warn) as here,
         simulated_ironic(here, kept=kept_in(here)) as ironic,
     ):
         ironic_url = ironic.url if ironic is not None else None
@@ -160,13 +160,9 @@ async def _up_processes(context: typer.Context, asked: Mapping[str, int | None],
     starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
     try:
         with for_up(settings) as rest:
-            async with running(rest.settings, count) as started:
+            async with running(rest.settings, count, say=_warn) as started:
                 starting.cancel()
-                supervisor = Supervisor(
-                    started.processes,
-                    clock=started.site.clock,
-                    say=lambda said: err.print(said, soft_wrap=True, markup=False),
-                )
+                supervisor = Supervisor(started.processes, clock=started.site.clock, say=_warn)
                 async with pages_of_up(started.site, wanted=settings.up.web) as pages:
                     _say({**as_processes(started, count, cpus, rest), "pages": pages or None}, as_json)
                     await supervised(supervisor, stop)
@@ -332,6 +328,10 @@ def _http(text: str | None) -> tuple[str, int] | None:
     if not port.isdigit() or int(port) > 65_535:
         raise typer.BadParameter(f"--http takes HOST:PORT, not {text!r}")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _warn(said: str) -> None:
+    err.print(said, soft_wrap=True, markup=False)
 
 
 def _say(said: dict[str, Any], as_json: bool) -> None:

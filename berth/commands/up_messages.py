@@ -24,6 +24,7 @@ def one_process(here: Site, computes: Sequence[str], ironic_url: str | None, res
         "computes": computes,
         "socket": str(settings.socket),
         "bus": hide_password(settings.bus.url),
+        "durable": _durable(settings, one_process=True),
         **_servers(settings, here.database_url, ironic_url, rest),
     }
 
@@ -40,8 +41,17 @@ def as_processes(started: RunningProcesses, count: ProcessCounts, cpus: int, res
         "workers": {one.name: {"pid": one.process.pid, "port": one.port, "log": str(one.log)} for one in workers},
         "logs": str(started.logs),
         "bus": hide_password(settings.bus.url),
+        "durable": _durable(settings, one_process=False),
         **_servers(settings, started.site.database_url, started.ironic_url, rest),
     }
+
+
+def _durable(settings: Settings, *, one_process: bool) -> str:
+    """What outlives the end of this process, however it ends, and what does not."""
+    kept = f"the book, builds and machines are kept below {settings.state}"
+    if one_process and settings.bus.url == MEMORY:
+        return f"{kept}; messages are not: those under way end with this process"
+    return f"{kept}, messages in the broker"
 
 
 def _servers(settings: Settings, database_url: str | None, ironic_url: str | None, rest: AtUp) -> dict[str, Any]:
@@ -65,6 +75,7 @@ def block(said: Mapping[str, Any]) -> str:
         ("computes", ", ".join(said.get("computes", ()))),
         ("RabbitMQ" if said["bus"] != MEMORY else "bus", bus),
         ("PostgreSQL", said["database"]),
+        ("durable", said.get("durable", "")),
         ("pages", said.get("pages") or ""),
         ("Placement", _placement(said)),
         ("Ironic", f"{said['ironic']} (simulated)" if said["ironic"] else ""),

@@ -262,8 +262,9 @@ def _permission(user: str, vhost: str) -> dict[str, str]:
 
 
 def find_scripts() -> Path:
-    """The directory of RabbitMQ's own scripts."""
-    for place in SCRIPTS:
+    """The directory of RabbitMQ's own scripts; RABBITMQ_PROGRAMS names another than the machine's."""
+    named = os.environ.get("RABBITMQ_PROGRAMS")
+    for place in (named,) if named else SCRIPTS:
         if (Path(place) / "rabbitmq-server").exists() and (Path(place) / "rabbitmqctl").exists():
             return Path(place)
     raise ServerMissing("no rabbitmq-server here: apt-get install rabbitmq-server, or give AMQP_URL")

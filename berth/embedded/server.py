@@ -36,6 +36,7 @@ class PrivateServer(ABC):
 
     def restart(self) -> None:
         """Start a server that ended on its data and port. Raises ServerFailed; then nothing of it runs."""
+        self.kill()  # what is left of it
         try:
             self._start()
         except BaseException:

@@ -1,0 +1,55 @@
+"""A server that cannot start for a while is tried again, with longer and longer pauses, and said each time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from berth import keeper as module
+from berth.embedded.postgres import Postgres
+from berth.keeper import kept_alive
+
+PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.postgres
+
+
+async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk that is freed later: here its configuration cannot be read, until it can."""
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
+    said: list[str] = []
+    server = Postgres()
+    async with kept_alive("PostgreSQL", server, say=said.append):
+        broken = _hba(server)
+        kept = broken.read_text()
+        broken.write_text("nonsense\n")
+        server.kill()
+        await _until(lambda: sum("does not start" in one for one in said) >= 2)
+        assert "in 0.1 s" in said[1] and "in 0.2 s" in said[2], said
+        broken.write_text(kept)
+        await _until(lambda: bool(said) and said[-1] == "PostgreSQL is up again")
+        assert server.pid
+
+
+async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 3_600.0)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 3_600.0)
+    said: list[str] = []
+    server = Postgres()
+    async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, say=said.append):
+        _hba(server).write_text("nonsense\n")
+        server.kill()
+        await _until(lambda: any("does not start" in one for one in said))
+    assert server.pid == 0
+
+
+def _hba(server: Postgres) -> Path:
+    return server._data / "pg_hba.conf"
+
+
+async def _until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  (nothing announces it)
+            await asyncio.sleep(0.02)
