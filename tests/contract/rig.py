@@ -234,7 +234,7 @@ class RabbitRig(Rig):
         async with await aio_pika.connect(self._direct) as connection:
             channel = await connection.channel()
             await channel.declare_exchange(name, "topic", auto_delete=True, durable=False)
-            queue = await channel.declare_queue(exclusive=False, auto_delete=False, arguments={"x-expires": 60_000})
+            queue = await channel.declare_queue(durable=True, arguments={"x-expires": 60_000})
             await queue.bind(name, "keeps.it.alive")
 
     async def close(self) -> None:

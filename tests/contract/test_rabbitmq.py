@@ -68,7 +68,7 @@ async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str
     connection = await aiormq.connect(url)
     try:
         channel = await connection.channel()
-        await channel.queue_declare(prefix + row.name, durable=False, arguments={"x-queue-type": "classic"})
+        await channel.queue_declare(prefix + row.name, durable=True, arguments={"x-queue-type": "classic"})
     finally:
         await connection.close()
     transport = RabbitTransport(url, name="api", prefix=prefix)

@@ -13,8 +13,11 @@ import pytest
 import typer
 
 from berth.cli import app
-from berth.settings import read_settings
+from berth.settings import check_urls, read_settings
 from bus.contracts.build import BuildRequest
+from bus.persistence.address import parse_database_url
+from bus.rabbitmq import parse_bus_url
+from tests.kit.certificates import Authority
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -50,6 +53,23 @@ def test_the_settings_of_the_how_to_are_settings(tmp_path: Path) -> None:
     path.write_text(text)
     found = read_settings(path, {})
     assert (found.bus.url[:7], tuple(found.cells), found.database.url[:13]) == ("amqp://", ("cell1",), "postgresql://")
+
+
+@pytest.mark.parametrize(("page", "scheme", "hosts"), [("tls", "amqps", 1), ("high-availability", "amqp", 3)])
+def test_the_urls_of_a_how_to_are_urls(page: str, scheme: str, hosts: int, tmp_path: Path) -> None:
+    (text,) = blocks("toml", (ROOT / "docs" / "howto" / f"{page}.md").read_text())
+    authority = Authority(tmp_path, "ca")
+    authority.issue("worker")
+    path = tmp_path / "berth.toml"
+    path.write_text(text.replace("/etc/berth/", f"{tmp_path}/"))
+    found = read_settings(path, {})
+    check_urls(found)
+    for url in (found.bus.url, found.cells["cell1"].url):
+        address = parse_bus_url(url)
+        assert (address.scheme, len(address.hosts)) == (scheme, hosts)
+    database = parse_database_url(found.database.url)
+    assert (len(database.hosts) > 1) is (hosts > 1)
+    assert database.target == "read-write"
 
 
 def test_the_request_of_the_readme_is_a_request() -> None:
