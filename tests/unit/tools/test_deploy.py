@@ -1,0 +1,64 @@
+"""What `deploy/` ships is what the programs that read it accept."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from berth.cli import app
+
+ROOT = Path(__file__).parents[3]
+SYSTEMD = ROOT / "deploy" / "systemd"
+SERVICES = sorted(SYSTEMD.glob("*.service"))
+PROGRAM = "/opt/berth/bin/berth"
+# systemd's own scale of exposure, times ten: above 50 it calls a service exposed.
+MOST_EXPOSED = 20
+COMMAND_TIMEOUT_S = 120
+
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units, with a program that exists on this machine."""
+    for path in SYSTEMD.iterdir():
+        text = path.read_text().replace(PROGRAM, sys.executable)
+        (tmp_path / path.name.replace("@.", "@cell1.")).write_text(text)
+    return tmp_path
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
+    )
+
+
+def test_there_is_a_unit_for_each_role() -> None:
+    roles = {"placement", "scheduler", "conductor", "compute", "ironic-sync", "web"}
+    assert {path.name.removeprefix("berth-").removesuffix(".service").rstrip("@") for path in SERVICES} == roles
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", [path.name for path in SERVICES])
+def test_systemd_accepts_the_unit_and_finds_it_hardened(installed: Path, name: str) -> None:
+    unit = str(installed / name.replace("@.", "@cell1."))
+    verified = analyze("verify", "--man=no", unit)
+    assert (verified.returncode, [line for line in verified.stderr.splitlines() if str(installed) in line]) == (0, [])
+    judged = analyze("security", "--offline=yes", f"--threshold={MOST_EXPOSED}", "--no-pager", unit)
+    assert judged.returncode == 0, judged.stdout.splitlines()[-1:]
+
+
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.name)
+def test_the_command_of_a_unit_is_one_of_ours(path: Path) -> None:
+    (command,) = [line for line in path.read_text().splitlines() if line.startswith(f"ExecStart={PROGRAM} ")]
+    arguments = shlex.split(command.removeprefix(f"ExecStart={PROGRAM} ").replace("%i", "cell1"))
+    ran = CliRunner().invoke(app, [*arguments, "--help"])
+    assert ran.exit_code == 0, ran.output
+    for option in (one for one in arguments if one.startswith("--")):
+        assert option in ran.output
