@@ -85,15 +85,15 @@ class FeedPublisher:
                     keep_sources_s=config.source_keep_s,
                     limit=config.trim_batch,
                 )
-                more |= await self._remove_shells()
+                more |= await self._remove_retired_trees()
             except Transient as error:
                 more = False
                 await self._stall(error)
 
-    async def _remove_shells(self) -> bool:
-        removed = await self._store.remove_shells(self._config.trim_batch)
+    async def _remove_retired_trees(self) -> bool:
+        removed = await self._store.remove_retired_trees(self._config.trim_batch)
         if removed:
-            log.info("inventory.shells_removed", roots=removed[:MOST_NAMED], count=len(removed))
+            log.info("inventory.retired_trees_removed", roots=removed[:MOST_NAMED], count=len(removed))
             self.wake()
         return len(removed) >= self._config.trim_batch
 

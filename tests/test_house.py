@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,3 +342,19 @@ def test_migrations_are_named_alike_and_the_schema_is_whole(worker: str) -> None
     schema = (store / "schema.sql").read_text()
     if "CREATE TABLE outbox" in schema:
         assert (ROOT / "bus" / "persistence" / "outbox.sql").read_text() in schema, "the outbox is the same everywhere"
+
+
+# --- what is installed
+
+
+def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
+    """What only the embedded servers, tests and docs need is an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[>=]", line)[0].replace("-", "_").replace(".", "_") for line in project["dependencies"]}
+    paths = [path for path in sources(*OURS) if (ROOT / "berth" / "embedded") not in path.parents]
+    imported = {module.split(".")[0] for path in paths for module, _ in imports(path)}
+    assert sorted(needed - imported - BY_NAME) == []
+
+
+# Loaded by uvicorn: its parser of HTTP.
+BY_NAME = {"httptools"}

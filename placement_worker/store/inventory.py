@@ -111,7 +111,7 @@ WHERE s.root = n.root AND s.source <> n.source AND s.settled
 """
 
 # Removed while in use; it is not in use any more, and no source has reported anything of it since.
-FIND_SHELLS = """
+FIND_RETIRED_TREES = """
 SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
 FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
 WHERE NOT s.settled AND s.digest = $1
@@ -149,13 +149,13 @@ async def report(
     return group.answers(sequence)
 
 
-async def remove_shells(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
+async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable, limit: int) -> list[str]:
     """Take trees out anew whose source did so while they were in use, as if it had said so again; their roots.
 
     The source may be gone for good: no other would. Inside the caller's transaction.
     """
     shape = await connection.fetchval(ONE_WRITER_OF_TREES)
-    rows = await connection.fetch(FIND_SHELLS, TAKEN_OUT, limit)
+    rows = await connection.fetch(FIND_RETIRED_TREES, TAKEN_OUT, limit)
     if not rows:
         return []
     sources = {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}

@@ -180,7 +180,7 @@ class MemoryBook:
         transaction.will(lambda: table.write_trees(before, outcome, group))
         return await self.append(transaction, changes_of_reports(before, outcome.after))
 
-    async def remove_shells(self, limit: int) -> list[str]:
+    async def remove_retired_trees(self, limit: int) -> list[str]:
         """Remove trees that were taken out while in use and are used no more; their roots."""
         table = self.table
         async with self.session.transaction() as transaction:

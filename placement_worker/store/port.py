@@ -95,7 +95,7 @@ class PlacementStore(Protocol):
         Returns whether there may be more.
         """
 
-    async def remove_shells(self, limit: int) -> list[str]:
+    async def remove_retired_trees(self, limit: int) -> list[str]:
         """Remove trees that were taken out while in use and are used no more, at most so many; their roots.
 
         Their sources may have left for good; one that speaks again removes them itself.

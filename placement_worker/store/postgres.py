@@ -163,9 +163,11 @@ class PostgresStore:
             more |= await members.forget(connection, limit) >= limit
         return more
 
-    async def remove_shells(self, limit: int) -> list[str]:
+    async def remove_retired_trees(self, limit: int) -> list[str]:
         """Remove trees that were taken out while in use and are used no more; their roots."""
-        return await self._names.write(lambda connection: inventory.remove_shells(connection, self._names, limit))
+        return await self._names.write(
+            lambda connection: inventory.remove_retired_trees(connection, self._names, limit)
+        )
 
     async def _know_classes(self, items: Sequence[ClaimItem]) -> None:
         """A class that another process has just created is not unknown."""

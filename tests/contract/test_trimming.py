@@ -141,16 +141,16 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(st
     await say(store, GONE, "s", 1, CHILD)
     await hold(store, user, CHILD)
     await say(store, GONE, "s", 2, gone=True)
-    assert await store.remove_shells(100) == []
+    assert await store.remove_retired_trees(100) == []
     assert await providers(store) == [KEPT, GONE, CHILD], "somebody uses it"
     await store.apply([Release(consumer=user)])
     head = (await store.head()).sequence
-    assert await store.remove_shells(100) == [GONE]
+    assert await store.remove_retired_trees(100) == [GONE]
     assert await providers(store) == [KEPT]
     changes = (await store.changes(head, 10)).changes
     assert sorted((change.provider, change.removed) for change in changes) == [(GONE, True), (CHILD, True)]
     assert await say(store, GONE, "s", 1, CHILD) == "stale"
-    assert await store.remove_shells(100) == []
+    assert await store.remove_retired_trees(100) == []
     assert await say(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
@@ -161,15 +161,15 @@ async def test_a_host_that_somebody_else_reports_by_then_is_no_shell(store: Plac
     await say(store, GONE, "s", 2, gone=True)
     await say(store, GONE, "heir", 1)
     await store.apply([Release(consumer=user)])
-    assert await store.remove_shells(100) == []
+    assert await store.remove_retired_trees(100) == []
     assert await hold(store, user.replace("c", "d"), GONE) == "claimed"
 
 
-async def test_few_shells_go_at_once_and_one_in_use_holds_none_up(store: PlacementStore) -> None:
+async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(store: PlacementStore) -> None:
     in_use = KEPT.replace("1", "0")
     for root in (in_use, KEPT, GONE):
         await say(store, root, "s", 1)
         await hold(store, root.replace("0", "c"), root)
         await say(store, root, "s", 2, gone=True)
     await store.apply([Release(consumer=root.replace("0", "c")) for root in (KEPT, GONE)])
-    assert [await store.remove_shells(1) for _ in range(3)] == [[KEPT], [GONE], []]
+    assert [await store.remove_retired_trees(1) for _ in range(3)] == [[KEPT], [GONE], []]
