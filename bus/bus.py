@@ -61,6 +61,14 @@ class Bus:
         self._requester = Requester(name, transport, self.publisher, process=process, clock=clock, rng=rng)
         self._modes: dict[type[Message], tuple[MessageRow, Mode]] = {}
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be said on it now; "": it can."""
+        if not self.transport.connected:
+            return "not connected"
+        blocked = self.transport.blocked
+        return f"the broker takes no messages: {blocked}" if blocked else ""
+
     async def open(self) -> None:
         """Connect and declare what the bus shares."""
         await self.transport.open()

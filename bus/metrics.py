@@ -8,6 +8,7 @@ PUBLISHED = Counter("berth_bus_published", "Broker messages confirmed.", ["bus"]
 ITEMS = Counter("berth_bus_items", "Messages confirmed; several may share one broker message.", ["bus"])
 PUBLISH_ERRORS = Counter("berth_bus_publish_errors", "Broker messages not confirmed.", ["bus", "code"])
 IN_FLIGHT = Gauge("berth_bus_in_flight", "Broker messages that wait for their confirm.", ["bus"])
+BLOCKED = Gauge("berth_bus_blocked", "1 while the broker takes no messages: short of memory or disk.", ["bus"])
 CONSUMED = Counter("berth_bus_consumed", "Messages taken from a queue.", ["bus", "queue"])
 OUTCOMES = Counter("berth_bus_outcomes", "What became of messages taken.", ["bus", "queue", "outcome"])
 STALLS = Counter("berth_bus_stalls", "Handler calls put off because a dependency was away.", ["bus", "queue", "code"])

@@ -137,6 +137,13 @@ class Transport(Protocol):
     def connected(self) -> bool:
         """Whether the broker can be spoken to now (for /readyz)."""
 
+    @property
+    def blocked(self) -> str:
+        """Why the broker takes no messages now: in its own words, short of memory or disk. "": it takes them.
+
+        A broker says so once something is published; what is published then waits, and nothing of it is lost.
+        """
+
     async def declare_shared(self) -> None:
         """Declare what the whole bus shares: exchanges, the queues of delayed messages, the queue of dead letters.
 

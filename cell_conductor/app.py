@@ -70,7 +70,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # A queue of their own: a report waits for the database, and a heartbeat that waits behind it would be missing.
     service.consumer(bus.consumer(LEASES, keeper.heard, max_batch=config.max_batch, concurrency=1))
-    service.check("bus", lambda: bus.transport.connected)
+    service.check_bus("bus", bus)
     service.check("database", lambda: store.ready)
     service.drain(relay.drain)
     return service

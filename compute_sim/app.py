@@ -85,7 +85,7 @@ def build(
     result.consumer(commands)
     asked = parts.bus.consumer(QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service)
     result.consumer(asked)
-    result.check("bus", lambda: parts.bus.transport.connected)
+    result.check_bus("bus", parts.bus)
     return result
 
 

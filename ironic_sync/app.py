@@ -58,7 +58,7 @@ def build(
     service.resource(open_nothing, reading.close)
     service.task("sync", loop.run)
     service.drain(loop.drain)
-    service.check("bus", lambda: bus.transport.connected)
+    service.check_bus("bus", bus)
     service.check("ironic", lambda: loop.healthy)
     return service
 

@@ -53,7 +53,7 @@ def build(
     service.resource(store.open, store.close)
     service.resource(api.open, api.close)
     service.check("database", lambda: store.ready)
-    service.check("bus api", lambda: api.transport.connected)
+    service.check_bus("bus api", api)
     for consumer in _writers(api, handlers, config):
         service.consumer(consumer)
     service.consumer(

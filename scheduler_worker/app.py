@@ -167,7 +167,7 @@ def _link(
     service.task(f"cell {bus.name}", link.run)
     service.task(f"ask hosts of {bus.name}", listen)
     service.drain(link.drain)
-    service.check(f"bus {bus.name}", lambda: bus.transport.connected)
+    service.check_bus(f"bus {bus.name}", bus)
     return link
 
 
@@ -199,4 +199,4 @@ def _requests(
             paced=True,
         )
     )
-    service.check("bus api", lambda: bus.transport.connected)
+    service.check_bus("bus api", bus)

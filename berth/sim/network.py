@@ -141,6 +141,11 @@ class SimTransport:
     # --- the port
 
     @property
+    def blocked(self) -> str:
+        """Simulated brokers raise no alarms."""
+        return ""
+
+    @property
     def connected(self) -> bool:
         """Whether the broker can be spoken to now."""
         return self._inner.connected

@@ -103,6 +103,11 @@ class LocalTransport:
         self._lost()
 
     @property
+    def blocked(self) -> str:
+        """A broker in a process's memory raises no alarms."""
+        return ""
+
+    @property
     def connected(self) -> bool:
         """Whether the serving process is still there."""
         return self._writer is not None and not self._writer.is_closing()

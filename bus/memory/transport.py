@@ -72,6 +72,11 @@ class MemoryTransport:
         self._opened = False
 
     @property
+    def blocked(self) -> str:
+        """A broker in a process's memory raises no alarms."""
+        return ""
+
+    @property
     def connected(self) -> bool:
         """Whether the broker can be spoken to now."""
         return self._connected.is_set()

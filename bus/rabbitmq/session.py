@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aio_pika
-from aiormq import Channel
+from aiormq import Channel, spec
 from aiormq.abc import AbstractChannel, AbstractConnection
 
 from bus.port import BusError, BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
@@ -33,9 +33,12 @@ class Session:
         assert connection.transport is not None, "connected"
         self.names = names
         self.lost = asyncio.Event()
+        self.blocked = ""  # why the broker takes no messages now
+        self.on_blocked: Callable[[], None] = lambda: None
         self._pika = connection
         self._connection: AbstractConnection = connection.transport.connection
         self._connection.closing.add_done_callback(lambda _: self.lost.set())
+        self._hear_alarms(self._connection)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
@@ -69,6 +72,22 @@ class Session:
                 await _close_quietly(pika)
                 raise
         return cls(pika, names)
+
+    def _hear_alarms(self, connection: AbstractConnection) -> None:
+        """aiormq logs connection.blocked and tells nobody: its two handlers are replaced on this connection."""
+
+        async def blocked(frame: spec.Connection.Blocked) -> None:
+            self.blocked = frame.reason or "no reason given"
+            self.on_blocked()
+
+        async def unblocked(_: spec.Connection.Unblocked) -> None:
+            self.blocked = ""
+            self.on_blocked()
+
+        for name, handler in (("blocked", blocked), ("unblocked", unblocked)):
+            private = f"_Connection__handle_connection_{name}"
+            assert hasattr(connection, private), private
+            setattr(connection, private, handler)
 
     async def close(self) -> None:
         """Close, and never wait long for a broker that does not answer."""

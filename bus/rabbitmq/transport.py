@@ -12,6 +12,7 @@ from typing import TypeVar
 import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
+from bus import metrics
 from bus.contracts.catalogue import QueueKind, QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
 from bus.rabbitmq.address import parse_bus_url
@@ -139,6 +140,11 @@ class RabbitTransport:
     def connected(self) -> bool:
         """Whether the broker can be spoken to now."""
         return self._session is not None and not self._session.lost.is_set()
+
+    @property
+    def blocked(self) -> str:
+        """Why the broker takes no messages now; "": it does."""
+        return self._session.blocked if self._session is not None else ""
 
     async def open(self) -> None:
         """Connect; waits for the broker while it is away. Raises BusForbidden."""
@@ -330,17 +336,30 @@ class RabbitTransport:
             self._is_back(session)
             await session.lost.wait()
             self._session = None
+            metrics.BLOCKED.labels(self.name).set(0)
             log.warning("bus.lost", bus=self.name)
             await session.close()
 
     def _is_back(self, session: Session) -> None:
         self._session = session
+        session.on_blocked = self._alarm_changed
+        if session.blocked:
+            self._alarm_changed()
         if self._opened is not None and not self._opened.done():
             self._opened.set_result(None)
             return
         log.info("bus.back", bus=self.name)
         for callback in self._callbacks:
             callback()
+
+    def _alarm_changed(self) -> None:
+        """The broker has run short of memory or disk, or has enough again: said once each time."""
+        reason = self.blocked
+        metrics.BLOCKED.labels(self.name).set(1 if reason else 0)
+        if reason:
+            log.warning("bus.blocked", bus=self.name, reason=reason)
+        else:
+            log.info("bus.unblocked", bus=self.name)
 
     async def _bring_back(self, session: Session) -> None:
         if self._shared:

@@ -39,6 +39,14 @@ class Consumes(Protocol):
         """Until drained; raises what ended it otherwise."""
 
 
+class Reached(Protocol):
+    """What the lifecycle needs of a bus."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be said on it now; "": it can."""
+
+
 class Service:
     """One worker's life. Register everything, then `run(stop)`; `ready` is set while it consumes."""
 
@@ -55,7 +63,7 @@ class Service:
         self._consumers: list[Consumes] = []
         self._task_makers: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = []
         self._drains: list[Callable[[float], Awaitable[Any]]] = []
-        self._checks: dict[str, Callable[[], bool]] = {}
+        self._checks: dict[str, Callable[[], str]] = {}
         self._closings: list[Callable[[], Awaitable[Any]]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failed: asyncio.Future[None] | None = None
@@ -86,11 +94,15 @@ class Service:
 
     def check(self, name: str, fn: Callable[[], bool]) -> None:
         """One line of /readyz: true while that part can do its work."""
-        self._checks[name] = fn
+        self._checks[name] = lambda: "" if fn() else name
+
+    def check_bus(self, name: str, bus: Reached) -> None:
+        """One line of /readyz: the bus is connected, and its broker takes messages. It says why it does not."""
+        self._checks[name] = lambda: f"{name}: {bus.trouble}" if bus.trouble else ""
 
     def not_ready(self) -> list[str]:
         """Names of what is not ready now; empty when the service can do its work."""
-        failing = [name for name, fn in self._checks.items() if not fn()]
+        failing = [said for fn in self._checks.values() if (said := fn())]
         return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
 
     async def run(self, stop: asyncio.Event) -> None:

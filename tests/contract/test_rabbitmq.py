@@ -22,6 +22,7 @@ from pamqp import encode
 from structlog.testing import capture_logs
 
 from berth.embedded.rabbitmq import RabbitMQ
+from bus import metrics
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -30,6 +31,8 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKin
 from bus.port import BusForbidden, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq import RabbitTransport, parse_bus_url
 from bus.rabbitmq.session import Session
+from bus.service.health import Health
+from bus.service.service import Service
 from bus.topology import QueueNames, plan, shared_queues
 from tests.contract import queues
 from tests.contract.rig import until
@@ -84,6 +87,48 @@ async def test_a_queue_of_requests_of_an_older_berth_is_replaced(amqp: tuple[str
         assert await transport.depth(row.name) == 0
     finally:
         await transport.close()
+
+
+async def test_a_broker_short_of_memory_is_told_on_readyz_and_what_waits_for_it_is_said_when_it_has_enough_again(
+    own_broker: RabbitMQ,
+) -> None:
+    """Nothing could be published for minutes, and every /readyz said 200."""
+    bus = bus_on(own_broker.url())
+    service = Service("p", clock=SystemClock())
+    service.resource(bus.open, bus.close)
+    service.check_bus("bus api", bus)
+    health = Health(service.not_ready)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    await service.ready.wait()
+    await bus.declare("scheduler.requests")
+    with capture_logs() as said:
+        await asyncio.to_thread(own_broker.control, "set_vm_memory_high_watermark", "0.000001")
+        waiting: list[asyncio.Task[None]] = []
+
+        async def blocked() -> bool:
+            if not waiting:
+                published = asyncio.create_task(bus.publish(boot(len(waiting))))
+                done, _ = await asyncio.wait([published], timeout=0.5)
+                if not done:
+                    waiting.append(published)
+            return health.answer("GET", "/readyz")[0] == 503
+
+        await until(blocked)
+        assert service.not_ready() == ["bus api: the broker takes no messages: low on memory"]
+        assert metrics.BLOCKED.labels("api")._value.get() == 1
+        await asyncio.to_thread(own_broker.control, "set_vm_memory_high_watermark", "0.6")
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*waiting)
+
+        async def ready() -> bool:
+            return health.answer("GET", "/readyz")[0] == 200
+
+        await until(ready)
+    assert metrics.BLOCKED.labels("api")._value.get() == 0
+    assert [one["event"] for one in said if "blocked" in one["event"]] == ["bus.blocked", "bus.unblocked"]
+    stop.set()
+    await running
 
 
 async def test_a_killed_broker_loses_nothing_that_it_confirmed(own_broker: RabbitMQ) -> None:

@@ -15,7 +15,7 @@ async def test_a_scheduler_that_starts_while_a_cell_is_away_serves_the_others(wo
     (away,) = await world.add_hosts("c2", 1, VCPU=1, MEMORY_MB=4096, DISK_GB=100)
     world.brokers["c2"].stop()
     service = await world.scheduler()
-    assert service.not_ready() == ["bus c2"]
+    assert service.not_ready() == ["bus c2: not connected"]
     first, second = world.request(), world.request()
     await world.ask(first)
     told = await world.ended(first.instance_uuid, BuildState.SCHEDULED)

@@ -76,6 +76,17 @@ async def test_a_check_names_what_is_not_ready() -> None:
     assert service.not_ready() == ["service is new", "bus api"]
 
 
+async def test_a_bus_says_why_nothing_can_be_said_on_it() -> None:
+    class Told:
+        trouble = "not connected"
+
+    service, bus = service_of(Recorder()), Told()
+    service.check_bus("bus api", bus)
+    assert service.not_ready() == ["service is new", "bus api: not connected"]
+    bus.trouble = ""
+    assert service.not_ready() == ["service is new"]
+
+
 async def test_a_side_task_that_dies_ends_the_service_undrained_with_its_fault() -> None:
     recorder = Recorder()
     service = service_of(recorder)
