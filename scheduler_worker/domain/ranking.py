@@ -8,8 +8,8 @@ at 1,000,000 hosts.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -28,8 +28,7 @@ from scheduler_worker.domain.weights import KEPT_HOSTS, reweigh, score
 CHUNK = 128  # hosts sorted at a time, over all cells; more are drawn in when a cell's are used up
 LEAST_CHUNK = 16  # ... of one cell
 ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; there may be fewer
-# ... for those of another compute service, before further ones of the same services do; looking costs a microsecond.
-OTHER_SERVICE_WALK = 16
+OTHER_SERVICE_WALK = 4  # ... and of each other compute service
 
 
 # (minus the score, a tie-breaker, position in the view): the smallest is the best.
@@ -97,9 +96,9 @@ class Ranking:
         self._max_options = max_options
         self._cells = view.cell
         self._services = view.service
-        self._several: dict[int, int] | None = None  # how many services each cell's hosts have
         self._scores, self._scales = score(view, spec, weighings)
         self._kept = [(one.weighing.weigher.name, one.weights.item) for one in self._scales if one.weights is not None]
+        self._turns: dict[int, deque[ServiceTurn]] = {}
         self._heaps = self._sorted(rng, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -161,66 +160,38 @@ class Ranking:
         Each is of another compute service while there are some: one service that dies must not take all of them along.
         """
         cell = int(self._cells[selected.position])
-        mine, spare, services = list[RankedHost](), list[RankedHost](), {int(self._services[selected.position])}
+        others = [other for other in others if int(self._cells[other.position]) == cell]
+        services = {int(self._services[selected.position])}
+        chosen: list[RankedHost] = []
         for other in others:
-            if int(self._cells[other.position]) == cell:
-                service = int(self._services[other.position])
-                (spare if service in services else mine).append(other)
-                services.add(service)
-        passed: list[Entry] = []
-        while len(mine) < count and len(services) < self._services_of(cell) and len(passed) < OTHER_SERVICE_WALK:
-            found = self._elsewhere(cell, excluded, drawn, passed, services)
-            if found is None:
-                break
-            mine.append(found)
-            services.add(int(self._services[found.position]))
-        spare += self._fitting(passed, excluded, count - len(mine) - len(spare))
+            if len(chosen) < count and int(self._services[other.position]) not in services:
+                chosen.append(other)
+                services.add(int(self._services[other.position]))
+        turns = self._turns[cell]
+        for _ in range(min(len(turns), count + len(services)) if len(turns) > 1 else 0):
+            turns.rotate(-1)
+            if len(chosen) < count and turns[-1].service not in services:
+                chosen += self._from(turns[-1], excluded)
+        taken = {selected.position, *(host.position for host in chosen)}
+        chosen += [other for other in others if other.position not in taken][: count - len(chosen)]
         for _ in range(ALTERNATE_WALK):
-            if len(mine) + len(spare) >= count:
+            if len(chosen) >= count:
                 break
             found = self._next(excluded, drawn, 1, cell=cell)
             if found is None:
                 break
-            spare.append(found)
-        chosen = [*mine, *spare][:count]
+            if found.position not in taken:
+                chosen.append(found)
         return tuple(sorted(chosen, key=lambda host: -host.score))
 
-    def _elsewhere(
-        self, cell: int, excluded: Container[int], drawn: list[Entry], passed: list[Entry], services: set[int]
-    ) -> RankedHost | None:
-        """The next host that fits and is of none of these services; what is drawn of theirs is added to `passed`."""
-        while len(passed) < OTHER_SERVICE_WALK:
-            entry = self._heaps[cell].draw()
-            if entry is None:
-                return None
-            drawn.append(entry)
-            if int(self._services[entry[2]]) in services:
-                passed.append(entry)
-                continue
-            for found in self._fitting([entry], excluded, 1):
-                return found
-            passed.append(entry)
-        return None
-
-    def _fitting(self, entries: list[Entry], excluded: Container[int], count: int) -> list[RankedHost]:
-        """The first of these that may be claimed now, so many."""
-        fitting: list[RankedHost] = []
-        for score_, _, position in entries:
-            if len(fitting) >= count:
-                break
+    def _from(self, turn: ServiceTurn, excluded: Container[int]) -> list[RankedHost]:
+        """The next host of one service that may be claimed, if there is one within a few."""
+        for score_, _, position in turn.draw(OTHER_SERVICE_WALK):
             row = int(self.view.rows[position])
             found = [] if row in excluded else options(self.view.book, self.spec.query, row, limit=1)
             if found:
-                fitting.append(RankedHost(self.view.book.uuid_of(row), row, position, -score_, found))
-        return fitting
-
-    def _services_of(self, cell: int) -> int:
-        """How many compute services the hosts of this cell have."""
-        if self._several is None:
-            there = np.flatnonzero(np.bincount(self._services[self._services >= 0]))
-            cells = Counter(self.view.table.services[service].cell for service in there.tolist())
-            self._several = {at: cells[name] for at, name in enumerate(self.view.table.cells)}
-        return self._several[cell]
+                return [RankedHost(self.view.book.uuid_of(row), row, position, -score_, found)]
+        return []
 
     def _next(
         self, excluded: Container[int], drawn: list[Entry], limit: int, cell: int | None = None
@@ -258,14 +229,53 @@ class Ranking:
 
     def _sorted(self, rng: RandomSource, *, shuffle: bool) -> dict[int, HostHeap]:
         """The hosts by cell, so that alternates of one cell are found without a walk over all hosts."""
-        order = np.argsort(self._cells, kind="stable")
-        cells = self._cells[order]
-        cuts = [0, *(np.flatnonzero(np.diff(cells)) + 1).tolist(), len(order)]
-        parts = [order[start:end] for start, end in pairwise(cuts) if end > start]
+        keys = self._cells * (len(self.view.table.services) + 1) + self._services + 1
+        order = np.argsort(keys, kind="stable")
+        parts = _runs(order, self._cells)
         chunk = max(LEAST_CHUNK, CHUNK // max(len(parts), 1))
-        return {
-            int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, rng if shuffle else None) for part in parts
-        }
+        chance = rng if shuffle else None
+        for part in parts:
+            self._turns[int(self._cells[part[0]])] = deque(
+                ServiceTurn(int(self._services[one[0]]), one, self._scores, chance)
+                for one in _runs(part, self._services)
+            )
+        return {int(self._cells[part[0]]): HostHeap(part, self._scores, chunk, chance) for part in parts}
+
+
+def _runs(order: Rows, column: Rows) -> list[Rows]:
+    """A sorted order in pieces of one value each."""
+    values = column[order]
+    cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(order)]
+    return [order[start:end] for start, end in pairwise(cuts) if end > start]
+
+
+class ServiceTurn:
+    """The hosts of one compute service as alternates: best first, each once before the first comes again.
+
+    A host that is named is not taken, so its score stays; without turns all builds would name the same few.
+    """
+
+    def __init__(self, service: int, positions: Rows, scores: Floats, rng: RandomSource | None) -> None:
+        self.service = service
+        self._positions = positions
+        self._scores = scores
+        self._rng = rng
+        self._heap: HostHeap | None = None  # made when the first host is asked for: most rankings have few picks
+        self._named: list[Entry] = []
+
+    def draw(self, count: int) -> Iterator[Entry]:
+        """The next so many."""
+        if self._heap is None:
+            self._heap = HostHeap(self._positions, self._scores, LEAST_CHUNK, self._rng)
+        for _ in range(min(count, len(self._positions))):
+            if self._heap.top() is None:
+                for named in self._named:
+                    self._heap.push(named)
+                self._named.clear()
+            entry = self._heap.draw()
+            assert entry is not None
+            self._named.append(entry)
+            yield entry
 
 
 class HostHeap:

@@ -161,10 +161,26 @@ def test_alternates_are_of_different_compute_services_where_there_are_some() -> 
     assert services_of(one, pick(one)[0]) == ["a", "a", "a"]
 
 
+def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
+    """Builds that had gone from a dead service left it emptier: all further ones had all their hosts there."""
+    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
+    hosts = Hosts([{**PLENTY, "MEMORY_MB": 90_000 if at < 100 else 30_000} for at in range(120)], config=config)
+    parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
+    for sequence, (service, numbers) in enumerate(parts.items()):
+        said = tuple(HostReport(uuid=hosts.uuids[at], name=f"h{at}") for at in numbers)
+        hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
+    choices = pick(hosts, 40)
+    assert all(sorted(services_of(hosts, choice)) == ["b", "c", "dead"] for choice in choices)
+    named = Counter(hosts.name(one.row) for choice in choices if choice for one in choice.alternates)
+    assert len(named) == 20 and set(named.values()) == {4}, "each in turn, so that not all fail over to the same few"
+
+
 def test_the_best_alternates_of_other_services_come_before_better_ones_of_the_same() -> None:
     config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (9 - at)} for at in range(8)], config=config)
-    for sequence, (service, at) in enumerate([("a", 0), ("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5)]):
+    for sequence, (service, at) in enumerate(
+        [("a", 0), ("a", 1), ("a", 2), ("b", 3), ("b", 4), ("c", 5), ("c", 6), ("c", 7)]
+    ):
         said = (HostReport(uuid=hosts.uuids[at], name=f"h{at}"),)
         hosts.table.apply(ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=said), 0.0)
     (choice,) = pick(hosts)
