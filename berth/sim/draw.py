@@ -74,6 +74,7 @@ def plan_of(seed: int, kinds: Collection[Widening] = NONE) -> Plan:
     plan = replace(plan, orders=_orders(rng, plan))
     plan = replace(plan, fault_events=_fault_events(rng, plan))
     plan = _later_faults(random.Random(f"berth.sim.harder {seed}"), plan)
+    plan = _silences(random.Random(f"berth.sim.silent {seed}"), plan)
     return widen(with_peers(random.Random(f"berth.sim.peers {seed}"), plan), kinds)
 
 
@@ -197,7 +198,7 @@ def _node_order(rng: random.Random) -> Order:
 
 
 def _fault_events(rng: random.Random, plan: Plan) -> tuple[FaultEvent, ...]:
-    kinds = [kind for kind in FaultType if kind not in HARDER and rng.random() < 0.6]
+    kinds = [kind for kind in FaultType if kind not in HARDER and kind is not FaultType.MUTE and rng.random() < 0.6]
     kinds = [kind for kind in kinds if plan.metal or kind is not FaultType.IRONIC]
     if not kinds:
         return ()
@@ -229,6 +230,21 @@ def _later_faults(rng: random.Random, plan: Plan) -> Plan:
         for _ in range(rng.randint(1, 5))
     ]
     return replace(plan, fault_events=tuple(sorted((*plan.fault_events, *fault_events), key=lambda fault: fault.at)))
+
+
+def _silences(rng: random.Random, plan: Plan) -> Plan:
+    """Compute services that fall silent for longer than a lease: their heartbeats are lost, or they stand still."""
+    services = [f"compute-{service}" for _, service in plan.services]
+    faults = [
+        FaultEvent(
+            at=rng.uniform(2.0, LOAD_S),
+            kind=_pick(rng, (FaultType.MUTE, FaultType.MUTE, FaultType.PAUSE)),
+            target=_pick(rng, services),
+            seconds=rng.uniform(5.0, 40.0),
+        )
+        for _ in range(rng.randint(1, 4) if rng.random() < 0.5 else 0)
+    ]
+    return replace(plan, fault_events=tuple(sorted((*plan.fault_events, *faults), key=lambda fault: fault.at)))
 
 
 def _sometimes(rng: random.Random) -> Callable[[float], float]:

@@ -141,6 +141,7 @@ class Chaos:
             FaultType.IRONIC: self._ironic,
             FaultType.FULL: self._full,
             FaultType.CLOCK: self._clock,
+            FaultType.MUTE: self._mute,
         }[fault.kind]
         return asyncio.create_task(what(fault.target, fault.seconds), name=f"fault {fault.kind} {fault.target}")
 
@@ -197,6 +198,14 @@ class Chaos:
         life = self._world.lives.get(name)
         if life is not None:
             life.clock.skew_s = self._world.plan.skew_s * (2 * seconds / MAX_FAULT_S - 1)
+
+    async def _mute(self, name: str, seconds: float) -> None:
+        life = self._world.lives.get(name)
+        for transport in life.transports if life else ():
+            transport.muted = True
+        await asyncio.sleep(seconds)
+        for transport in life.transports if life else ():
+            transport.muted = False
 
     async def _pause(self, name: str, seconds: float) -> None:
         life = self._world.lives.get(name)

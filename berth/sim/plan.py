@@ -88,6 +88,7 @@ class FaultType(StrEnum):
     DATABASE = "database"  # one schema's server dies: transactions under way are lost, and commits not yet on disk
     IRONIC = "ironic"  # Ironic's API is away for `seconds`
     FULL = "full"  # half of a broker's bounded queues are full for `seconds`: they refuse what is published
+    MUTE = "mute"  # a compute service's heartbeats are lost for `seconds`, while it works on
     CLOCK = "clock"  # somebody sets a process's clock; `seconds` says where to
 
 
