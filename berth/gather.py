@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from berth.invariants import AT_REST, BreakerFact, Facts, InstanceFact, InventoryFact, QuarantineFact, RunningFact
+from berth.invariants import (
+    AT_REST,
+    AwayFact,
+    BreakerFact,
+    Facts,
+    InstanceFact,
+    InventoryFact,
+    QuarantineFact,
+    RunningFact,
+)
 from berth.site import Site
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -15,12 +25,16 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.placement import Change
 from bus.persistence.database import Database
+from cell_conductor.domain.leases import Standing
 from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.leases import PostgresLeases
 from cell_conductor.store.safety import KEEP, PostgresSafety
 
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
-# its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine.
+# its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine ...
 REPORT_TIMEOUT_S = 60.0
+# ... and for no page at all no longer than this: a service that is there, and is asked, begins to answer within it.
+SILENCE_S = 8.0
 # Nothing has to be heard from hosts that should run nothing: this long without a page, and who lives has spoken.
 REPORT_QUIET_S = 0.5
 FIRST_REPORT_S = 2.5
@@ -48,7 +62,8 @@ WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 """
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
 _CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
-_INSTANCES = "SELECT uuid::text, state, host_uuid::text, attempt FROM instances"
+_SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+_INSTANCES = f"SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances"
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _UNSENT = "SELECT count(*) FROM outbox"
 
@@ -66,8 +81,11 @@ async def gather(
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        instances = await _instances(cells)
-        wanted = {one.host_uuid for one in instances if one.state == "active" and one.host_uuid is not None}
+        instances, away = await _instances(cells), await _away(cells)
+        there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in away]
+        wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
+        running, unheard = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+        away.update(unheard)
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -75,7 +93,7 @@ async def gather(
             requests=dict(await _rows(scheduler, _REQUESTS)),
             cells=dict(await _rows(scheduler, _CELLS)),
             instances=instances,
-            running=await hosts_reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells}),
+            running=running,
             feed=await _feed(book),
             audit=[f"{p} {c}: the book says {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
             accepted=accepted,
@@ -84,6 +102,7 @@ async def gather(
             connections=connections,
             breakers=await _breakers(cells),
             quarantine=await _quarantine(cells),
+            away=[fact for _, fact in sorted(away.items())],
         )
     finally:
         for database in (book, scheduler, *cells.values()):
@@ -91,7 +110,10 @@ async def gather(
 
 
 async def rest(site: Site, *, timeout_s: float) -> bool:
-    """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out."""
+    """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out.
+
+    What is under way at a compute service that is away is not waited for.
+    """
     environment = site.environment("rest")
     scheduler = environment.database("scheduler", pool_size=1)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
@@ -109,12 +131,15 @@ async def rest(site: Site, *, timeout_s: float) -> bool:
 
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
-    counts = [await _rows(scheduler, open_requests), await _rows(scheduler, _UNSENT)]
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
+    away_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE standing <> 'up')"
+    under_way = f"SELECT count(*), count(*) FILTER (WHERE {away_there}) FROM instances WHERE state NOT IN ({settled})"
+    unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     for database in cells.values():
-        counts.append(await _rows(database, f"SELECT count(*) FROM instances WHERE state NOT IN ({settled})"))
-        counts.append(await _rows(database, _UNSENT))
-    return all(rows[0][0] == 0 for rows in counts)
+        going, away = (await _rows(database, under_way))[0]
+        unsent += (await _rows(database, _UNSENT))[0][0] + going - away
+        stuck += away
+    return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
 
 
 async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
@@ -137,9 +162,29 @@ def _by_consumer(rows: Sequence[Sequence[Any]]) -> dict[str, dict[str, dict[str,
 async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
     found: list[InstanceFact] = []
     for cell, database in cells.items():
-        for uuid, state, host, attempt in await _rows(database, _INSTANCES):
-            found.append(InstanceFact(str(uuid), cell, str(state), None if host is None else str(host), int(attempt)))
+        for uuid, state, host, attempt, service in await _rows(database, _INSTANCES):
+            at = None if host is None else str(host)
+            found.append(InstanceFact(str(uuid), cell, str(state), at, int(attempt), str(service)))
     return found
+
+
+async def _away(cells: Mapping[str, Database]) -> dict[tuple[str, str], AwayFact]:
+    """The compute services that a conductor of their cell has recorded as silent or stopped."""
+    return {
+        (cell, lease.service): AwayFact(
+            cell=cell,
+            service=lease.service,
+            why=f"{lease.standing} since {_clock_time(lease.since)} UTC: {lease.reason}",
+            is_expected=lease.standing is Standing.LEFT,
+        )
+        for cell, database in cells.items()
+        for lease in await PostgresLeases(database).leases()
+        if lease.standing is not Standing.UP
+    }
+
+
+def _clock_time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 async def _deployment(database: Database) -> str:
@@ -179,19 +224,25 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
     ]
 
 
-async def hosts_reports(
-    site: Site, wanted: Collection[str] = (), deployments: Mapping[str, str] | None = None
-) -> list[RunningFact]:
-    """What every host that answers says it runs, asked on each cell's own bus. wanted: hosts that must answer.
+async def _reports(
+    site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str]
+) -> tuple[list[RunningFact], dict[tuple[str, str], AwayFact]]:
+    """What every host that answers says it runs, asked on each cell's own bus; and the services that did not answer.
 
-    deployments: the identity of each cell's database, which tells whose mark a machine carries (None: not asked).
+    wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
+    which tells whose mark a machine carries.
     """
-    missing, marks = set(wanted), deployments or {}
-    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, marks.get(cell)) for cell in site.cells))
-    return [fact for facts in per_cell for fact in facts]
+    missing = {host for _, host in wanted}
+    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
+    unheard: dict[tuple[str, str], AwayFact] = {}
+    for (cell, host), service in wanted.items():
+        if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
+            why = f"it did not answer within {SILENCE_S:g} s"
+            unheard[cell, service] = AwayFact(cell=cell, service=service, why=why)
+    return [fact for reports in per_cell for fact in reports.facts()], unheard
 
 
-async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> list[RunningFact]:
+async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
     bus = site.bus("check", cell)
     reports = Reports(site.clock, missing, deployment)
     consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
@@ -201,7 +252,7 @@ async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str
         await bus.publish(ReportHosts(why="check"))
         await reports.whole()
         await consumer.drain(1.0)
-        return reports.facts()
+        return reports
     finally:
         await bus.close()
 
@@ -222,6 +273,8 @@ class Reports:
         started = self._clock.monotonic()
         while (now := self._clock.monotonic()) - started < REPORT_TIMEOUT_S:
             quiet_s = now - (self._heard if self._by_host else started)
+            if quiet_s >= SILENCE_S:
+                return
             enough_s = REPORT_QUIET_S if self._by_host else FIRST_REPORT_S
             if quiet_s >= enough_s and self.is_whole:
                 return
@@ -231,6 +284,11 @@ class Reports:
     def is_whole(self) -> bool:
         """Whether nothing is known to be missing."""
         return not self._missing and all(len(heard) >= pages for _, heard, pages in self._pages.values())
+
+    def has_whole(self, service: str) -> bool:
+        """Whether the newest report of this service has come, with all its pages."""
+        report = self._pages.get(service)
+        return report is not None and len(report[1]) >= report[2]
 
     def facts(self) -> list[RunningFact]:
         """Every machine reported, the newest report of each host."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from math import floor
 
@@ -35,13 +36,23 @@ class InventoryFact(Struct, frozen=True):
 
 
 class InstanceFact(Struct, frozen=True):
-    """One instance as its cell's conductor has it."""
+    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none."""
 
     instance_uuid: str
     cell: str
     state: str
     host_uuid: str | None
     attempt: int
+    service: str = ""
+
+
+class AwayFact(Struct, frozen=True, kw_only=True):
+    """A compute service that says nothing of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
+
+    cell: str
+    service: str
+    why: str
+    is_expected: bool = False
 
 
 class RunningFact(Struct, frozen=True):
@@ -85,6 +96,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     nobody listened. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
     process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit: mismatches
     that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or None.
+    away: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
     """
 
     inventories: Sequence[InventoryFact]
@@ -102,10 +114,14 @@ class Facts(Struct, frozen=True, kw_only=True):
     connections: Sequence[tuple[str, str, bool]] | None = None
     breakers: Sequence[BreakerFact] | None = None
     quarantine: Sequence[QuarantineFact] | None = None
+    away: Sequence[AwayFact] | None = None
 
 
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
-    """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at."""
+    """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at.
+
+    not_judged: what could not be told, and why, one line each.
+    """
 
     name: str
     sentence: str
@@ -113,10 +129,12 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
     checked: int
     breaches: int = 0
     examples: tuple[str, ...] = ()
+    not_judged: tuple[str, ...] = ()
 
 
 def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in DESIGN.md's order."""
+    unheard = tuple(_unheard(facts))
     verdicts = [
         _verdict(
             "capacity",
@@ -135,19 +153,30 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
             "every accepted request is on record and ends in exactly one terminal state",
             len(facts.requests),
             _terminal(facts),
+            tuple(_unsettled_away(facts)),
         ),
-        _verdict("built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts)),
+        _verdict("built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unheard),
         _verdict(
             "hosts_instances_allocations_agree",
             "at rest, what runs on hosts = what instances say = what allocations say",
             len(facts.instances),
             _agreement(facts),
+            unheard,
         ),
         _verdict("feed_has_no_hole", "the change feed has no hole", facts.feed[2], _feed(facts)),
         _verdict(
             "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
         ),
     ]
+    if facts.away is not None:
+        verdicts.append(
+            _verdict(
+                "services_there",
+                "every compute service is heard, or was stopped on purpose",
+                len({(one.cell, one.service) for one in facts.instances if one.service} | _away(facts)),
+                (f"{one.cell}: {one.service}: {one.why}" for one in facts.away if not one.is_expected),
+            )
+        )
     if facts.breakers is not None:
         verdicts.append(
             _verdict("breakers_closed", "no breaker is open", len(facts.breakers), _open_breakers(facts.breakers))
@@ -177,7 +206,28 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     return tuple(verdicts)
 
 
-def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) -> InvariantVerdict:
+def _away(facts: Facts) -> set[tuple[str, str]]:
+    return {(one.cell, one.service) for one in facts.away or ()}
+
+
+def _unheard(facts: Facts) -> Iterator[str]:
+    """What services that are away do not tell: one line each."""
+    for one in facts.away or ():
+        theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
+        active = sum(i.state == "active" for i in theirs)
+        yield f"what {one.service} of {one.cell} runs, {active} active instances among it ({one.why})"
+
+
+def _unsettled_away(facts: Facts) -> Iterator[str]:
+    for one in facts.away or ():
+        stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
+        if stuck:
+            yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.why})"
+
+
+def _verdict(
+    name: str, sentence: str, checked: int, breaches: Iterator[str], not_judged: tuple[str, ...] = ()
+) -> InvariantVerdict:
     found = list(breaches)
     return InvariantVerdict(
         name=name,
@@ -186,6 +236,7 @@ def _verdict(name: str, sentence: str, checked: int, breaches: Iterator[str]) ->
         checked=checked,
         breaches=len(found),
         examples=tuple(found[:MAX_EXAMPLES]),
+        not_judged=not_judged,
     )
 
 
@@ -202,8 +253,10 @@ def _terminal(facts: Facts) -> Iterator[str]:
     for uuid in facts.accepted:
         if uuid not in facts.requests:
             yield f"{uuid}: accepted, but no scheduler has it on record"
+    silent = _away(facts)
+    away = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
     for uuid, state in facts.requests.items():
-        if state not in settled:
+        if state not in settled and uuid not in away:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
@@ -214,7 +267,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
         if event.terminal and event.state is not BuildState.DELETED:
             terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:
-        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED:
+        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED and uuid not in away:
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 
@@ -233,8 +286,16 @@ def _twice(facts: Facts) -> Iterator[str]:
 def _agreement(facts: Facts) -> Iterator[str]:
     alive = {i.instance_uuid: i for i in facts.instances if i.state == "active"}
     unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
-    for uuid in sorted(unsettled):
+    silent = _away(facts)
+    away = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    for uuid in sorted(unsettled - away):
         yield f"{uuid}: not at rest"
+    yield from _held(facts, alive, unsettled)
+    if facts.running is not None:
+        yield from _running(facts, facts.running, alive, unsettled, away)
+
+
+def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
     for uuid, instance in alive.items():
         held = facts.allocations.get(uuid)
         if held is None:
@@ -246,16 +307,24 @@ def _agreement(facts: Facts) -> Iterator[str]:
     for uuid in facts.allocations:
         if uuid not in alive and uuid not in unsettled:
             yield f"{uuid}: holds an allocation, but is no active instance"
-    if facts.running is None:
-        return
+
+
+def _running(
+    facts: Facts,
+    running: Sequence[RunningFact],
+    alive: Mapping[str, InstanceFact],
+    unsettled: AbstractSet[str],
+    away: AbstractSet[str],
+) -> Iterator[str]:
     # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
-    foreign = [r for r in facts.running if not r.has_mark]
+    foreign = [r for r in running if not r.has_mark]
     places = {r.instance_uuid: r for r in foreign if r.instance_uuid in alive}
-    places.update({r.instance_uuid: r for r in facts.running if r.has_mark})
+    places.update({r.instance_uuid: r for r in running if r.has_mark})
     for uuid, instance in alive.items():
         machine = places.get(uuid)
         if machine is None:
-            yield f"{uuid}: active, but no host runs it"
+            if uuid not in away:
+                yield f"{uuid}: active, but no host runs it"
         elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
             yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"
     quarantined = {one.instance_uuid for one in facts.quarantine or ()}

@@ -135,6 +135,8 @@ def render_verdicts(verdicts: Sequence[InvariantVerdict], console: Console) -> N
             console.print(f"       [red]{escape(printable(example))}[/red]", soft_wrap=True)
         if verdict.breaches > len(verdict.examples):
             console.print(f"       [red]... {verdict.breaches} in all[/red]")
+        for missing in verdict.not_judged:
+            console.print(f"       [yellow]not judged: {escape(printable(missing))}[/yellow]", soft_wrap=True)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

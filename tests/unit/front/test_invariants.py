@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from berth.invariants import (
+    AwayFact,
     BreakerFact,
     Facts,
     InstanceFact,
@@ -72,6 +73,36 @@ def test_what_has_no_mark_of_ours_is_no_breach() -> None:
     unmarked = RunningFact(ONE, 2, HOST, has_mark=False)
     assert broken(replace(SOUND, running=[unmarked])) == set()
     assert broken(replace(SOUND, running=[*SOUND.running, RunningFact(ONE, 0, OTHER, has_mark=False)])) == set()
+
+
+def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None:
+    """746 healthy instances were BROKEN, or it was said that bus or database did not answer."""
+    building = InstanceFact(TWO, "cell1", "building", OTHER, 1, "s")
+    there = InstanceFact(ONE, "cell1", "active", HOST, 2, "s")
+    facts = replace(
+        SOUND,
+        requests={**SOUND.requests, TWO: "building"},
+        cells={**SOUND.cells, TWO: "cell1"},
+        accepted=[ONE, GONE],
+        instances=[there, building, SOUND.instances[1]],
+        running=[],
+    )
+    assert broken(facts) >= {"hosts_instances_allocations_agree", "one_terminal_state"}
+    away = AwayFact(cell="cell1", service="s", why="silent since then")
+    told = {verdict.name: verdict for verdict in check_invariants(replace(facts, away=[away]))}
+    assert {name for name, verdict in told.items() if not verdict.holds} == {"services_there"}
+    assert told["services_there"].examples == ("cell1: s: silent since then",)
+    for name in ("hosts_instances_allocations_agree", "built_once"):
+        assert told[name].not_judged == ("what s of cell1 runs, 1 active instances among it (silent since then)",)
+    assert told["one_terminal_state"].not_judged == (
+        "1 instances that are under way at s of cell1 (silent since then)",
+    )
+    expected = replace(away, is_expected=True)
+    assert broken(replace(facts, away=[expected])) == set(), "it was stopped on purpose"
+    elsewhere = replace(away, cell="cell2")
+    assert broken(replace(facts, away=[elsewhere])) > {"services_there"}, "another cell has a service of that name"
+    moved = replace(facts, away=[away], running=[RunningFact(ONE, 2, OTHER)])
+    assert "hosts_instances_allocations_agree" in broken(moved), "what is told is judged"
 
 
 AGREE, ONCE, CAUSE, TERMINAL = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from berth.gather import Reports
+from berth.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
@@ -47,3 +47,29 @@ async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
     assert [fact.attempt for fact in reports.facts() if fact.host_uuid == HOSTS[0]] == [9]
     await reports.take([page(1, HOSTS[0], began=1, epoch=2)])  # the service began anew
     assert reports.is_whole
+
+
+class MovedClock(SystemClock):
+    """A clock that goes on by what is slept."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def test_hosts_that_do_not_answer_are_waited_for_some_seconds_and_not_a_minute() -> None:
+    clock = MovedClock()
+    nobody = Reports(clock, {HOSTS[0]})
+    await nobody.whole()
+    assert clock.now < 2 * SILENCE_S < REPORT_TIMEOUT_S and not nobody.has_whole("s")
+    began = clock.now
+    some = Reports(clock, {HOSTS[0], HOSTS[1]})
+    await some.take([page(1, HOSTS[0], began=1), page(1, HOSTS[2], began=1, pages=2, service="t")])
+    await some.whole()
+    assert clock.now - began < 2 * SILENCE_S
+    assert some.has_whole("s") and not some.has_whole("t")
