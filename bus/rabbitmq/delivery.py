@@ -137,7 +137,8 @@ class RabbitDelivery:
         self.reply_to: str | None = names.local_reply(properties.reply_to)
         self.headers: Mapping[str, object] = properties.headers or {}
         self.redelivered = bool(message.redelivered)
-        count = self.headers.get("x-delivery-count", 0)
+        # At the first delivery the broker writes none: one that is there is its publisher's.
+        count = self.headers.get("x-delivery-count", 0) if self.redelivered else 0
         self.delivery_count = count if isinstance(count, int) else 0
         self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
 

@@ -13,9 +13,11 @@ import pytest
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
+from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
+from bus.port import Delivery
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.house import REQUESTS, Answering, boot
@@ -282,3 +284,18 @@ async def test_a_forged_direct_reply_to_costs_no_delivery(watched: Watched) -> N
     await watched.handler.wait(4)
     await settled_with(watched, dead=0)
     assert [one.redelivered for one in watched.handler.got] == [False] * 4
+
+
+async def test_a_forged_count_of_deliveries_is_not_believed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first delivery would be taken for one that its consumers die of, and a build for one to be given up."""
+    counts: list[int] = []
+    opened = Consumer._open
+
+    def noting(self: Consumer, delivery: Delivery) -> None:
+        counts.append(delivery.delivery_count)
+        opened(self, delivery)
+
+    monkeypatch.setattr(Consumer, "_open", noting)
+    await watched.publish(REQUEST, headers=table({b"x-delivery-count": b"l" + struct.pack(">q", 19)}))
+    await watched.handler.wait(1)
+    assert counts == [0]
