@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from msgspec import Struct
 
-ROOT = Path(__file__).parents[3]
-STATES = ("yes", "partly", "no")
+from tests.feature_plants import JUDGED, PAGE, PLANTS, ROOT, STATES, Row, read
 
-
-class Row(Struct, frozen=True):
-    """One line of the page's tables."""
-
-    id: str
-    what: str
-    state: str
-    lacks: str
-    where: tuple[str, ...]
-
-
-def read(page: str) -> list[Row]:
-    """Every row of every table."""
-    found = []
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if re.fullmatch(r"[A-Z]-[0-9a-z]+", cells[0]):
-            assert len(cells) == 4, line
-            state, _, lacks = cells[2].partition(":")
-            found.append(Row(cells[0], cells[1], state, lacks.strip(), tuple(re.findall(r"`([^`]+)`", cells[3]))))
-    return found
-
-
-ROWS = read((ROOT / "docs" / "reference" / "features.md").read_text())
+ROWS = read(PAGE.read_text())
+YES = [row for row in ROWS if row.state == "yes"]
 
 
 def numbered(letter: str, first: int, last: int) -> list[str]:
@@ -69,6 +44,18 @@ def test_a_row_says_where_it_is_and_what_it_lacks(row: Row) -> None:
     assert len(code) == 1, "one file of code (or a page of worked examples), one test"
     assert (ROOT / code[0]).is_file(), code
     path, _, name = test.partition("::")
-    assert path.startswith("tests/"), test
-    assert name, test
-    assert re.search(rf"^(async )?def {re.escape(name)}\(", (ROOT / path).read_text(), re.MULTILINE), test
+    assert re.fullmatch(r"tests/([a-z_]+/)*test_[a-z_]+\.py", path) and name.startswith("test_"), "pytest collects it"
+    defined = re.findall(rf"^(?:async )?def {re.escape(name)}\(", (ROOT / path).read_text(), re.MULTILINE)
+    assert len(defined) == 1, test
+
+
+def test_every_yes_is_planted_or_judged() -> None:
+    assert Counter([*PLANTS, *JUDGED]) == Counter(row.id for row in YES)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_no_plant_is_stale(name: str) -> None:
+    """`python -m tests.feature_plants` shows that the row's test fails without the feature."""
+    file, old, new = PLANTS[name]
+    assert old != new
+    assert (ROOT / file).read_text().count(old) == 1, file

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -26,8 +27,11 @@ from scheduler_worker.domain.attempt import (
     new_attempt,
 )
 from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.plugins import Verdict
+from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, step
+from scheduler_worker.domain.view import HostsView
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 CONFIG = SchedulerConfig(raced_retries=2)
@@ -145,3 +149,22 @@ def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
             [probe], {}, {host: ClaimedProvider(1, shape, inventories, root=host)}, dict.fromkeys(resources, 1)
         )
         assert decided.verdicts[0].outcome == ClaimOutcome.RACED
+
+
+def test_like_requests_of_a_batch_are_filtered_once() -> None:
+    hosts = Hosts([PLENTY] * 3, config=CONFIG)
+    filtered: list[str] = []
+
+    class Counting:
+        name: ClassVar[str] = "Counting"
+
+        def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+            filtered.append(spec.flavor)
+            return Verdict(np.ones(len(view), dtype=np.bool_), {})
+
+    hosts.selector.filters = (Counting(),)
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
+    for flavor in ("m1.small", "m1.tiny") * 5:
+        request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor), fresh=True)
+        assert round_.choose(new_attempt(request, hosts.selector)).choice is not None
+    assert filtered == ["m1.small", "m1.tiny"]

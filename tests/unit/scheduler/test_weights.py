@@ -18,6 +18,7 @@ from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.weights import reweigh, score
 from scheduler_worker.weighers.free_cpu import CPUWeigher
+from scheduler_worker.weighers.free_disk import DiskWeigher
 from scheduler_worker.weighers.free_ram import RAMWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -74,6 +75,12 @@ def test_a_negative_multiplier_packs() -> None:
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000}, {**PLENTY, "MEMORY_MB": 20_000}])
     assert scores(RAMWeigher(), 1.0, hosts) == [0.5, 1.0]
     assert scores(RAMWeigher(), -2.0, hosts) == [-1.0, -2.0]
+
+
+def test_free_disk_is_preferred() -> None:
+    hosts = Hosts([{**PLENTY, "DISK_GB": 100}, {**PLENTY, "DISK_GB": 400}])
+    hosts.book.assume("one", {hosts.uuids[1]: {"DISK_GB": 200}})
+    assert scores(DiskWeigher(), 1.0, hosts) == [0.5, 1.0]
 
 
 def test_ram_alone_does_not_pack_and_the_multipliers_of_the_readme_do() -> None:
