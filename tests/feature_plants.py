@@ -103,7 +103,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            if True:\n",
     ),
     "C-6": (_RANKING, "found = self._next(excluded, drawn, 1, cell=cell)", "found = self._next(excluded, drawn, 1)"),
-    "C-7": (_RANKING, "chosen = [*mine, *spare][:count]", "chosen = [*mine, *spare, *others]"),
+    "C-7": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),
     "C-14": ("cell_conductor/domain/rules.py", "    if event.final:\n", "    if event.final and not event.final:\n"),
     "I-2": (_IRONIC, "else CUSTOM + name\n", "else name\n"),
     "I-3": (_IRONIC, "bool(node.maintenance) or node.power", "node.power"),
@@ -135,7 +135,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "G-9": ("scheduler_worker/domain/spread.py", "round(self.lost * most)", "0"),
     "T-1": ("scheduler_worker/domain/weights.py", "(clamped - scale.low) / scale.span", "clamped"),
     "T-2": ("scheduler_worker/domain/weights.py", "np.minimum(smallest, value), smallest)", "value, smallest)"),
-    "T-5": (_RANKING, "chosen = [*mine, *spare][:count]", "chosen = [*mine, *spare, *others]"),
+    "T-5": (_RANKING, "excluded, drawn, alternates)", "excluded, drawn, alternates + 1)"),
     "T-14": (
         _CLAIMS,
         "            if more <= 0:\n                continue  # over",

@@ -119,3 +119,11 @@ def test_a_host_not_yet_nested_has_the_same_at_its_root() -> None:
 def test_a_device_under_nothing_or_named_twice_is_refused(devices: tuple[Device, ...]) -> None:
     with pytest.raises(ValueError, match="device"):
         HostSize(devices=devices)
+
+
+def test_a_hosts_overcommit_is_the_allocation_ratio_of_its_inventories() -> None:
+    size = HostSize(vcpus=8, memory_mb=4096, disk_gb=100, cpu_ratio=16.0, memory_ratio=1.5, disk_ratio=2.0)
+    (plan,) = plan_hosts(ComputeConfig(hosts=1, sizes=(size,), gpu_share=0.0), "c1", "s")
+    (root,) = tree(plan, size, enabled=True)
+    ratios = {name: inventory.allocation_ratio for name, inventory in root.inventories.items()}
+    assert ratios == {"VCPU": 16.0, "MEMORY_MB": 1.5, "DISK_GB": 2.0}

@@ -165,6 +165,6 @@ def test_like_requests_of_a_batch_are_filtered_once() -> None:
     hosts.selector.filters = (Counting(),)
     round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
     for flavor in ("m1.small", "m1.tiny") * 5:
-        request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor), fresh=True)
+        request = PlacementRequest(request=hosts.request(flavor), spec=hosts.spec(flavor))
         assert round_.choose(new_attempt(request, hosts.selector)).choice is not None
     assert filtered == ["m1.small", "m1.tiny"]
