@@ -142,11 +142,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            if False:\n                continue  # over",
     ),
     "T-15": ("scheduler_worker/domain/extra_specs.py", '"=": operator.ge,', '"=": operator.eq,'),
-    "T-16": (
-        "ironic_sync/domain/position.py",
-        "    if position.heard_seq > seq:\n        return replace(position, due_at=now, read_seq=seq)\n    gone =",
-        "    gone =",
-    ),
+    "T-16": ("ironic_sync/domain/position.py", "    if overtaken and offers_more(", "    if not node and offers_more("),
     "T-19": (_FLAVORS, "        forced=request.forced,", "        forced=False,"),
 }
 
