@@ -55,3 +55,11 @@ class BrokenInvariant(Fault):
     """What must never happen did. The process stops, non-zero, rather than make it worse."""
 
     code = "invariant.broken"
+
+
+def first_fault(error: BaseException) -> BaseException:
+    """The fault worth reporting: out of a group, a broken invariant before all else, otherwise the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    broken = error.subgroup(BrokenInvariant)
+    return first_fault((broken or error).exceptions[0])

@@ -8,7 +8,7 @@ import random
 import structlog
 
 from bus.clock import Clock
-from bus.faults import Transient
+from bus.faults import Transient, first_fault
 from bus.port import Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
@@ -150,7 +150,7 @@ class SyncLoop:
                 tasks.create_task(term.listener.run())
                 tasks.create_task(self._check(term, kept))
         except ExceptionGroup as faults:  # not `except*`: what is raised from there is wrapped in a group again
-            raise _first(faults) from faults
+            raise first_fault(faults) from faults
 
     async def _check(self, term: _Term, kept: Term) -> None:
         """Notice soon when another process has become the writer, and forget what was removed long ago."""
@@ -173,10 +173,3 @@ class _Term:
         self.reader = reader
         self.writer = writer
         self.listener = listener
-
-
-def _first(faults: BaseExceptionGroup[BaseException]) -> BaseException:
-    fault: BaseException = faults
-    while isinstance(fault, BaseExceptionGroup):
-        fault = fault.exceptions[0]
-    return fault

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import structlog
 
 from bus.clock import Clock
-from bus.faults import BrokenInvariant, Fault
+from bus.faults import Fault, first_fault
 
 DEFAULT_GRACE_S = 10.0
 CLOSE_TIMEOUT_S = 5.0  # one resource; a connection that does not close is left to the operating system
@@ -165,7 +165,7 @@ class Service:
         error = None if task.cancelled() else task.exception()
         if error is None and self.phase in {"draining", "closing", "closed"}:
             return
-        first = _first(error) if error is not None else SideTaskEnded(f"{task.get_name()} ended")
+        first = first_fault(error) if error is not None else SideTaskEnded(f"{task.get_name()} ended")
         self.log.error("service.task_died", task=task.get_name(), error=type(first).__name__, reason=str(first))
         if not self._failed.done():
             self._failed.set_exception(first)
@@ -205,11 +205,3 @@ async def _gather(work: Any) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-
-
-def _first(error: BaseException) -> BaseException:
-    """The fault worth reporting: out of a group, a broken invariant before all else, otherwise the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    broken = error.subgroup(BrokenInvariant)
-    return _first((broken or error).exceptions[0])
