@@ -70,7 +70,7 @@ class Outgoing(Struct, frozen=True, kw_only=True):
     """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.
 
     also: a second routing key of the same exchange ("": none). A queue that both keys lead to gets one copy; mandatory,
-    it is unroutable when neither leads anywhere. A dead letter no longer has it.
+    it is unroutable when neither leads anywhere. A dead letter goes nowhere by it.
     """
 
     exchange: str

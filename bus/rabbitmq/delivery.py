@@ -14,8 +14,8 @@ from bus.topology import QueueNames
 
 # Method frames of AMQP 0-9-1 in one go: type 1, channel, size 13, class 60, method, delivery tag, bits, end.
 _FRAME = struct.Struct(">BHIHHQBB")
-_ACK, _NACK = 80, 120
-_MULTIPLE, _REQUEUE = 1, 2
+_ACK, _REJECT = 80, 90
+_MULTIPLE, _REQUEUE = 1, 1
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather.
@@ -54,7 +54,8 @@ class Acks:
         """One is given back, or given up."""
         if tag in self._open and tag not in self._acked:
             del self._open[tag]
-            self._given_up.append(self._frame(_NACK, tag, _REQUEUE if requeue else 0))
+            # Not basic.nack: what that gives back RabbitMQ 4.3 does not count towards the delivery limit.
+            self._given_up.append(self._frame(_REJECT, tag, _REQUEUE if requeue else 0))
             self._flush_soon()
 
     async def flushed(self) -> None:
