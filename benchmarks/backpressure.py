@@ -190,7 +190,7 @@ async def measure(
         await asyncio.gather(watching, return_exceptions=True)
     begin = started + CALM_S
     held = memory.summary((begin, begin + overload_s))
-    return await judged(here, record, phases, sustained, held, at_rest=at_rest, hosts=options.hosts)
+    return await checked(here, record, phases, sustained, held, at_rest=at_rest, hosts=options.hosts)
 
 
 def largest_backlog(schedulers: int) -> int:
@@ -243,7 +243,7 @@ async def offered(
     return record, runs[0].started
 
 
-async def judged(
+async def checked(
     here: Site,
     record: LoadRecord,
     phases: Sequence[tuple[float, float]],

@@ -152,12 +152,12 @@ def main() -> None:
     hosts = flat(arguments.flat)
     plain = CandidatesRequest(groups=(Group(resources=BOOT),))
     gold = Group(resources=BOOT, required=(("CUSTOM_GOLD",),), member_of=(("agg0", "agg1"),))
-    nobody = Group(resources=BOOT, required=(("CUSTOM_NOBODY",),))
+    impossible = Group(resources=BOOT, required=(("CUSTOM_NOBODY",),))
     measure(f"{arguments.flat} flat, limit 1000", hosts, plain, 1000)
     measure(f"{arguments.flat} flat, limit 1", hosts, plain, 1)
     measure(f"{arguments.flat} flat, all of them", hosts, plain, 10**9)
     measure(f"{arguments.flat} flat, trait and member_of", hosts, CandidatesRequest(groups=(gold,)), 1000)
-    measure(f"{arguments.flat} flat, none", hosts, CandidatesRequest(groups=(nobody,)), 1000)
+    measure(f"{arguments.flat} flat, none", hosts, CandidatesRequest(groups=(impossible,)), 1000)
 
     trees = nested(arguments.roots)
     compute = {"VCPU": 4, "MEMORY_MB": 4096}

@@ -100,7 +100,7 @@ async def measure(run: Run, phase: Phase, system: System, ground: Ground) -> Fig
 
 
 async def idle(system: System) -> None:
-    """Wait until a system no longer works at what nobody waits for, so that the next one has the machine."""
+    """Wait until a system no longer works at what no request waits for, so that the next one has the machine."""
     before = sum(system.cpu_s().values())
     for _ in range(IDLE_LOOKS):
         await asyncio.sleep(1.0)

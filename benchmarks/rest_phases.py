@@ -33,7 +33,7 @@ class Ground(Struct, kw_only=True):
     rng: random.Random
     consumers: deque[str] = msgspec.field(default_factory=deque)
     held: int = 0  # consumers that must hold something in the end
-    unsure: bool = False  # some answer was never heard, so that nobody knows
+    unsure: bool = False  # some answer was lost, so that its effect is unknown
 
     def new(self) -> str:
         """A uuid of this run."""

@@ -157,7 +157,7 @@ async def berth(
 
 @contextlib.asynccontextmanager
 async def _listener(url: str) -> AsyncIterator[None]:
-    """A queue on the feed, so that the broker delivers the announcements somewhere; nobody reads it here."""
+    """A queue on the feed, so that the broker delivers the announcements somewhere; it is not read here."""
     connection = await aio_pika.connect(url)
     async with connection:
         channel = await connection.channel()

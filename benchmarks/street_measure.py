@@ -117,7 +117,7 @@ async def invariants_hold(client: BuildClient, here: Site) -> bool:
 
 
 async def at_rest(here: Site, what: Measured) -> dict[str, float]:
-    """Cores that each process uses while nothing is booted; {} where nobody can say."""
+    """Cores that each process uses while nothing is booted; {} where the system does not say."""
     if what.before is None or what.after is None or not what.rates:
         return {}
     await what.before()
@@ -137,7 +137,7 @@ async def costed(
 
 
 def progress(sentence: str) -> None:
-    """What is being done, for whoever watches; figures go to stdout and the file."""
+    """What is being done, on standard error; figures go to stdout and the file."""
     print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 

@@ -135,16 +135,16 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
 
 async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: Console) -> dict[str, object]:
     """Tell the recorded runs of a real Ironic again and compare the book with what Nova makes of the same nodes."""
-    voice = announcer(here)
-    await voice.open()
+    notifications = announcer(here)
+    await notifications.open()
     steps = 0
     names = scenario_names(recordings)
     try:
         for name in names:
-            async for _ in replay(recordings / f"{name}.jsonl", ironic.pool, voice):
+            async for _ in replay(recordings / f"{name}.jsonl", ironic.pool, notifications):
                 steps += 1
     finally:
-        await voice.close()
+        await notifications.close()
     expected = expected_nodes(recordings, names)
     deviations: Sequence[Deviation] = await compare(here, expected)
     mark = "[green]as Nova has them[/green]" if not deviations else f"[red]{len(deviations)} differ[/red]"

@@ -73,7 +73,7 @@ class InProcessWorkers:
                 faults.append(result)
         if self.failed.done():
             with contextlib.suppress(WorkerEnded):
-                await self.failed  # seen: nobody is warned about it
+                await self.failed  # retrieved, so that asyncio does not warn about it
         if faults:
             raise WorkerEnded(str(faults[0])) from faults[0]
 

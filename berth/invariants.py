@@ -93,7 +93,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
     cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
-    nobody listened. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
+    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
     process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit: mismatches
     that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or None.
     away: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
@@ -359,10 +359,10 @@ def _feed(facts: Facts) -> Iterator[str]:
 def _caused(facts: Facts) -> Iterator[str]:
     for consumer in facts.allocations:
         if consumer not in facts.requests:
-            yield f"{consumer}: holds an allocation that nobody asked for"
+            yield f"{consumer}: holds an allocation that was not requested"
     for instance in facts.instances:
         if instance.instance_uuid not in facts.requests:
-            yield f"{instance.instance_uuid}: an instance that nobody asked for"
+            yield f"{instance.instance_uuid}: an instance that was not requested"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
 

@@ -25,7 +25,7 @@ MAX_REASON = 300
 
 
 def to_log(said: str) -> None:
-    """What a keeper says, where nobody reads a terminal."""
+    """What a keeper logs; it has no terminal."""
     log.warning("server.ended", reason=said)
 
 

@@ -44,13 +44,13 @@ class AtHttp(Struct, frozen=True, kw_only=True):
 
 
 def at_http(settings: Settings, host: str, port: int) -> AtHttp:
-    """The REST API joins health and metrics, unless it has an address of its own or would let in everybody there."""
+    """The REST API joins health and metrics, unless it has an address of its own or would accept every caller there."""
     here = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if settings.placement.rest.listen not in {"", here}:
         return AtHttp(settings=settings, with_rest=False)
     rest = with_oslo_conf(settings.placement.rest)
     if rest.auth in {None, "noauth2"} and not noauth2_may_listen(rest, host):
-        why = f"only health and metrics at http://{here}, no Placement REST API: noauth2 would let everybody in there"
+        why = f"only health and metrics at http://{here}, no Placement REST API: noauth2 accepts all callers there"
         how = "set [placement.rest] auth to tokens or keystone, or noauth2_anywhere if that is really meant"
         return AtHttp(settings=settings, with_rest=False, sentence=f"{why}; {how}")
     said = f"Placement's REST API, health and metrics at http://{here}; {_in_force(rest)}"
@@ -96,7 +96,7 @@ def for_up(settings: Settings, port: int = DEFAULT_PORT) -> Iterator[AtUp]:
 
 @contextlib.contextmanager
 def _port(wanted: int) -> Iterator[int]:
-    """The wanted port when nobody has it, else a free one.
+    """The wanted port when it is free, else another one.
 
     The worker binds it seconds later: until then, and while it is restarted, a name of the kernel's keeps other
     `berth up` from taking the same. That name is gone when this process is.

@@ -135,7 +135,7 @@ def start(processes: WorkerProcesses, settings: Settings, count: ProcessCounts, 
 async def _hosts_known(here: Site) -> None:
     """Wait until a scheduler has heard of a host in every cell, within HOSTS_WAIT_S.
 
-    Who boots at once is not to be told that there are no hosts. Cells without any are nobody's mistake.
+    A client that boots at once is not to be told that there are no hosts. Cells may have none.
     """
     bus = here.bus(process_name("up"))
     deadline = here.clock.monotonic() + HOSTS_WAIT_S

@@ -1,4 +1,4 @@
-"""Workers as processes of their own: started, killed, paused and stopped by whoever measures or breaks them."""
+"""Workers as processes of their own: started, killed, paused and stopped by benchmarks and chaos runs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class _Readiness(Struct):
 
 
 def _pid(body: bytes) -> int:
-    """Who answered: somebody else may have the port, and our worker may have died of that. 0: it does not say."""
+    """Who answered: another process may have the port, and our worker may have died of that. 0: it does not say."""
     try:
         return msgspec.json.decode(body, type=_Readiness).pid
     except msgspec.MsgspecError:

@@ -175,7 +175,7 @@ class Engine:
             self._committed(transaction, recorded)
             if not transaction.durable:
                 await self._store.flush()
-            # A message seen before: whoever took it then may have died before it could ask.
+            # A message seen before: the conductor that took it then may have died before it could ask.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
             return _questions(known, recorded.instances, again=again)
         raise Transient("other conductors keep recording these instances first", code="instance.contended")
@@ -347,7 +347,7 @@ def _questions(
 ) -> list[PendingQuestion]:
     """What is to be asked now: questions that have just come up, and those of `again`, asked once more.
 
-    An instance that was waiting all along is somebody else's: asking twice at the same time would be answered twice.
+    An instance that was waiting all along is another task's: asking twice at the same time would be answered twice.
     """
     found: list[PendingQuestion] = []
     for uuid, instance in after.items():
@@ -365,7 +365,7 @@ def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> C
     """A claim that took nothing.
 
     When the same question was asked before (a crash, a lost answer), a consumer that is gone is our own doing: the
-    first asking released it and found no room. It is told apart from a consumer that somebody else holds.
+    first asking released it and found no room. It differs from a consumer that another client holds.
     """
     ours = repeated and answer.consumer_generation is None
     return ClaimRefused(

@@ -87,7 +87,7 @@ class LeaseKeeper:
         """Until cancelled."""
         while True:
             await self._clock.sleep(TICK_S)
-            self._judge()
+            self._assess()
             try:
                 await self._fail_over(engine)
                 await self._keep()
@@ -95,8 +95,8 @@ class LeaseKeeper:
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
 
-    def _judge(self) -> None:
-        for lease in self._table.judge(self._clock.time()):
+    def _assess(self) -> None:
+        for lease in self._table.assess(self._clock.time()):
             metrics.SILENT.labels(lease.service).inc()
             log.warning("service.standing", service=lease.service, standing=lease.standing, reason=lease.reason)
         metrics.AWAY.set(len(self._table.away))
@@ -119,7 +119,7 @@ class LeaseKeeper:
         self._failed_over = frozenset(lost)
 
     async def _keep(self) -> None:
-        """Be the keeper if nobody else is, and record what has changed."""
+        """Be the keeper if no other conductor is, and record what has changed."""
         now_s = self._clock.monotonic()
         if now_s >= self._keep_at:
             self._keep_at = now_s + KEEP_AGAIN_S
@@ -128,7 +128,7 @@ class LeaseKeeper:
                 self._keeping = None
             elif self._keeping is None or self._keeping.term != term:
                 recorded = {lease.service: lease for lease in await self._store.leases.leases()}
-                self._table.believe(recorded.values())
+                self._table.adopt(recorded.values())
                 self._recorded, self._told = recorded, None
                 self._keeping = _Term(term, now_s + KEEP_S)
                 log.info("leases.keeper", term=term, services=len(recorded))

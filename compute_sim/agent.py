@@ -276,7 +276,7 @@ class Agent:
                 self._records.put(key, entry)
             self._answers.cleared(key, chain)
 
-    async def insist(self) -> None:
+    async def retry_destroys(self) -> None:
         """Take up what could not be destroyed, again and again, until cancelled.
 
         Of an instance that has failed no conductor asks twice, and what is left of it would keep its host.

@@ -71,7 +71,7 @@ def build(
     result.task("announcements", parts.reporter.announce)
     result.task("inventory", parts.reporter.report)
     result.task("jobs", parts.agent.watch)
-    result.task("destructions", parts.agent.insist)
+    result.task("destructions", parts.agent.retry_destroys)
     result.task("crash plan", parts.crash_plan.wait)
     if isinstance(parts.driver, BareMetal):
         result.task("nodes", parts.driver.watch)

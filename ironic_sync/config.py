@@ -17,7 +17,7 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of one ironic_sync process; BERTH_IRONIC_SYNC__... or [ironic_sync] in the settings file.
 
     url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
-    keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that somebody else renews;
+    keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that another program renews;
     username and password: HTTP basic (Ironic's auth_strategy http_basic); none of them: noauth.
     cell: the cell whose compute services serve these nodes: no other may claim them. Empty: any cell may, because
     several share them.

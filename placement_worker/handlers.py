@@ -34,8 +34,8 @@ UNEXPECTED = "message.unexpected"
 class PlacementHandlers:
     """Handlers of placement's queues; a batch is of one queue, and so of one bus.
 
-    `committed` is called after every transaction that may have written changes, `claimed` after one of claims: whoever
-    waits for that one has an answer of his own.
+    `committed` is called after every transaction that may have written changes, `claimed` after one of claims: the
+    requester of those has its own answer.
     """
 
     def __init__(

@@ -359,3 +359,60 @@ def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
 
 # Loaded by uvicorn: its parser of HTTP.
 BY_NAME = {"httptools"}
+
+
+# Words of our own for things that the field has a name for, and the name. A part of an identifier is compared.
+PRIVATE_NAMES = {
+    "believe": "adopt, trust", "blow": "fault event", "burial": "dead letter", "bury": "dead-letter",
+    "company": "peers",
+    "crew": "processes", "doom": "crash plan", "ensemble": "in-process", "farewell": "departure", "farm": "node pool",
+    "fate": "plan", "grove": "provider trees", "hush": "redirect logs", "insist": "retry", "insistence": "retry",
+    "judge": "filter, check, assess", "knock": "offer", "mend": "repair", "nobody": "none",
+    "saboteur": "fault injector",
+    "scene": "deployment", "somebody": "a role", "stranger": "foreign, malformed",
+    "street": "cluster, pipeline",
+    "twin": "duplicate", "voice": "announcer", "weather": "faults",
+}  # fmt: skip
+# (file, identifier): why it stays.
+NAMES_ALLOWED = {
+    ("berth/embedded/rabbitmq.py", "_insist"): "the module is being rebuilt; it goes with that",
+}
+# A role can be named instead of each of these: the client, the scheduler, another process, the operator.
+PRIVATE_PROSE = re.compile(r"\b(nobody|somebody|everybody|whoever|whomever)\b", re.IGNORECASE)
+PROSE_ALLOWED = {
+    "README.md": "`nobody` is a user of the operating system",
+    "berth/embedded/postgres.py": "`nobody` is a user of the operating system",
+}
+
+
+def defined_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Classes, functions, arguments, variables and attributes that a file defines."""
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node.lineno
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node.lineno
+
+
+def test_no_private_word_for_what_the_field_has_a_name_for() -> None:
+    wrong = [
+        f"{where(path, line)} {name}: say {PRIVATE_NAMES[word]}"
+        for path in sources(*OURS)
+        for name, line in [*defined_names(path), (path.stem, 1)]
+        for word in re.findall(r"[a-z]+", re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
+        if word in PRIVATE_NAMES and (str(path.relative_to(ROOT)), name) not in NAMES_ALLOWED
+    ]
+    assert wrong == []
+
+
+def test_prose_names_the_role_and_not_somebody() -> None:
+    """Of the product and its pages; of tests not yet."""
+    wrong = [
+        f"{where(path, number)}: {found.group()}"
+        for path in prose_files()
+        if not str(path.relative_to(ROOT)).startswith(("tests/", "benchmarks/", "docs/lab/", *PROSE_ALLOWED))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := PRIVATE_PROSE.search(line))
+    ]
+    assert wrong == []

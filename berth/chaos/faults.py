@@ -52,7 +52,7 @@ class FaultInjector:
         self.injected: list[Injected] = []
         self.deaths: list[Death] = []
         self.connections_cut = 0
-        self._scene = deployment
+        self._deployment = deployment
         self._clock = deployment.site.clock
         self._rng = rng
         self._busy: dict[str, PlannedFault] = {}
@@ -83,7 +83,7 @@ class FaultInjector:
         """Start workers again that ended by themselves; until cancelled."""
         while True:
             await self._clock.sleep(WATCH_EVERY_S)
-            for name, worker in list(self._scene.processes.workers.items()):
+            for name, worker in list(self._deployment.processes.workers.items()):
                 if worker.process.running or name in self._busy:
                     continue
                 death = Death(name, worker.process.status or 0, last_log_line(worker.log), self._clock.monotonic())
@@ -91,7 +91,7 @@ class FaultInjector:
                 log.warning("chaos.death", worker=name, status=death.status, last_log_line=death.last_log_line)
                 await self._clock.sleep(RESTART_AFTER_S)
                 if name not in self._busy:
-                    await asyncio.to_thread(self._scene.processes.restart, name)
+                    await asyncio.to_thread(self._deployment.processes.restart, name)
 
     async def settle(self) -> None:
         """Wait until every fault is undone and every worker is ready (`watch` runs). Raises ServerFailed."""
@@ -100,7 +100,7 @@ class FaultInjector:
         until = self._clock.monotonic() + UNDO_TIMEOUT_S
         while True:
             try:
-                await self._scene.processes.ready()
+                await self._deployment.processes.ready()
                 return
             except ServerFailed:  # it ended by itself: `watch` has written it down and starts it again
                 if self._clock.monotonic() > until:
@@ -108,7 +108,7 @@ class FaultInjector:
             await self._clock.sleep(2 * RESTART_AFTER_S)
 
     def _free(self) -> dict[str, list[str]]:
-        roles = {role: self._scene.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}
+        roles = {role: self._deployment.workers(role) for role in WORKER_ROLES} | {name: [name] for name in SERVERS}
         now = self._clock.monotonic()
         resting = {name for name, until in self._rests_until.items() if now < until}
         taken = resting | self._busy.keys()
@@ -120,9 +120,9 @@ class FaultInjector:
             if fault.kind in (FaultKind.CUT, FaultKind.DELAY, FaultKind.STALL):
                 await self._disturb_links(fault)
             elif fault.target == BROKER:
-                await self._server(self._scene.servers.broker, fault)
+                await self._server(self._deployment.servers.broker, fault)
             elif fault.target == DATABASE:
-                await self._server(self._scene.servers.postgres, fault)
+                await self._server(self._deployment.servers.postgres, fault)
             else:
                 await self._worker(fault)
         finally:
@@ -133,7 +133,7 @@ class FaultInjector:
             log.info("chaos.undone", fault=fault.label, target=fault.target, after_s=entry.over_at - entry.began_at)
 
     async def _worker(self, fault: PlannedFault) -> None:
-        processes, name = self._scene.processes, fault.target
+        processes, name = self._deployment.processes, fault.target
         process = processes.workers[name].process
         if fault.kind is FaultKind.PAUSE:
             with contextlib.suppress(ProcessLookupError):  # it had ended by itself a moment ago
@@ -158,7 +158,7 @@ class FaultInjector:
         await asyncio.to_thread(server.start)
 
     async def _disturb_links(self, fault: PlannedFault) -> None:
-        links = self._scene.proxies[fault.target].some(fault.share, self._rng)
+        links = self._deployment.proxies[fault.target].some(fault.share, self._rng)
         if fault.kind is FaultKind.CUT:
             for link in links:
                 link.cut()

@@ -43,9 +43,9 @@ class End(asyncio.Protocol):
         self._held.append((link.loop.time() + link.delay_s, data))
         self.held_bytes += len(data)
         self._pressure()
-        self.let_go()
+        self.flush_due()
 
-    def let_go(self) -> None:
+    def flush_due(self) -> None:
         """Pass on what is due."""
         if self._timer is not None:
             self._timer.cancel()
@@ -59,7 +59,7 @@ class End(asyncio.Protocol):
             self.held_bytes -= len(data)
             peer.transport.write(data)
         if self._held:
-            self._timer = link.loop.call_at(self._held[0][0], self.let_go)
+            self._timer = link.loop.call_at(self._held[0][0], self.flush_due)
         self._pressure()
 
     def pause_writing(self) -> None:
@@ -110,7 +110,7 @@ class Link:
         elif self.client.transport is None or self.client.transport.is_closing():
             self.cut()
         else:
-            self.client.let_go()
+            self.client.flush_due()
 
     def lost(self, end: End) -> None:
         """One end is gone: close the other. What was held back goes with it, as with any reset."""
@@ -128,8 +128,8 @@ class Link:
     def release(self) -> None:
         """Neither slow nor silent any more."""
         self.stalled, self.delay_s = False, 0.0
-        self.client.let_go()
-        self.server.let_go()
+        self.client.flush_due()
+        self.server.flush_due()
 
 
 class TcpProxy:

@@ -83,7 +83,7 @@ class Run:
         self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
         self.watch = FeedWatch(site.bus(f"{process}-feed"))
         self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
-        self.saboteur = FaultInjector(stage, random.Random(rng.getrandbits(64)))
+        self.injector = FaultInjector(stage, random.Random(rng.getrandbits(64)))
         self._deck = FaultSchedule(plan.deck, rng)
         self._clock = site.clock
         self._console = console
@@ -105,7 +105,7 @@ class Run:
         began = self._clock.monotonic()
         await self._storm()
         seconds = self._clock.monotonic() - began
-        watching = asyncio.create_task(self.saboteur.watch())
+        watching = asyncio.create_task(self.injector.watch())
         try:
             return await self._recover(seconds)
         finally:
@@ -115,8 +115,8 @@ class Run:
         """Load and faults, until the last request is accepted."""
         async with asyncio.TaskGroup() as group:
             others = [
-                group.create_task(self.saboteur.disturb(self._deck, self.plan.fault_every_s, self.plan.most_faults)),
-                group.create_task(self.saboteur.watch()),
+                group.create_task(self.injector.disturb(self._deck, self.plan.fault_every_s, self.plan.most_faults)),
+                group.create_task(self.injector.watch()),
                 group.create_task(self._tell()),
             ]
             await self.churn.run()
@@ -127,9 +127,9 @@ class Run:
         """No further fault: everything comes back, comes to rest and is judged."""
         plan, client, site = self.plan, self.client, self.stage.site
         self._console.print(f"the load is over after {seconds:.0f} s: undoing the last faults")
-        await self.saboteur.settle()
+        await self.injector.settle()
         self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
-        over = max((fault.over_at or 0.0 for fault in self.saboteur.injected), default=self._clock.monotonic())
+        over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
         heard = await client.until(lambda: not client.unfinished, plan.rest_s)
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
         quiet = await rest(site, timeout_s=left)
@@ -154,7 +154,7 @@ class Run:
         began = self._clock.monotonic()
         while True:
             await self._clock.sleep(PROGRESS_EVERY_S)
-            injected = self.saboteur.injected
+            injected = self.injector.injected
             last = f"the last: {injected[-1].fault.label} {injected[-1].fault.target}" if injected else ""
             self._console.print(
                 f"{self._clock.monotonic() - began:5.0f} s {len(self.churn.accepted):7} accepted "
@@ -164,7 +164,7 @@ class Run:
 
     def summed_up(self, ending: ChaosResult) -> ChaosReport:
         """Everything that is told of the run."""
-        facts, faults, events, ended = ending.facts, self.saboteur.injected, self.client.events, self.churn.ended
+        facts, faults, events, ended = ending.facts, self.injector.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
         verdicts, found = check_invariants(facts), tally(facts)
         stall = longest_stall(ended, faults)
@@ -191,8 +191,8 @@ class Run:
             overcommitted=found.overcommitted,
             faults=counts(faults),
             faults_total=len(faults),
-            connections_cut=self.saboteur.connections_cut,
-            died=tuple(self.saboteur.deaths),
+            connections_cut=self.injector.connections_cut,
+            died=tuple(self.injector.deaths),
             ends_per_s=round(len(ended) / max(ending.seconds, 1e-9), 1),
             longest_stall_s=stall.seconds,
             longest_stall=stall,

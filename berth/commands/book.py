@@ -53,7 +53,7 @@ UNDER_WAY = "SELECT instance_uuid::text FROM build_requests WHERE instance_uuid 
 
 def audit(
     context: typer.Context,
-    mend: Annotated[bool, typer.Option("--repair", help="Put right what can be.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Put right what can be.")] = False,
     consumers: Annotated[
         Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
     ] = None,
@@ -67,22 +67,22 @@ def audit(
     Orphaned, doubled and miscounted allocations, and capacity exceeded.
 
     Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
-    --consumers, held by whoever is not named there. Doubled: of an instance, on another host than its own; with
+    --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
     --consumers, one class of two trees that do not share it (a move under way looks so too). Repairing releases the
-    orphaned, gives back what an instance holds twice on hosts that are not its own, removes what nobody can give back
+    orphaned, gives back what an instance holds twice on hosts that are not its own, removes what no client can release
     and counts usage anew. With --consumers nothing says which host is whose own: doubled ones are told only. Capacity
-    exceeded is told, with the newest consumers without whom it would fit: they run, and somebody has to move them;
+    exceeded is told, with the newest consumers without whom it would fit: they run, and an operator has to move them;
     --evict releases them all the same: for machines that are known to be gone. Exit status 1 while anything is wrong.
     """
 
     async def body() -> int:
-        if evict and not mend:
+        if evict and not repair:
             raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
         here = database_of(settings_of(context))
         async with _book(here) as (store, database):
             orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
-            done = await _repair(store, database, orphans, doubled, evict) if mend else []
-            if mend:
+            done = await _repair(store, database, orphans, doubled, evict) if repair else []
+            if repair:
                 orphans, doubled = await (_lost(here, database) if consumers is None else _unnamed(database, consumers))
             async with database.raw() as connection:
                 wrong = await questions.findings(connection)
@@ -244,10 +244,10 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
 
 
 async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | Doubled]]:
-    """(consumers that nobody knows as alive, those that hold something of another host than their own too)."""
+    """(consumers that no worker knows as alive, those that also hold something of another host than their own)."""
     async with database.raw() as connection:
         holders = [row[0] for row in await connection.fetch(HOLDERS, GRACE_S)]
-        generations = await overcommit.generations(connection)  # first: whoever moves from now on is left alone
+        generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
             await connection.fetch(
@@ -271,7 +271,8 @@ async def _lost(here: Site, database: Database) -> tuple[list[str], list[str | D
 
 async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str | Doubled]]:
     """The same, by a list of all that may hold something."""
-    async with database.raw() as connection:  # before the list is read: whoever holds something was known by then
+    # Before the list is read: a consumer that holds something was known by then.
+    async with database.raw() as connection:
         held = await questions.allocations(connection)
         doubled: list[str | Doubled] = [*await questions.doubled(connection)]
     alive = uuids_of(path)
@@ -291,8 +292,8 @@ def uuids_of(path: Path) -> frozenset[str]:
                         raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
     except (OSError, UnicodeError) as error:
         raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {error}") from error
-    if not found:  # an empty list would make an orphan of everybody
-        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names nobody")
+    if not found:  # an empty list would make an orphan of every consumer
+        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names no consumer")
     return frozenset(found)
 
 

@@ -121,7 +121,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
     (BusUnavailable, EXIT_AWAY, "the bus is out of reach: {}"),
-    (RequestTimeout, EXIT_TIME, "nobody answered in time: is a scheduler running?"),
+    (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
     (Forbidden, EXIT_USAGE, "{}"),
     (NotConfigured, EXIT_USAGE, "{}"),
     (DatabaseUnavailable, EXIT_AWAY, "the database is out of reach: {}"),

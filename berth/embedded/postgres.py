@@ -227,7 +227,7 @@ def _content(source: Path) -> list[tuple[str, int, int]]:
 
 
 def _install_copy(source: Path, kept: Path) -> None:
-    """Copy an installation as the wheel lays it out, so that RPATH holds; in place at once, whoever else does it."""
+    """Copy an installation as the wheel lays it out, so that RPATH holds; in place at once."""
     fresh = Path(tempfile.mkdtemp(prefix="berth-postgres-new-"))
     try:
         made = fresh / "made"

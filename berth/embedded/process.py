@@ -30,12 +30,12 @@ POLL_S = 0.02
 PORTS = 12_000
 LOWEST_PORT = 10_000
 PORT_TRIES = 100
-# So many of the ports given last are kept from everybody else; their servers need seconds to bind them.
+# So many of the ports given last are kept from all other tests; their servers need seconds to bind them.
 KEPT_PORTS = 256
 
 # stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
-# The watcher asks the server to stop when the pipe closes; when nobody said "keep" before, we died, and a temporary
-# directory goes too. The shell's exit status is the server's.
+# The watcher asks the server to stop when the pipe closes; when no "keep" came before, this process died, and a
+# temporary directory goes too. The shell's exit status is the server's.
 _GUARD = """
 how="$1"; log="$2"; goes="$3"; shift 3
 exec 3>&1 4<&0 </dev/null >>"$log" 2>&1
@@ -232,7 +232,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody uses now, that is given only once, and that the system gives to no client.
+    """A TCP port on 127.0.0.1 that is free now, that is given only once, and that the system gives to no client.
 
     Its server binds it seconds later: one of the system's own choice could be a client's by then, and one that is only
     drawn could be drawn again, here or by another system that starts on this machine.
@@ -253,7 +253,7 @@ _kept: deque[int] = deque()
 
 
 def _keep(port: int) -> None:
-    """Keep a port from all who draw ports as we do, by a name of the kernel's. Raises OSError: somebody keeps it."""
+    """Keep a port from all who draw ports as we do, by a name of the kernel's. Raises OSError: it is kept already."""
     if sys.platform != "linux":
         return  # there are no such names
     with socket.socket(socket.AF_UNIX) as name:

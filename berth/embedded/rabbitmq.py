@@ -220,7 +220,7 @@ class RabbitMQ(PrivateServer):
         )
 
     def _start_epmd(self) -> None:
-        # Started here and not by Erlang, which would leave it behind as a daemon of nobody's.
+        # Started here and not by Erlang, which would leave it behind as a daemon without an owner.
         self._epmd = GuardedProcess(
             [_epmd(), "-port", str(self._epmd_port), "-address", "127.0.0.1"],
             env=self._environment(),

@@ -20,7 +20,8 @@ log = structlog.get_logger(__name__)
 # What a killed process may forget of its last moments.
 SAVE_EVERY_S = 0.2
 
-# Whoever held a node is gone: what it was on its way to is given up, or done, as a restarted Ironic conductor would.
+# The conductor that held a node is gone: what it was on its way to is given up, or done, as a restarted Ironic
+# conductor would.
 SETTLED: Mapping[str, str] = {
     "verifying": "enroll",
     "deploying": "deploy failed",

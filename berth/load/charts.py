@@ -4,7 +4,7 @@ Our own, because a report has to be read in the light and in the dark, tell its 
 without a network: colours are the page's CSS variables and tooltips are SVG's <title>. matplotlib's SVG has neither
 (its colours are fixed when it is drawn), and would bring nine more packages for five kinds of plot.
 
-Every text that comes in is escaped here; whoever draws need not think of it. Points and cells are bounded by callers.
+Every text is escaped here, and not by callers. Points and cells are bounded by callers.
 """
 
 from __future__ import annotations

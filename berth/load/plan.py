@@ -125,7 +125,7 @@ def arrivals(plan: LoadPlan, rng: random.Random) -> Iterator[Arrival]:
 
 
 def due_s(plan: LoadPlan, number: int) -> float:
-    """When build `number` (from 0) of an open loop is meant to leave; 0 when nobody minds."""
+    """When build `number` (from 0) of an open loop is meant to leave; 0 when it does not matter."""
     if plan.phases:
         return _due_in_phases(plan.phases, number)
     if plan.mode == "open":

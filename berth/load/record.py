@@ -26,7 +26,7 @@ FORMAT = "berth.load.v1"
 #   refused: the scheduler said no (no host, no such flavor, ...), with a code.
 #   backpressure: the broker refused the request (its queue is full): told to the publisher, never accepted. Not lost.
 #   unsent: the run ended, or was interrupted, or the bus was away, before the broker confirmed it. Not lost.
-#   open: still under way when the run was interrupted. Not lost: nobody waited for it to the bound.
+#   open: still under way when the run was interrupted. Not lost: it was not waited for to the bound.
 #   lost: the broker confirmed it, no terminal event came within `Settings.lost_after_s`, and no scheduler that was
 #   asked then had it under way.
 #   late: the same, but a scheduler said that it is still under way: accepted, scheduled, building or deleting.
@@ -112,7 +112,7 @@ class Operations(Struct, frozen=True, kw_only=True):
     cell -> cells, host -> hosts ("" = none or not known).
     attempts: hosts it was tried on (0: none). conflicts: claims it lost to others before one held; None: not reported.
     again: times the publisher was refused by backpressure and sent it again.
-    stages: {stage of STAGES: seconds spent there}. Columns of `stages` that nobody reported are absent.
+    stages: {stage of STAGES: seconds spent there}. Columns of `stages` that were not reported are absent.
     """
 
     flavors: list[str] = []

@@ -110,7 +110,7 @@ class LoadRun:
         return found
 
     async def go(self) -> None:
-        """Fire all, wait for every end. Raises what publishing raises when nobody takes requests at all."""
+        """Fire all, wait for every end. Raises what publishing raises when requests are not taken at all."""
         self.started, self.started_at = self._clock.monotonic(), self._clock.time()
         self.boots.start = self.deletes.start = self.last_end = self._last_sent = self.started
         reaper = asyncio.create_task(self._reap())
@@ -181,7 +181,7 @@ class LoadRun:
         return Offer(request=request, flavor=request.flavor, intended=intended, row=row, give_up_at=give_up_at)
 
     async def _send(self, offers: list[Offer], ledger: LoadLedger | None = None) -> None:
-        """Offer in the background, so that a slow confirm holds nobody up; at most MAX_SLICES at once."""
+        """Offer in the background, so that a slow confirm delays no other; at most MAX_SLICES at once."""
         await self._slices.acquire()
         task = asyncio.create_task(self._offer(offers, self.boots if ledger is None else ledger))
         self._offering.add(task)
@@ -200,13 +200,13 @@ class LoadRun:
         What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
         """
         if self._turned_away and self.plan.offers_again_s > 0:
-            offers = await self._knock(offers, ledger)
+            offers = await self._offer_again(offers, ledger)
         else:
             offers = await self._offer_once(offers, ledger)
         while offers:
-            offers = await self._knock(offers, ledger)
+            offers = await self._offer_again(offers, ledger)
 
-    async def _knock(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
+    async def _offer_again(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
         async with self._door:
             if self._turned_away:
                 await self._clock.sleep(AGAIN_S * (0.5 + self._chance.random() / 2))
@@ -278,7 +278,7 @@ class LoadRun:
         if self._fault is not None:
             raise self._fault
         if self._client.unfinished and not self.interrupted:
-            with contextlib.suppress(Transient, BusError):  # nobody to ask: they count as lost
+            with contextlib.suppress(Transient, BusError):  # no scheduler to ask: they count as lost
                 await self._client.resync(at_most=self._client.unfinished)
 
     async def _wait(self, timeout_s: float) -> bool:

@@ -120,7 +120,7 @@ class Sampler:
         try:
             page = await self._client.hosts(limit=HEAT_ASKED, timeout_s=HEAT_TIMEOUT_S)
         except (Transient, BusError, Fault):
-            return  # nobody answers now; the next look may be luckier
+            return  # no answer now; the next sample may have one
         self._next_heat = max(self._next_heat, self._now() + HEAT_SHARE * (self._now() - began))
         self._heat.append((self._now(), list(page.hosts)))
         if len(self._heat) >= MAX_HEAT_SNAPSHOTS:

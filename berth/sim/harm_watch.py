@@ -87,7 +87,7 @@ class HarmWatch:
             return ""
         active = self._was_active.get((host, uuid))
         if active is not None and attempt in (active, None) and self._lost.get(uuid) != active:
-            return f"{uuid} on {host} was active as attempt {active}; nobody asked for its end"
+            return f"{uuid} on {host} was active as attempt {active}; its end was not requested"
         if attempt is not None and attempt > self._given_up.get(uuid, 0):
             return f"{uuid} attempt {attempt} on {host} is destroyed; no record ever gave it up"
         return ""
@@ -118,7 +118,7 @@ class HarmWatch:
         if owner is None:
             if method == "PATCH" and node["provision_state"] == "available":
                 return  # taken, or marked before that
-            raise Breach("foreign_unchanged", f"{what}, of nobody")
+            raise Breach("foreign_unchanged", f"{what}, of no owner")
         if not self.ours(owner):
             raise Breach("foreign_unchanged", f"{what}, of {owner}")
         ends = b"deleted" in body or (method == "PATCH" and b'"remove"' in body and b"instance_uuid" in body)

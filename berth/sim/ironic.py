@@ -338,7 +338,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send it, wait, and answer."""
         network_faults, rates = self._network_faults, self._network_faults.rates
-        await network_faults.fate(self._process.name)
+        await network_faults.maybe_crash(self._process.name)
         await asyncio.sleep(network_faults.latency())
         if self._ironic.away or network_faults.strikes(rates.ironic_lost):
             raise httpx.ConnectError("Ironic is away")
@@ -346,7 +346,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
             return httpx.Response(503, json={"error_message": "busy"})
         response = await self._ironic.answer(request, self._process.name)
         at = asyncio.get_running_loop().time()
-        await network_faults.fate(self._process.name)
+        await network_faults.maybe_crash(self._process.name)
         await asyncio.sleep(network_faults.latency())
         if network_faults.strikes(rates.ironic_lost):
             raise httpx.ReadTimeout("the answer was lost")

@@ -44,7 +44,7 @@ class Client:
         return self._process.spawn(self._carry_out(order), f"order {order.action} {order.uuid}")
 
     def delete(self, uuid: str) -> None:
-        """Somebody wants this instance gone; asked once, whoever asks."""
+        """This instance is to be deleted; requested once."""
         if uuid in self._deleting:
             return
         order = Order(at=0.0, action=Action.DELETE, uuid=uuid, project=self._projects[uuid])
@@ -57,13 +57,13 @@ class Client:
 
     async def publish(self, message: Message) -> None:
         """Something an operator says on the API bus."""
-        await self._process.spawn(self._insist(message, "operator"), "the operator says")
+        await self._process.spawn(self._publish_until_taken(message, "operator"), "the operator says")
 
     async def publish_batch(self, messages: Sequence[Message]) -> None:
         """The same of several messages that travel together."""
-        await self._process.spawn(self._insist_together(messages), "the operator says")
+        await self._process.spawn(self._publish_batch_until_taken(messages), "the operator says")
 
-    async def _insist_together(self, messages: Sequence[Message]) -> None:
+    async def _publish_batch_until_taken(self, messages: Sequence[Message]) -> None:
         while True:
             try:
                 await self._bus.publish_all([(message, "operator") for message in messages])
@@ -85,7 +85,9 @@ class Client:
                 return  # its build was cut out of the plan
             await self._heard(order.uuid)
             self._world.harm.delete(order.uuid)
-            await self._insist(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid)
+            await self._publish_until_taken(
+                DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid
+            )
             self.deleted[order.uuid] = None
             return
         self.flavors[order.uuid] = order.flavor
@@ -99,13 +101,13 @@ class Client:
             different_host=order.apart_from,
             same_host=order.together_with,
         )
-        self._world.company.asked(order)
+        self._world.peer_watch.asked(order)
         self._world.harm.asked[order.uuid] = None
-        await self._insist(request, order.uuid)
+        await self._publish_until_taken(request, order.uuid)
         self.confirmed[order.uuid] = None
 
     async def _heard(self, uuid: str) -> None:
-        """Nobody deletes what was never accepted; a delete that comes first is answered `unknown`, and rightly so."""
+        """No client deletes what was never accepted; a delete that comes first is answered `unknown`, correctly."""
         until = asyncio.get_running_loop().time() + HEARD_S
         listener = self._world.listener
         while uuid not in listener.accepted and uuid not in listener.terminals:
@@ -113,7 +115,7 @@ class Client:
                 return
             await asyncio.sleep(HEARD_POLL_S)
 
-    async def _insist(self, message: Message, cause: str) -> None:
+    async def _publish_until_taken(self, message: Message, cause: str) -> None:
         while True:
             try:
                 await self._bus.publish(message, cause=cause)

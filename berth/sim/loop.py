@@ -17,7 +17,7 @@ UNWIND_TRIES = 3
 
 
 class Deadlock(Exception):
-    """Everybody waits and no timer is set: nothing will ever happen again."""
+    """All tasks wait and no timer is set: nothing will ever happen again."""
 
 
 class Livelock(Exception):
@@ -66,7 +66,7 @@ class Process:
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
-NOBODY = copy_context()
+NO_CONTEXT = copy_context()
 
 
 class _Step:
@@ -89,7 +89,7 @@ class _Step:
         self.callback(*self.args)
 
     def again(self) -> None:
-        """After a pause: unless somebody took it back meanwhile."""
+        """After a pause: unless it was cancelled meanwhile."""
         if self.handle is None or not self.handle.cancelled():
             self()
 
@@ -129,14 +129,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return list(self._alive)
 
     def breathe(self) -> None:
-        """Whoever spun at this moment is over."""
+        """The tasks that spun at this moment are over."""
         self._turns_now = 0
 
     def create_task(self, *arguments: Any, **named: Any) -> asyncio.Task[Any]:
         """As ever; and it is remembered until it ends."""
         task = super().create_task(*arguments, **named)
         self._alive[task] = None
-        task.add_done_callback(self._forget, context=NOBODY)
+        task.add_done_callback(self._forget, context=NO_CONTEXT)
         return task
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
@@ -146,7 +146,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Called once a turn with how long the next timer is away."""
         self.turns += 1
         if timeout is None:
-            raise Deadlock(f"at {self.now:.3f} s everybody waits for somebody")
+            raise Deadlock(f"at {self.now:.3f} s all tasks wait and no timer is set")
         if timeout > 0:
             self.now += timeout
             self._turns_now = 0

@@ -46,7 +46,7 @@ class NetworkFaults:
         """Whether it happens this time."""
         return rate > 0 and self._rng.random() < rate
 
-    async def fate(self, process: str) -> None:
+    async def maybe_crash(self, process: str) -> None:
         """An await of a process: it may be its last."""
         if self.strikes(self.rates.crash) and self.crash(process):
             await asyncio.get_running_loop().create_future()  # never: none of its code runs any more
@@ -174,7 +174,7 @@ class SimTransport:
         await self._lasting(lambda: self._inner.declare_reply_queue(name))
 
     async def bind_foreign(self, queue: str, exchange: str, keys: Sequence[str]) -> None:
-        """Bind to somebody else's exchange."""
+        """Bind to an exchange of another system."""
         await self._trip()
         await self._inner.bind_foreign(queue, exchange, keys)
 
@@ -192,16 +192,16 @@ class SimTransport:
             asyncio.get_running_loop().call_later(later, self._again, message, context=self._broker.context)
         if network_faults.strikes(network_faults.rates.lost_after):
             self.cut(network_faults.between(0.0, REPAIR_S))
-        await network_faults.fate(self.name)
+        await network_faults.maybe_crash(self.name)
         await asyncio.sleep(network_faults.latency())
         if self._life != life:
             raise BusUnavailable(f"{self.name}: lost before the confirm")
 
     def _again(self, message: Outgoing) -> None:
-        """What a publisher does that never saw its confirm, whoever it is: the same message once more."""
+        """What a publisher does that never saw its confirm: the same message once more."""
         try:
             self._broker.route(message)
-        except Exception as error:  # nobody waits for this one
+        except Exception as error:  # not waited for
             self._event_log.log("network", f"a double went nowhere: {error}")
 
     async def consume(self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int) -> Subscription:
@@ -264,7 +264,7 @@ class SimTransport:
 
     async def _trip(self) -> int:
         life = self._life
-        await self._network_faults.fate(self.name)
+        await self._network_faults.maybe_crash(self.name)
         await asyncio.sleep(self._network_faults.latency() + self.slow_s)
         if life != self._life or not self._inner.connected:
             raise BusUnavailable(f"{self.name}: not connected")

@@ -80,7 +80,7 @@ class Operator:
         self._start(order.service)
 
     async def _die(self, order: Order) -> None:
-        """The racks burn: the service and all its hosts, and nobody says so."""
+        """The racks burn: the service and all its hosts, unannounced."""
         world, name = self._world, f"compute-{order.service}"
         world.expected_down.add(name)
         world.dead.add(order.service)
@@ -139,7 +139,7 @@ class Operator:
         return False
 
     def _tenants(self, service: str, host: str) -> list[str]:
-        """Whoever is on this host, is to be, or holds a part of it."""
+        """The instances that are on this host, are to be, or hold a part of it."""
         world = self._world
         here = {guest.instance_uuid: None for at, guest in world.fleets[service].guests() if at == host}
         for uuid, instance in world.cells[world.cell_of(service).name].instances.items():
@@ -148,5 +148,5 @@ class Operator:
         for uuid, kept in world.book.consumers.items():
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):
                 here[uuid] = None
-        # Of those that a restored database does not know nobody can see the end.
+        # Of those that a restored database does not know no client can see the end.
         return [uuid for uuid in here if uuid not in world.taken_back and world.harm.ours(uuid)]

@@ -89,7 +89,7 @@ class FaultType(StrEnum):
     IRONIC = "ironic"  # Ironic's API is away for `seconds`
     FULL = "full"  # half of a broker's bounded queues are full for `seconds`: they refuse what is published
     MUTE = "mute"  # a compute service's heartbeats are lost for `seconds`, while it works on
-    CLOCK = "clock"  # somebody sets a process's clock; `seconds` says where to
+    CLOCK = "clock"  # an operator sets a process's clock; `seconds` says where to
 
 
 class FaultEvent(Struct, frozen=True, kw_only=True):

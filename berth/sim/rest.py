@@ -39,7 +39,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(_inventories(world))
     found += list(_heard(world))
     found += list(_others(world))
-    found += list(world.company.unsettled())
+    found += list(world.peer_watch.unsettled())
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -93,7 +93,7 @@ def told_of_quota(world: World) -> str:
             full = bool(world.taken_back) or not any(host.enabled for host in hosts)
             rightly = standing.code == OVER_QUOTA or full
             return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
-    return f"nobody of {NONE_ALLOWED} is on record"
+    return f"no project of {NONE_ALLOWED} is on record"
 
 
 def _lost(world: World) -> set[str]:
@@ -154,7 +154,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # What was in use when it was taken out is set aside: a shell, for as long as somebody uses it.
+        # What was in use when it was taken out is set aside: a shell, for as long as it is used.
         shell = world.book.providers.get(uuid) if how == "drained" else None
         if shell is not None and (is_reported(shell) or not any(shell.used.values())):
             yield f"left_for_good: the book still has {uuid}"
@@ -236,8 +236,8 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
 def _running(world: World) -> Iterator[RunningFact]:
     """What really runs; on hosts that burnt down whatever its owner still takes for alive.
 
-    Of those nobody hears any more, not even that a machine was lost just before: that each was once built there by its
-    attempt is seen at every commit (`active_was_built`).
+    Of those no report comes any more, not even that a machine was lost just before: that each was once built there by
+    its attempt is seen at every commit (`active_was_built`).
     """
     burnt: dict[tuple[str, str], int] = {}
     for service, fleet in world.fleets.items():
@@ -246,7 +246,7 @@ def _running(world: World) -> Iterator[RunningFact]:
                 burnt[guest.instance_uuid, host] = guest.attempt
             elif guest.complete:
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
-    # What a second service of a name built while it had the name is on machines that nobody sees any more when it has
+    # What a second service of a name built while it had the name is on machines that are not seen any more when it has
     # gone; but none of it may run here, too.
     elsewhere = {
         guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
@@ -267,7 +267,7 @@ def _on_nodes(world: World) -> Iterator[RunningFact]:
     for node in world.ironic.pool.nodes.values() if world.ironic else ():
         uuid = node["instance_uuid"]
         if uuid is None and (left := marked(node)) is not None and _is_active(world, left):
-            uuid = left  # its operator cleared `instance_uuid` alone: a machine that nobody has deleted still runs
+            uuid = left  # its operator cleared `instance_uuid` alone: a machine that was not deleted still runs
         if uuid is not None:
             yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
 

@@ -96,7 +96,7 @@ class Shrinker:
 
 
 def _without_peers(plan: Plan) -> Plan:
-    """Nobody minds where others are."""
+    """No build depends on where others are."""
     alone = (replace(order, group=None, apart_from=(), together_with=()) for order in plan.orders)
     return replace(plan, orders=tuple(alone))
 
@@ -111,7 +111,7 @@ def _without_others(plan: Plan) -> Plan:
 
 
 def _without_metal(plan: Plan) -> Plan:
-    """No bare metal: nothing about Ironic happens, and nobody asks for a node."""
+    """No bare metal: nothing about Ironic happens, and no build asks for a node."""
     return replace(
         plan,
         metal=None,

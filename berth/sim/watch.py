@@ -122,7 +122,7 @@ class MachineWatch:
                 raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")
 
     def _lost(self, instance: Instance) -> None:
-        """Nobody is told that a machine is lost which runs."""
+        """No machine is reported lost that runs."""
         runs = self.runs(instance.host_uuid or "", instance.uuid)
         if runs == instance.attempt:
             raise Breach("lost_was_lost", f"{instance.uuid} attempt {runs} is taken for lost, and runs")

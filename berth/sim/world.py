@@ -16,7 +16,7 @@ from msgspec import Struct
 from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
-from berth.sim.loop import NOBODY, PROCESS, Process
+from berth.sim.loop import NO_CONTEXT, PROCESS, Process
 from berth.sim.network import Broker, NetworkFaults, SimTransport
 from berth.sim.peer_watch import PeerWatch
 from berth.sim.plan import Cell, Plan
@@ -164,16 +164,16 @@ class World:
         self.probing = False  # whether what is asked now must not lead to them any more
         self.wiring = Wiring(self)
         self.machines = MachineWatch()
-        self.company = PeerWatch(plan, self.book, self.cells, self.now)
-        self.company.excused = self.taken_back
+        self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
+        self.peer_watch.excused = self.taken_back
         self._book_watch = BookWatch(self.book)
-        looks = _all_of(self._book_watch, self.company, self._others_hold)
+        looks = _all_of(self._book_watch, self.peer_watch, self._others_hold)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
         for name, cell_table in self.cells.items():
             look = _all_of(
                 partial(self.machines.instances, cell_table.instances),
-                self.company.machines,
+                self.peer_watch.machines,
                 partial(self.harm.record, cell_table.instances),
             )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
@@ -246,7 +246,7 @@ class World:
                 del self.lives[name]
 
     def _ended(self, name: str, life: Incarnation, task: asyncio.Task[None]) -> None:
-        """A process that nobody stopped has ended: a defect, unless what it needs to start was away for too long."""
+        """A process that was not stopped has ended: a defect, unless what it needs to start was away for too long."""
         if life.stop.is_set() and not task.cancelled() and task.exception() is None:
             return
         if self.over or life.process.dead or self.lives.get(name) is not life:
@@ -270,8 +270,8 @@ class World:
         if name not in self.counts or crashes > MAX_CRASHES:
             return False
         loop = asyncio.get_running_loop()
-        loop.call_soon(self.kill, name, context=NOBODY)
-        loop.call_later(self.rng.uniform(0.05, 4.0), self._supervise, name, context=NOBODY)
+        loop.call_soon(self.kill, name, context=NO_CONTEXT)
+        loop.call_later(self.rng.uniform(0.05, 4.0), self._supervise, name, context=NO_CONTEXT)
         return True
 
     def _supervise(self, name: str) -> None:
@@ -312,7 +312,7 @@ class World:
                 duplicate.drop(host.plan.uuid)
 
     def take_out(self, service: str, host: str) -> Host:
-        """A host is not in the settings of this service any more, whoever bears its name."""
+        """A host is not in the settings of this service any more, under either process of its name."""
         duplicate = self.duplicates.get(service)
         if duplicate is not None and duplicate.host(host) is not None:
             duplicate.drop(host)
@@ -370,7 +370,7 @@ class World:
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
-            # What an operator took out since is in the book again, until somebody takes it out once more.
+            # What an operator took out since is in the book again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
         if isinstance(table := self.schemas[schema], MemoryBookTable | MemoryInstanceTable):
             table.place += 1
@@ -411,7 +411,7 @@ class World:
         broker.add_foreign_tenant()
         return broker
 
-    # --- what everybody meets
+    # --- what every process meets
 
     async def _pause(self, schema: str, rng: random.Random, transports: list[SimTransport], point: str) -> None:
         """One statement of one process: its latency, and what may go wrong with it."""
@@ -419,13 +419,13 @@ class World:
         await asyncio.sleep(STATEMENT_S * (0.5 + rng.random()) + slow_s)
         process = PROCESS.get()
         if process is not None:
-            await self.network_faults.fate(process.name)
+            await self.network_faults.maybe_crash(process.name)
         if self.away.get(schema):
             raise DatabaseUnavailable(f"{schema} is away")
         rates, strikes = self.network_faults.rates, self.network_faults.strikes
         if strikes(rates.store_crash):
             seconds = self.network_faults.between(0.05, MOST_AWAY_S)
-            asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NOBODY)
+            asyncio.get_running_loop().call_soon(self._fall_briefly, schema, seconds, context=NO_CONTEXT)
             await asyncio.sleep(0)  # by then its sessions are cut
             raise DatabaseUnavailable(f"{schema} has died")
         if point == "statement":
@@ -459,7 +459,7 @@ class World:
 
     def _fall_briefly(self, schema: str, seconds: float) -> None:
         self._hit(schema, "died")
-        asyncio.get_running_loop().call_later(seconds, self.fall(schema), context=NOBODY)
+        asyncio.get_running_loop().call_later(seconds, self.fall(schema), context=NO_CONTEXT)
 
     def _hit(self, schema: str, what: str) -> None:
         process = PROCESS.get()
@@ -492,19 +492,19 @@ class World:
                 if bus == API and tag == EVENT_TAG:
                     event = _event.decode(body)
                     self.listener.event(event)
-                    self.company.event(event)
+                    self.peer_watch.event(event)
             except Breach as breach:
                 self.fail(breach)
 
     def _sent(self, build: CellBuild) -> None:
         if self.probing:
             self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
-        self.company.sent(build)
+        self.peer_watch.sent(build)
 
     def _claimed(self, claim: Claim) -> None:
         for option in claim.options:
             # A request that comes again asks with a claim that fits nowhere whether it holds something already: that
-            # claim names any host of the book and leads nobody there.
+            # claim names any host of the book and leads no build there.
             if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
                 self._led(claim.consumer, option.allocations)
 

@@ -28,7 +28,7 @@ DIED_AT = "berth-died-at-ms"
 # Letters that are passed over or shown in one go; those behind them wait for the next.
 MAX_LOOKED_AT = 10_000
 
-# The origin of a letter that says none: somebody wrote it into the queue of dead letters himself.
+# The origin of a letter that says none: another program wrote it into the queue of dead letters.
 UNKNOWN = "unknown"
 
 # What goes back with a letter, beside the time at which it was sent. A deadline has long passed, and its retries begin

@@ -36,7 +36,8 @@ class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, bounded, with what travelled beside it.
 
     exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must tell
-    somebody of every end tells it now, and does nothing else for it: what it did before may be what ended its process.
+    its client of every end reports it now, and does nothing else for it: what it did before may be what ended its
+    process.
     """
 
     message: Message

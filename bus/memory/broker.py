@@ -131,7 +131,7 @@ class MemoryBroker:
         return True
 
     def arrive(self, transport: Connection) -> None:
-        """A connection begins. Where there was none, nobody has looked at the time."""
+        """A connection begins. Where there was none, expired messages are still there."""
         if not self.transports:
             for queue in self._queues.values():
                 queue.expire(self.clock.monotonic())

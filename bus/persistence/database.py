@@ -237,12 +237,12 @@ class Database:
         while (dead := next((held for held in self._spare if held.driver.is_closed()), None)) is not None:
             self._spare.remove(dead)
             await self._drop(dead)
-        held = self._warmest(by_key=by_key) or await self._connect()
+        held = self._most_prepared(by_key=by_key) or await self._connect()
         if held.by_key is not by_key:
             await self._switch_plan(held, by_key=by_key)
         return held
 
-    def _warmest(self, *, by_key: bool) -> _Held | None:
+    def _most_prepared(self, *, by_key: bool) -> _Held | None:
         """One that plans so; when no more may be opened, any."""
         for place in reversed(range(len(self._spare))):
             if self._spare[place].by_key is by_key:

@@ -74,7 +74,7 @@ class Session:
         return cls(pika, names)
 
     def _hear_alarms(self, connection: AbstractConnection) -> None:
-        """aiormq logs connection.blocked and tells nobody: its two handlers are replaced on this connection."""
+        """aiormq only logs connection.blocked: its two handlers are replaced on this connection."""
 
         async def blocked(frame: spec.Connection.Blocked) -> None:
             self.blocked = frame.reason or "no reason given"

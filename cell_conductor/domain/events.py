@@ -80,7 +80,7 @@ class Claimed(Event, frozen=True, kw_only=True):
 class ClaimRefused(Event, frozen=True, kw_only=True):
     """Placement claimed nothing for `attempt`, and holds nothing of ours any more.
 
-    consumer_changed: somebody else owns the consumer now; this build must stop.
+    consumer_changed: another client owns the consumer now; this build must stop.
     """
 
     attempt: int

@@ -2,9 +2,9 @@
 
 A service holds a lease, and each heartbeat or host announcement renews it. Time is counted only while the bus delivers:
 every delivery moves the clock on by what has passed since the one before, by `STEP_S` at most. So a conductor that was
-paused, cut off, or whose broker stood still suspects nobody for it, and one heartbeat that is missing, or two, means
-nothing. What a suspicion changes can be taken back: new builds go elsewhere, and so do builds that are under way and
-have somewhere else to go. A machine that the service may run is destroyed by its own fence, see `proof`.
+paused, cut off, or whose broker stood still suspects no service for it, and one heartbeat that is missing, or two,
+means nothing. What a suspicion changes can be taken back: new builds go elsewhere, and so do builds that are under way
+and have somewhere else to go. A machine that the service may run is destroyed by its own fence, see `proof`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LeaseTable:
             if lease.standing is Standing.SILENT or self._is_overdue(self._held[service])
         }
 
-    def believe(self, recorded: Iterable[Lease]) -> None:
+    def adopt(self, recorded: Iterable[Lease]) -> None:
         """What another conductor, or an earlier life of this one, has recorded of services that were not heard here.
 
         One that was up has a whole lease from now on to be heard in; one that was away is until it is heard.
@@ -135,7 +135,7 @@ class LeaseTable:
             held.lease = Lease(service=service, epoch=epoch, every_s=every_s, since=at)
         return held.lease is not before
 
-    def judge(self, at: float) -> list[Lease]:
+    def assess(self, at: float) -> list[Lease]:
         """Services that have fallen silent by now, in order of their names."""
         silent: list[Lease] = []
         for _, held in sorted(self._held.items()):

@@ -220,13 +220,13 @@ def release_alternate(instance: Instance, event: Claimed, timeouts: Timeouts) ->
 def run_out(instance: Instance, event: ClaimRefused, timeouts: Timeouts) -> Step:
     """No alternate could be claimed: release, so that a late copy of the claim is fenced, and end failed.
 
-    Unless somebody else holds the consumer: then nothing is ours to release.
+    Unless another client holds the consumer: then nothing is ours to release.
     """
     if event.attempt != instance.attempt + 1:
         return Step(instance)
     tried = _not_claimed(instance, event.outcomes, event.at)
     if event.consumer_changed:
-        reason = event.reason or "somebody else holds this instance's allocation"
+        reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=_cut(reason))
         return _end_failed(changed, event.at, timeouts)
     over = replace(tried, code="max_retries_exceeded", reason=_cut(_story(tried)))

@@ -220,7 +220,7 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in MAY_HAVE_ASKED):
-        # A claim that no record of ours has asked for would leak: nobody would ever release it.
+        # A claim that no record of ours has asked for would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     stepped = rule.apply(instance, event, timeouts)
     after = stepped.instance.state

@@ -18,7 +18,7 @@ class LeaseStore(Protocol):
     """The leases on record, and their keeper."""
 
     async def keep(self, process: str, for_s: float) -> int | None:
-        """Be the keeper for so long from now on, again or as nobody else is; the term, or None: another is."""
+        """Be the keeper for so long from now on, again or when no other is; the term, or None: another is."""
 
     async def leases(self) -> list[Lease]:
         """All on record, by service."""

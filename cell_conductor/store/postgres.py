@@ -63,7 +63,7 @@ WHERE service = ANY($1::text[]) ORDER BY uuid
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
-# Whatever somebody holds is not over. The states are the partial indexes' conditions.
+# What a consumer holds is not over. The states are the partial indexes' conditions.
 FORGET = """
 DELETE FROM instances WHERE uuid IN (
     SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)

@@ -85,7 +85,7 @@ class KeystoneAuth(httpx.Auth):
             if self._token == stale:
                 try:
                     answer = await self._client.post(self._url, json=self._body)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:  # whoever asked would take it for Ironic's
+                except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
                     said = f"Keystone at {self._url}: {type(error).__name__}: {error}"
                     raise SourceUnavailable(said, code="keystone.unavailable") from error
                 self._token, self._renew_at = self._parse_token(answer)

@@ -171,7 +171,7 @@ class _CandidateSearch:
         self._most = MAX_CELLS // len(compiled.slots)
         self._tries = LEAST_TRIES + TRIES * budget
         self._patterns: dict[bytes, TreePattern] = {}
-        self._lone: list[Rows] = []
+        self._flat: list[Rows] = []
         self._may_repeat = False  # whether one candidate may be found on several roots
         self.exhausted = True
 
@@ -200,7 +200,7 @@ class _CandidateSearch:
     def _look_at(self, roots: Rows) -> None:
         """Sort these roots into lone providers that give everything, and patterns of trees."""
         alone = self._compiled.stand_alone(roots)
-        self._lone.append(self._compiled.flat(roots[alone]))
+        self._flat.append(self._compiled.flat(roots[alone]))
         if alone.all():
             return
         known = set(self._patterns)
@@ -257,7 +257,7 @@ class _CandidateSearch:
     def _gather(self, count: int) -> Rows:
         """The first `count` candidates of every root, in the stated order, none twice."""
         slots = len(self._compiled.slots)
-        flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._lone])
+        flat = np.concatenate([np.zeros(0, dtype=np.intp), *self._flat])
         if not self._patterns:
             return self._once(np.repeat(flat[:, None], slots, axis=1))
         rows, anchors, turns = [np.repeat(flat[:, None], slots, axis=1)], [flat], [np.zeros(len(flat), dtype=np.intp)]

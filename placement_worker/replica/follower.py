@@ -277,12 +277,12 @@ class Follower:
             await self._wanted.wait()
             self._wanted.clear()
             self._begun += 1
-            await self._insist()
+            await self._retry_until_answered()
             self._ended = self._begun
             self.ready.set()
             self._log_catch_up()
 
-    async def _insist(self) -> None:
+    async def _retry_until_answered(self) -> None:
         """One round, again and again while placement or the bus is away."""
         wait = self._limits.first_wait_s
         while True:  # ends with an answer; until then the replica is not ready, or grows old and says so

@@ -117,7 +117,7 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
 
 
 def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
-    nobody = (api.config.incomplete_project_id, api.config.incomplete_user_id)
+    unowned = (api.config.incomplete_project_id, api.config.incomplete_user_id)
     writes = {}
     for consumer, asked in body.items():
         if not is_uuid(consumer):
@@ -125,7 +125,7 @@ def _writes(api: Api, body: dict[str, Any]) -> tuple[Any, ...]:
         uuid = canonical(consumer)
         if uuid in writes:
             raise HttpFault(400, f"Consumer {uuid} is named twice")
-        writes[uuid] = consumer_write(uuid, asked, nobody)
+        writes[uuid] = consumer_write(uuid, asked, unowned)
     return tuple(writes.values())
 
 

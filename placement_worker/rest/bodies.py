@@ -381,10 +381,10 @@ def at(table: tuple[tuple[int, T], ...], version: int) -> T:
     return next(row for since, row in table if version >= since)
 
 
-def consumer_write(consumer: str, body: AllocationBody, nobody: tuple[str, str]) -> ConsumerWrite:
-    """What a body asks for one consumer. nobody: (project, user) of one that says neither."""
+def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]) -> ConsumerWrite:
+    """What a body asks for one consumer. unowned: (project, user) of one that says neither."""
     if isinstance(body, Allocations0):
-        project, user = nobody
+        project, user = unowned
     else:
         project, user = text_of(body.project_id), text_of(body.user_id)
     if isinstance(body, Allocations0 | Allocations8):

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from bus.service.settings import Secret
 
-NOBODY = "00000000-0000-0000-0000-000000000000"
+UNOWNED = "00000000-0000-0000-0000-000000000000"
 
 
 class CorsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,8 +75,8 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keystone: KeystoneConfig = KeystoneConfig()
     policy: PolicyConfig = PolicyConfig()
     cors: CorsConfig = CorsConfig()
-    incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
-    incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = NOBODY
+    incomplete_project_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
+    incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
     openapi: bool = False
     randomize: bool = False
     budget: Annotated[int, Bound(ge=1000)] = 100_000

@@ -29,7 +29,7 @@ READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
 Leaving = tuple[str, str]  # (provider, class)
 
-_NOBODY = ConsumerState(0, 0, "", "", "")
+_NEW_CONSUMER = ConsumerState(0, 0, "", "", "")
 
 
 class HoldersBusy(Transient):
@@ -107,7 +107,7 @@ async def _holders(connection: asyncpg.Connection, leaving: Sequence[Leaving], n
 async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: NameTable) -> dict[str, ConsumerState]:
     if not uuids:
         return {}
-    inserted, found = await claims.lock_consumers(connection, dict.fromkeys(uuids, _NOBODY), names)
+    inserted, found = await claims.lock_consumers(connection, dict.fromkeys(uuids, _NEW_CONSUMER), names)
     if inserted:  # gone since we looked: the row made ahead of it is not wanted
         await connection.execute(claims.DELETE_CONSUMERS, list(inserted))
     return {uuid: consumer for uuid, consumer in found.items() if consumer.holding}

@@ -220,7 +220,7 @@ class MemoryBookTable(MemoryDatabase):
         return self.classes if kind is NameKind.CLASS else self.traits
 
     def forget_name(self, kind: NameKind, name: str) -> None:
-        """A class or trait that nobody has goes."""
+        """A class or trait that no provider has goes."""
         (self.classes if kind is NameKind.CLASS else self.traits).pop(name)
         del self.made[kind, name]
 

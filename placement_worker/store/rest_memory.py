@@ -48,7 +48,7 @@ from placement_worker.store.rest_port import (
 
 
 class MemoryTransactions(Protocol):
-    """What a MemoryBook does in its transactions, whoever asks for it."""
+    """What a MemoryBook does in its transactions, for each of its callers."""
 
     session: MemorySession
     table: MemoryBookTable

@@ -57,14 +57,14 @@ _loaded = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
 async def apply(connection: asyncpg.Connection, writes: Sequence[TreeWrite], names: NameTable) -> list[TreeOutcome]:
     """Decide and write a group inside the caller's transaction."""
     shape, fresh_ids, ids, before = await _load(connection, writes)
-    grove = ProviderTrees(before, names.class_ids, names.trait_ids, shape=shape)
-    outcomes = [grove.apply(write) for write in writes]
-    changes = changes_of(before, grove.providers)
+    provider_trees = ProviderTrees(before, names.class_ids, names.trait_ids, shape=shape)
+    outcomes = [provider_trees.apply(write) for write in writes]
+    changes = changes_of(before, provider_trees.providers)
     if changes:
         done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
         changes = caused(changes, ((write.cause, (write.uuid,)) for write in done))
-        ids.update(zip((uuid for uuid in grove.providers if uuid not in before), fresh_ids, strict=False))
-        written = msgspec.json.encode(rows_of(ids, before, grove.providers, names)).decode()
+        ids.update(zip((uuid for uuid in provider_trees.providers if uuid not in before), fresh_ids, strict=False))
+        written = msgspec.json.encode(rows_of(ids, before, provider_trees.providers, names)).decode()
         await connection.fetchval(WRITE, written, *feed.rows(changes))
     return outcomes
 

@@ -115,7 +115,7 @@ class HostTable:
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
         digest = self._digests.get(message.cell)
         if digest is not None:
-            self._judge(self.services[known], digest, now_s)
+            self._assess(self.services[known], digest, now_s)
         self._apply_hosts(known, message, now_s)
         return True
 
@@ -140,12 +140,12 @@ class HostTable:
         known.away, known.gathered, known.heard_s = known.gathered, {}, now_s
         for index, service in enumerate(self.services):
             if service.cell == digest.cell:
-                self._judge(service, known, now_s)
+                self._assess(service, known, now_s)
                 if service.away is not None and now_s - service.away_s > AWAY_HOLD_S:
                     self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
         return True
 
-    def _judge(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
+    def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
         """What its cell says of this service: of its present life, or of a later one."""
         away = digest.away.get(service.name)
         if away is not None and away.epoch < service.epoch:

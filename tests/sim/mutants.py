@@ -79,7 +79,7 @@ def forgotten_before_confirmed() -> AbstractContextManager[Any]:
 
 
 def release_forgotten_after_failure() -> AbstractContextManager[Any]:
-    """A build that is given up is failed at once; nobody releases what it holds."""
+    """A build that is given up is failed at once; what it holds is not released."""
 
     def give_up(instance: Any, at: float, patience: Any, *, code: str, reason: str) -> Any:
         over = replace(instance, code=code, reason=reason)

@@ -303,7 +303,7 @@ async def test_what_could_not_be_destroyed_is_taken_up_again_without_being_asked
     assert service.said[-1].code == "destroy.failed" and len(driver.machines) == 2
     done = asyncio.Event()
     service.agent._answers._say = lambda result: done.set() if result.outcome is ComputeOutcome.DESTROYED else None
-    insisting = asyncio.create_task(service.agent.insist())
+    insisting = asyncio.create_task(service.agent.retry_destroys())
     async with asyncio.timeout(20):
         await done.wait()
     insisting.cancel()

@@ -26,7 +26,7 @@ class Story:
             for service, epoch in self.services.items():
                 if service not in without.split():
                     self.beat(service, epoch)
-            silent += [lease.service for lease in self.table.judge(self.now)]
+            silent += [lease.service for lease in self.table.assess(self.now)]
         return silent
 
     def beat(self, service: str, epoch: int, *, leaving: bool = False) -> bool:
@@ -76,7 +76,7 @@ def test_who_was_paused_or_cut_off_suspects_nobody_for_it() -> None:
     story = Story("a", "b")
     for _ in range(3):
         story.now += 60.0
-        assert story.table.judge(story.now) == []
+        assert story.table.assess(story.now) == []
         assert story.run(1, without="a") == [], f"a pause counts for {STEP_S} s at most"
         story.run(1)
 
@@ -85,7 +85,7 @@ def test_a_cell_that_delivers_nothing_is_not_judged() -> None:
     story = Story("a", "b")
     for _ in range(100):
         story.now += 1.0
-        assert story.table.judge(story.now) == []
+        assert story.table.assess(story.now) == []
 
 
 def test_a_service_that_says_good_bye_takes_no_builds_at_once_and_its_builds_are_waited_for_a_lease() -> None:
@@ -114,7 +114,7 @@ def test_what_comes_late_or_twice_renews_nothing() -> None:
 
 def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_who_was_away() -> None:
     story = Story("b")
-    story.table.believe(
+    story.table.adopt(
         [
             Lease(service="a", epoch=1, every_s=1.0),
             Lease(service="b", epoch=0, every_s=1.0, standing=Standing.SILENT, since=3.0),

@@ -173,7 +173,7 @@ def test_virtual_gpus_run_out_device_by_device() -> None:
     assert given[2] is None
 
 
-def numa_street(room: tuple[int, int]) -> Cluster:
+def numa_cluster(room: tuple[int, int]) -> Cluster:
     """Two NUMA cells with a device each; how many CPUs each cell has is said."""
     flavor = Flavor(
         disk_gb=10,
@@ -193,7 +193,7 @@ def numa_street(room: tuple[int, int]) -> Cluster:
 
 
 def test_cpus_memory_and_a_device_stay_in_one_numa_cell() -> None:
-    cluster = numa_street((4, 8))
+    cluster = numa_cluster((4, 8))
     cells = []
     while (placed := cluster.place()) is not None:
         assert placed["h0"] == {"DISK_GB": 10}
@@ -207,14 +207,14 @@ def test_cpus_memory_and_a_device_stay_in_one_numa_cell() -> None:
 
 
 def test_no_cell_has_both() -> None:
-    cluster = numa_street((4, 2))
+    cluster = numa_cluster((4, 2))
     assert cluster.place() is not None  # cell 0 has both
     assert cluster.place() is None  # CPUs are gone there, and the free device is in the other cell
     assert "have no provider with enough free for group NIC" not in cluster.why_not()
 
 
 def test_groups_that_fit_only_apart_say_so() -> None:
-    cluster = numa_street((4, 2))
+    cluster = numa_cluster((4, 2))
     cluster.hosts.book.assume("the device beside the free CPUs", {child(20): {"SRIOV_NET_VF": 1}})
     assert cluster.place() is None
     assert "have room for each of groups CPU, NIC, but not for all of them together" in cluster.why_not()
