@@ -93,10 +93,10 @@ class Facts(Struct, frozen=True, kw_only=True):
 
     allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
     cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
-    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether the
-    process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit: mismatches
-    that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or None.
-    away: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
+    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
+    the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
+    mismatches that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or
+    None. away: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
     """
 
     inventories: Sequence[InventoryFact]
