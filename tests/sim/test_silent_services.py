@@ -1,0 +1,102 @@
+"""A compute service that falls silent while it builds: its builds end elsewhere within a bound, and none is doubled."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import patch
+
+import pytest
+from msgspec.structs import replace
+
+from berth.sim.draw import plan_of
+from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan, Rates
+from berth.sim.run import Result, run
+from berth.sim.watch import Listener
+from berth.sim.wiring import BUILD_TIMEOUT_S
+from bus.contracts.build import BuildEvent, BuildState
+from cell_conductor.domain.leases import Lease, LeaseTable
+from compute_sim.domain.faults import Faults
+
+SILENT_AT = 10.0
+LEASE_S = 5 * 2.0  # missed_beats, of a heartbeat every two seconds
+BUILDS_S = 2.0  # a build takes so long at most
+
+
+def plan(seed: int, kind: FaultType, seconds: float, *, target: str = "compute-s00") -> Plan:
+    """Two services; twelve builds around the moment when one of them falls silent."""
+    builds = tuple(
+        Order(
+            at=SILENT_AT - 2.0 + number / 4,
+            action=Action.BUILD,
+            uuid=f"{seed:08x}-0000-4000-8000-{number:012d}",
+            flavor="m1.tiny",
+            project="red",
+        )
+        for number in range(12)
+    )
+    return replace(
+        plan_of(seed),
+        cells=(Cell(name="cell0", conductors=2, services=(("s00", 3), ("s01", 3))),),
+        computes=Faults(delay_max_s=BUILDS_S),
+        orders=builds,
+        fault_events=(FaultEvent(at=SILENT_AT, kind=kind, target=target, seconds=seconds),),
+        rates=Rates(),
+        metal=None,
+        flat=(),
+        skew_s=0.0,
+        quota={},
+        quotas={},
+        keep_s=0.0,
+        batch=0,
+    )
+
+
+def ends_of(planned: Plan) -> tuple[Result, dict[str, float]]:
+    """The run, and how long each build took to its end: active, or failed because its other hosts are full."""
+    asked = {order.uuid: order.at for order in planned.orders}
+    took: dict[str, float] = {}
+    listen = Listener.event
+
+    def event(self: Listener, said: BuildEvent) -> None:
+        if said.terminal and said.state is not BuildState.DELETED and said.instance_uuid in asked:
+            took.setdefault(said.instance_uuid, asyncio.get_running_loop().time() - asked[said.instance_uuid])
+        listen(self, said)
+
+    with patch.object(Listener, "event", event):
+        return run(planned), took
+
+
+CASES = [
+    (FaultType.PAUSE, 60.0),  # it stands still, and comes back with the same epoch
+    (FaultType.CRASH, 60.0),  # it is killed, and starts again with what it remembers
+    (FaultType.MUTE, 25.0),  # it works on, and is not heard
+]
+# What a lease takes, a claim and a build elsewhere, and looks in between; far below an attempt's own deadline.
+BOUND_S = LEASE_S + BUILDS_S + 5.0
+
+
+@pytest.mark.parametrize(("kind", "seconds"), CASES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_builds_of_a_silent_service_end_elsewhere_within_a_bound(seed: int, kind: FaultType, seconds: float) -> None:
+    result, took = ends_of(plan(seed, kind, seconds))
+    assert result.breach == "", result.detail
+    assert len(took) == 12 and max(took.values()) < BOUND_S < BUILD_TIMEOUT_S, took
+
+
+def test_without_failing_over_they_wait_for_the_deadline() -> None:
+    """So the bound above is not met by chance."""
+
+    def nobody(_: LeaseTable) -> dict[str, Lease]:
+        return {}
+
+    with patch.object(LeaseTable, "abandoned", property(nobody)), patch.object(LeaseTable, "away", property(nobody)):
+        result, took = ends_of(plan(1, FaultType.PAUSE, 60.0))
+    assert result.breach == "", result.detail
+    assert len(took) == 12 and max(took.values()) > BUILD_TIMEOUT_S, took
+
+
+@pytest.mark.parametrize("target", ["conductor-cell0-0", "conductor-cell0-1"])
+def test_a_conductor_that_stands_still_suspects_nobody(target: str) -> None:
+    result, took = ends_of(plan(3, FaultType.PAUSE, 30.0, target=target))
+    assert result.breach == "", result.detail
+    assert len(took) == 12
