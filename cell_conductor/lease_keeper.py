@@ -159,7 +159,7 @@ class LeaseKeeper:
         if away == self._told and now_s < self._digest_at:
             return
         keeping.number += 1
-        pages = _pages(away)
+        pages = pages_of(away)
         for number, page in enumerate(pages, 1):
             await self._bus.publish(
                 ServicesDigest(
@@ -176,7 +176,7 @@ class LeaseKeeper:
         self._told, self._digest_at = away, now_s + DIGEST_S * len(pages)
 
 
-def _pages(away: Mapping[str, Lease]) -> list[tuple[ServiceAway, ...]]:
+def pages_of(away: Mapping[str, Lease]) -> list[tuple[ServiceAway, ...]]:
     """One page at least. Beyond the last page nothing is told: a cell that has lost so many has other worries."""
     said = [
         ServiceAway(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
