@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -13,7 +16,7 @@ from berth.client import BuildClient
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import start_all
+from berth.servers import start_all, variables
 from berth.site import process_name
 from tests.system.small import PLAN, Small, small_processes
 
@@ -41,6 +44,24 @@ def test_workers_wait_for_their_servers_and_outlive_a_restart_of_the_database() 
 
         asyncio.run(load_while_the_database_restarts(small))
         assert small.pids() == started
+
+        small.servers.postgres.kill()
+        done = berth_list(small)
+        small.servers.postgres.start()
+        assert (done.returncode, "database.unavailable" in done.stderr) == (3, True), done.stderr
+
+
+def berth_list(small: Small) -> subprocess.CompletedProcess[str]:
+    """It asked "is a scheduler running?", with the status of time that ran out."""
+    settings = small.site.settings
+    return subprocess.run(
+        [sys.executable, "-m", "berth", "list"],
+        env={**os.environ, **variables(settings), "BERTH_BUS__URL": settings.bus.url},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 async def load_while_the_database_restarts(small: Small) -> None:
