@@ -127,6 +127,12 @@ class HarmWatch:
 
     # --- the book
 
+    def begin_anew(self, consumers: Mapping[str, ConsumerRow]) -> None:
+        """The book is what it was at an earlier moment: what others held then they hold again."""
+        for uuid in self.holdings:
+            kept = consumers.get(uuid)
+            self.holdings[uuid] = kept.consumer.holding if kept is not None else {}
+
     def book(self, consumers: Mapping[str, ConsumerRow], providers: Mapping[str, Provider]) -> None:
         """After a commit of the book: what others hold they keep holding. Raises Breach."""
         for uuid, held in self.holdings.items():

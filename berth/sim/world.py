@@ -370,6 +370,7 @@ class World:
         self.event_log.record("restored", f"{schema} {len(self.taken_back)}")
         if schema == "placement":
             self._book_watch.begin_anew()
+            self.harm.begin_anew(self.book.consumers)
             # What an operator took out since is in the book again, until an operator takes it out once more.
             self.left = {host: how for host, how in self.left.items() if how != "drained"}
         if isinstance(table := self.schemas[schema], MemoryBookTable | MemoryInstanceTable):
