@@ -19,6 +19,7 @@ from bus.faults import Fault
 from bus.port import QueueLocked, Transport
 from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
 from bus.requests import Requester
+from bus.retrying import QUEUE_LOCKED, Retrying
 from bus.topology import fill_in
 from bus.wire import Malformed, Packed, pack
 
@@ -28,10 +29,6 @@ R = TypeVar("R", bound=Message)
 
 # A call that publishes more than this gathers them: what is said alone and together then leaves in batches as well.
 FEW = 2
-
-# A broker needs up to half a minute to notice that the connection is gone which has a private queue.
-LOCKED_WAIT_S = 60.0
-LOCKED_AGAIN_S = 1.0
 
 log = structlog.get_logger("bus")
 
@@ -136,17 +133,15 @@ class Bus:
         """Declare a queue of the catalogue by its row's name; returns its real name.
 
         `{process}` is this bus's own process unless another is given. While another connection has a private queue
-        of this name (a former one of ours, perhaps), it waits. Raises QueueLocked after LOCKED_WAIT_S.
+        of this name (a former one of ours, perhaps), it waits. Raises QueueLocked when the policy of that name ends.
         """
-        until = self.clock.monotonic() + LOCKED_WAIT_S
-        while True:
-            try:
-                return await self.declare_now(queue, **fill)
-            except QueueLocked as locked:
-                if self.clock.monotonic() >= until:
-                    raise
-                log.warning("bus.queue_locked", bus=self.name, queue=queue, reason=str(locked))
-                await self.clock.sleep(LOCKED_AGAIN_S)
+
+        def told(error: BaseException, _failures: int) -> None:
+            log.warning("bus.queue_locked", bus=self.name, queue=queue, reason=str(error))
+
+        return await Retrying(QUEUE_LOCKED, self.clock).call(
+            lambda: self.declare_now(queue, **fill), lambda error: isinstance(error, QueueLocked), on_failure=told
+        )
 
     async def declare_now(self, queue: str, **fill: str) -> str:
         """Declare a queue as `declare` does. Raises QueueLocked at once."""

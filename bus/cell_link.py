@@ -10,10 +10,9 @@ import structlog
 from bus.bus import Bus
 from bus.consuming.consumer import Consumer
 from bus.port import BusUnavailable
+from bus.retrying import CELL_AWAY, Retrying
 
 log = structlog.get_logger(__name__)
-
-AGAIN_S = 0.5  # the cell went away again while its queues were being declared
 
 
 class CellLink:
@@ -33,19 +32,21 @@ class CellLink:
     async def run(self) -> None:
         """Connect, however long that takes, and consume until drained; raises what ended a consumer otherwise."""
         await self._bus.transport.open()
-        while not self.up.is_set():
-            try:
-                await self._bus.transport.declare_shared()
-                for consumer in self._consumers:
-                    if not consumer.started:
-                        await consumer.start()
-                self.up.set()
-            except BusUnavailable as error:
-                log.warning("cell.away", cell=self.name, reason=str(error))
-                await self._bus.clock.sleep(AGAIN_S)
+        await Retrying(CELL_AWAY, self._bus.clock).call(
+            self._start,
+            lambda error: isinstance(error, BusUnavailable),
+            on_failure=lambda error, _: log.warning("cell.away", cell=self.name, reason=str(error)),
+        )
+        self.up.set()
         async with asyncio.TaskGroup() as running:
             for consumer in self._consumers:
                 running.create_task(consumer.run())
+
+    async def _start(self) -> None:
+        await self._bus.transport.declare_shared()
+        for consumer in self._consumers:
+            if not consumer.started:
+                await consumer.start()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, finish what is in hand."""

@@ -14,8 +14,9 @@ from bus.clock import Clock, new_uuid
 from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout
-from bus.port import BusError, BusForbidden, Delivery, Transport
+from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
+from bus.retrying import WITHIN_A_REQUEST, Retrying
 from bus.wire import REPLY_PREFIX, Codec, Malformed, pack
 
 log = structlog.get_logger("bus.requests")
@@ -24,9 +25,6 @@ R = TypeVar("R", bound=Message)
 
 # Replies are taken off the queue as they come; this only bounds what the broker may send ahead.
 REPLY_PREFETCH = 1_000
-# The first and the longest wait before a request that could not be published is published again.
-FIRST_WAIT_S = 0.02
-LONGEST_WAIT_S = 1.0
 
 
 class _PendingRequests:
@@ -60,6 +58,7 @@ class Requester:
         self._pending: dict[str, tuple[_PendingRequests, int]] = {}
         self._opening = asyncio.Lock()
         self._is_open = False
+        self._retrying = Retrying(WITHIN_A_REQUEST, clock, rng)
         self._late = metrics.LATE_REPLIES.labels(bus)
         self._timeouts = metrics.REPLY_TIMEOUTS.labels(bus)
 
@@ -86,17 +85,13 @@ class Requester:
 
     async def _open(self) -> None:
         async with self._opening:
-            wait = FIRST_WAIT_S
-            while not self._is_open:
-                try:
-                    await self._transport.declare_reply_queue(self._queue)
-                    await self._transport.consume(self._queue, self._on_delivery, prefetch=REPLY_PREFETCH)
-                    self._is_open = True
-                except BusForbidden:
-                    raise
-                except BusError:
-                    await self._clock.sleep(wait)
-                    wait = min(wait * 2, LONGEST_WAIT_S)
+            if not self._is_open:
+                await self._retrying.call(self._consume_replies)
+                self._is_open = True
+
+    async def _consume_replies(self) -> None:
+        await self._transport.declare_reply_queue(self._queue)
+        await self._transport.consume(self._queue, self._on_delivery, prefetch=REPLY_PREFETCH)
 
     async def _exchange(
         self,
@@ -108,23 +103,22 @@ class Requester:
     ) -> None:
         """Publish until the broker takes them: the other side may be starting, and a request may be repeated."""
         deadline = self._clock.time() + timeout_s
-        wait = FIRST_WAIT_S
-        while not asked.done.done():
+
+        async def publish_unanswered() -> None:
             waiter = Waiter()
             for index, message in enumerate(messages):
                 if asked.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter)
             self._publisher.pump()
-            try:
-                await waiter.wait()
-                await asked.done
-            except BusForbidden:
-                raise
-            except BusError as error:
-                log.info("bus.request_again", code=error.code, asked=len(ids), cause=causes[0])
-                await self._clock.sleep(wait * (0.5 + self._rng.random() / 2))
-                wait = min(wait * 2, LONGEST_WAIT_S)
+            await waiter.wait()
+            await asked.done
+
+        def told(error: BaseException, _failures: int) -> None:
+            code = getattr(error, "code", "")
+            log.info("bus.request_again", code=code, asked=len(ids), cause=causes[0])
+
+        await self._retrying.call(publish_unanswered, on_failure=told)
 
     def _post(self, message: Message, cause: str, correlation_id: str, deadline: float, waiter: Waiter) -> None:
         now = self._clock.time()

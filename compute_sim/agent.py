@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import structlog
-import tenacity
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeResult, Destroy, Running, Spawn
+from bus.retrying import Retrying, RetryPolicy
 from compute_sim import metrics
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import (
@@ -51,8 +52,7 @@ from compute_sim.records import EntryRow, Key, Records
 
 log = structlog.get_logger()
 
-DESTROY_RETRY_MIN_S = 0.2
-DESTROY_RETRY_MAX_S = 30.0
+DESTROY = RetryPolicy(first_s=0.2, longest_s=30.0, least=0.0)  # as often as the service's limits say
 DESTROY_AGAIN_S = 60.0  # what was given up as impossible is taken up again after this
 MAX_AGAIN = 1_000  # ... so many at a time: the driver has just been away
 
@@ -78,6 +78,7 @@ class Agent:
         records: Records,
         say: Callable[[ComputeResult], None],
         clock: Clock,
+        rng: random.Random,
         limits: Limits,
         on_failures: Callable[[str], None] = lambda _: None,
         on_accepted: Callable[[Spawn], None] = lambda _: None,
@@ -87,6 +88,7 @@ class Agent:
         self._answers = Answers(service, say, clock, records)
         self._clock = clock
         self._limits = limits
+        self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_tries), clock, rng)
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()
@@ -294,14 +296,10 @@ class Agent:
                 self._start_destroy(key, entry.fence, entry.deployment)
 
     async def _clear(self, key: Key, attempt: int, deployment: str | None) -> None:
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            stop=tenacity.stop_after_attempt(self._limits.destroy_tries),
-            wait=tenacity.wait_random_exponential(multiplier=DESTROY_RETRY_MIN_S, max=DESTROY_RETRY_MAX_S),
-            retry=tenacity.retry_if_exception_type(DriverUnavailable),
-            reraise=True,
+        await self._destroying.call(
+            lambda: self._driver.destroy(key[0], key[1], attempt, deployment),
+            lambda error: isinstance(error, DriverUnavailable),
         )
-        await retrying(self._driver.destroy, key[0], key[1], attempt, deployment)
 
     def _count_failures(self, host: str, *, works: bool) -> None:
         count = 0 if works else self._records.failed_builds(host) + 1

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
-import tenacity
 
 from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeResult
-from bus.faults import Transient
-from bus.port import BusError, BusForbidden
+from bus.retrying import Retrying, RetryPolicy
 from compute_sim import metrics
 
 log = structlog.get_logger()
 
 MAX_BATCH = 500  # results published at once
 MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
-RETRY_MIN_S = 0.1
-RETRY_MAX_S = 5.0
+# Until the results are published: the jobs that ended have been done, and someone must hear of it.
+RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
 
 
 class ResultBus(Protocol):
@@ -46,11 +45,13 @@ class ResultSender:
         bus: ResultBus,
         *,
         clock: Clock,
+        rng: random.Random,
         on_reported: Callable[[Sequence[ComputeResult]], None],
         service: str,
     ) -> None:
         self._bus = bus
         self._clock = clock
+        self._retrying = Retrying(RESULTS, clock, rng)
         self._on_reported = on_reported
         self._service = service
         self._waiting: deque[ComputeResult] = deque()
@@ -104,17 +105,9 @@ class ResultSender:
 
     async def _publish(self, batch: Sequence[ComputeResult]) -> None:
         """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
-            retry=tenacity.retry_if_exception_type((BusError, Transient))
-            & tenacity.retry_if_not_exception_type(BusForbidden),
-            before_sleep=self._log_state,
-            reraise=True,
-        )
-        await retrying(self._bus.publish_all, [(result, result.instance_uuid) for result in batch])
+        said = [(result, result.instance_uuid) for result in batch]
+        await self._retrying.call(lambda: self._bus.publish_all(said), on_failure=self._log_state)
         metrics.RESULTS.labels(self._service).inc(len(batch))
 
-    def _log_state(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
+    def _log_state(self, error: BaseException, _failures: int) -> None:
         log.warning("results.not_published", waiting=len(self._waiting), code=getattr(error, "code", ""))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
-import tenacity
 
 from bus.clock import Clock
 from bus.contracts.cell import Spawn
 from bus.faults import Fault
+from bus.retrying import Retrying, RetryPolicy
 from bus.service.service import Service
 from compute_sim.agent import Agent, Limits
 from compute_sim.announcer import ResultSender
@@ -35,7 +35,7 @@ BATCH = 256  # commands decided at once; deciding one takes tens of microseconds
 PREFETCH = 1024
 STOP_GRACE_S = 3.0  # builds may end within this; later ones are taken up by the next start
 FLUSH_S = 3.0  # results that the broker has not confirmed within this are said by the next start
-DRIVER_RETRY_MAX_S = 10.0
+DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # at the start: until it is there
 
 
 class ServiceDied(Fault):
@@ -111,7 +111,9 @@ class Parts:
         self.name = ServiceName(
             self.bus, service=service, cell=cell, records=records, clock=env.clock, wait_s=config.name_wait_s
         )
-        self.announcer = ResultSender(self.bus, clock=env.clock, on_reported=records.reported, service=service)
+        self.announcer = ResultSender(
+            self.bus, clock=env.clock, rng=env.rng, on_reported=records.reported, service=service
+        )
         self.result_sender = FaultyResultSender(
             self.announcer.send, self.fleet, config.faults, seed=config.seed, clock=env.clock
         )
@@ -122,6 +124,7 @@ class Parts:
             records=records,
             say=self.result_sender.send,
             clock=env.clock,
+            rng=env.rng,
             limits=Limits(
                 per_host=config.max_builds_per_host,
                 builds=config.max_builds,
@@ -160,13 +163,11 @@ class Parts:
     async def open(self) -> None:
         """Remember, find the machines, take up what was unfinished."""
         self.fleet.open()
-        retrying = tenacity.AsyncRetrying(
-            sleep=self.clock.sleep,
-            wait=tenacity.wait_random_exponential(multiplier=0.2, max=DRIVER_RETRY_MAX_S),
-            retry=tenacity.retry_if_exception_type(DriverUnavailable),
-            before_sleep=lambda _: log.warning("driver.unavailable"),
+        await Retrying(DRIVER, self.clock, self.bus.rng).call(
+            self._ready,
+            lambda error: isinstance(error, DriverUnavailable),
+            on_failure=lambda _error, _failures: log.warning("driver.unavailable"),
         )
-        await retrying(self._ready)
         self.fleet.records.start(self.clock.time())
         self.driver.on_change(self.reporter.host_changed)
         self.bus.transport.on_reconnect(self.reporter.reconnected)

@@ -16,6 +16,7 @@ from bus.clock import Clock
 from bus.contracts.cell import Heartbeat
 from bus.faults import Forbidden
 from bus.port import QueueLocked
+from bus.retrying import Retrying, RetryPolicy
 from compute_sim.records import Records
 
 log = structlog.get_logger()
@@ -46,19 +47,21 @@ class ServiceName:
 
     async def hold(self) -> None:
         """Take the name; waits `wait_s` for a former connection to be noticed as gone. Raises NameTaken."""
-        until = self._clock.monotonic() + self._wait_s
-        said = False
-        while True:
-            try:
-                await self._bus.declare_now(QUEUE, service=self._service)
-                break
-            except QueueLocked as locked:
-                if self._clock.monotonic() >= until:
-                    raise self._taken(f"for {self._wait_s:g} s") from locked
-                if not said:
-                    log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
-                said = True
-                await self._clock.sleep(min(AGAIN_S, self._wait_s))
+        again_s = min(AGAIN_S, self._wait_s)
+        policy = RetryPolicy(first_s=again_s, longest_s=again_s, least=1.0, lasts_s=self._wait_s)
+
+        def told(_error: BaseException, failures: int) -> None:
+            if failures == 1:
+                log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
+
+        try:
+            await Retrying(policy, self._clock).call(
+                lambda: self._bus.declare_now(QUEUE, service=self._service),
+                lambda error: isinstance(error, QueueLocked),
+                on_failure=told,
+            )
+        except QueueLocked as locked:
+            raise self._taken(f"for {self._wait_s:g} s") from locked
         self._bus.transport.on_locked(self._is_locked)
         self._bus.transport.on_reconnect(self._is_back)
 

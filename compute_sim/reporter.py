@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import structlog
-import tenacity
 
 from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
 from bus.contracts.placement import InventoryUpdate
 from bus.faults import Transient
-from bus.port import BusError, BusForbidden
+from bus.port import BusError
+from bus.retrying import Retrying, RetryPolicy, passes_with_time
 from compute_sim import metrics
 from compute_sim.driver import Driver, DriverHost, DriverUnavailable
 from compute_sim.records import Records
@@ -39,8 +39,7 @@ INVENTORY_EVERY = 10
 UNDONE_S = 15.0
 GATHER_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
-RETRY_MIN_S = 0.1
-RETRY_MAX_S = 10.0
+REPORTS = RetryPolicy(first_s=0.1, longest_s=10.0, least=0.0)  # until they are published
 
 
 class PublishingBus(Protocol):
@@ -121,6 +120,7 @@ class Reporter:
         self._records = records
         self._clock = clock
         self._rng = rng
+        self._retrying = Retrying(REPORTS, clock, rng)
         self._heartbeat_s = heartbeat_s
         self._report_s = report_s
         self._announce = PendingReport()
@@ -183,21 +183,14 @@ class Reporter:
 
     async def _persist(self, say: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
         """Until it is published: a broker, a consumer or a driver that is away comes back with time."""
-        retrying = tenacity.AsyncRetrying(
-            sleep=self._clock.sleep,
-            wait=tenacity.wait_random_exponential(multiplier=RETRY_MIN_S, max=RETRY_MAX_S),
-            retry=tenacity.retry_if_exception_type((BusError, Transient, DriverUnavailable))
-            & tenacity.retry_if_not_exception_type(BusForbidden),
-            before_sleep=self._log_state,
-            reraise=True,
+        await self._retrying.call(
+            lambda: say(hosts),
+            lambda error: passes_with_time(error) or isinstance(error, DriverUnavailable),
+            on_failure=self._log_state,
         )
-        await retrying(say, hosts)
 
-    def _log_state(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        log.warning(
-            "report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=state.attempt_number
-        )
+    def _log_state(self, error: BaseException, failures: int) -> None:
+        log.warning("report.not_published", code=getattr(error, "code", ""), reason=str(error), attempt=failures)
 
     # --- speaking
 

@@ -18,7 +18,6 @@ from ironic_sync.reader import Reader
 from ironic_sync.source.port import IronicSource
 from ironic_sync.store.port import NotLeader, Positions, Term
 from ironic_sync.sync_state import SyncState
-from ironic_sync.waiting import Backoff
 from ironic_sync.writer import PublishAll, Writer
 
 log = structlog.get_logger(__name__)
@@ -94,7 +93,6 @@ class SyncLoop:
 
     async def run(self) -> None:
         """Work, or wait to, until cancelled."""
-        backoff = Backoff(self._clock, self._config.leader_poll_s, self._config.leader_poll_s)
         while True:
             try:
                 async with self._positions.become_leader() as term:
@@ -108,7 +106,7 @@ class SyncLoop:
             except Transient as fault:
                 self._waiting = False
                 log.warning("ironic.term_ended", code=fault.code, reason=fault.reason)
-            await backoff.wait()
+            await self._clock.sleep(self._config.leader_poll_s)
 
     async def _lead(self, kept: Term) -> None:
         config = self._config

@@ -10,12 +10,13 @@ import structlog
 
 from bus.clock import Clock
 from bus.faults import Fault
+from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Unreadable
 from ironic_sync.source.port import IronicSource
 from ironic_sync.sync_state import SyncState
-from ironic_sync.waiting import Backoff, event_or_time
+from ironic_sync.waiting import event_or_time
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +71,7 @@ class Reader:
 
     async def run_all(self) -> None:
         """Read all nodes when asked, and now and then, until cancelled."""
-        backoff = Backoff(self._clock, self._config.failed_s, self._config.failed_max_s)
+        backoff = Backoff(_policy(self._config.failed_s, self._config.failed_max_s), self._clock)
         republish_at = self._clock.time()
         while True:
             wait_s = self._config.resync_s * (1 + JITTER * self._rng.uniform(-1, 1))
@@ -172,7 +173,7 @@ class Reader:
 
     async def _follow_allocation(self, uuid: str) -> None:
         """Ironic says nothing when an allocation leaves `allocating` and takes a node."""
-        backoff = Backoff(self._clock, self._config.allocation_s, self._config.failed_max_s)
+        backoff = Backoff(_policy(self._config.allocation_s, self._config.failed_max_s), self._clock)
         for _ in range(self._config.allocation_tries):
             await backoff.wait()
             try:
@@ -195,3 +196,7 @@ async def _cancel(*groups: dict[str, asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _policy(first_s: float, longest_s: float) -> RetryPolicy:
+    return RetryPolicy(first_s=first_s, longest_s=longest_s, least=1.0)

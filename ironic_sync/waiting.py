@@ -25,23 +25,3 @@ async def event_or_time(event: asyncio.Event, clock: Clock, seconds: float | Non
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
     return event.is_set()
-
-
-class Backoff:
-    """Waits that double from `first_s` to `longest_s` until told that it went well."""
-
-    def __init__(self, clock: Clock, first_s: float, longest_s: float) -> None:
-        self._clock = clock
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._tries = 0
-
-    async def wait(self) -> None:
-        """Wait, longer than the last time."""
-        seconds = min(self._longest_s, self._first_s * 2.0 ** min(self._tries, 16))
-        self._tries += 1
-        await self._clock.sleep(seconds)
-
-    def reset(self) -> None:
-        """It went well."""
-        self._tries = 0

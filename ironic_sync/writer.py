@@ -15,11 +15,11 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.port import BusError
+from bus.retrying import Backoff, RetryPolicy
 from ironic_sync import metrics
 from ironic_sync.domain.position import Position, update_of
 from ironic_sync.store.port import Term
 from ironic_sync.sync_state import SyncState
-from ironic_sync.waiting import Backoff
 
 log = structlog.get_logger(__name__)
 
@@ -27,8 +27,7 @@ PublishAll = Callable[[Sequence[tuple[Message, str]]], Awaitable[None]]
 
 SAVE_BATCH = 1000  # positions a transaction
 PUBLISH_BATCH = 500  # updates under way at once
-RETRY_FIRST_S = 0.1
-RETRY_LONGEST_S = 5.0
+WRITE = RetryPolicy(first_s=0.1, longest_s=5.0, least=1.0)  # until it is saved and published
 NO_CAUSE = "ironic.resync"
 
 
@@ -52,7 +51,7 @@ class Writer:
 
     async def save(self) -> None:
         """Save what moves, until cancelled; raises NotLeader."""
-        backoff = Backoff(self._clock, RETRY_FIRST_S, RETRY_LONGEST_S)
+        backoff = Backoff(WRITE, self._clock)
         while True:
             await self._sync_state.moved.wait()
             self._busy += 1
@@ -63,7 +62,7 @@ class Writer:
 
     async def publish(self) -> None:
         """Publish what is saved, until cancelled; raises NotLeader."""
-        backoff = Backoff(self._clock, RETRY_FIRST_S, RETRY_LONGEST_S)
+        backoff = Backoff(WRITE, self._clock)
         while True:
             await self._to_publish.wait()
             self._busy += 1

@@ -21,9 +21,6 @@ from typing import Protocol
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
-from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, stop_any
-from tenacity.stop import stop_base
-from tenacity.wait import wait_base
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry
@@ -32,6 +29,7 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.persistence.unit_of_work import run_optimistic
+from bus.retrying import Retrying, RetryPolicy
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.cancellations import Cancellations
@@ -90,7 +88,7 @@ RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 MAX_IN_HAND = 10_000
 # So many requests choose their hosts while they are recorded; choosing for more takes longer than recording.
 MAX_CHOSEN_AHEAD = 16
-FIRST_JITTER_S = 0.001  # half of this is the mean wait before the second round
+FIRST_JITTER_S = 0.002  # half of this is the mean wait before the second round
 HOSTS_UNKNOWN = Retry("hosts.unheard", "not every host has been heard from yet")
 
 
@@ -134,7 +132,13 @@ class SchedulingEngine:
         self._config = config
         self._who = process or "scheduler"
         self._cancellations = Cancellations(store, claims, clock=clock, process=self._who)
-        self._jitter = _Jitter(rng, config.retry_jitter_s)
+        self._claim_rounds = RetryPolicy(
+            first_s=FIRST_JITTER_S,
+            longest_s=config.retry_jitter_s,
+            least=0.0,
+            attempts=config.claim_rounds,
+            lasts_s=config.claim_deadline_s,
+        )
         self._spread = Spread()
         self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
         self._in_hand: dict[str, None] = {}  # requests of batches that were not finished (yet)
@@ -308,22 +312,15 @@ class SchedulingEngine:
         ahead = {} if chosen is None else chosen
         attempts = [ahead.get(one.request.instance_uuid) or new_attempt(one, self._selector) for one in requests]
         attempts = await self._with_peers(attempts)
-        deadline_s = self._clock.monotonic() + self._config.claim_deadline_s
-        rounds = AsyncRetrying(
-            retry=retry_if_result(bool),
-            stop=stop_any(stop_after_attempt(self._config.claim_rounds), _StopAt(self._clock, deadline_s)),
-            wait=self._jitter,
-            sleep=self._clock.sleep,
-            retry_error_callback=lambda _: True,
-        )
+        rounds = Retrying(self._claim_rounds, self._clock, self._rng)
         ahead.clear()  # from here on each round drops what it does not claim
 
         async def next_round() -> bool:
             nonlocal attempts
             attempts = await self._round(attempts)
-            return any(attempt.result is None for attempt in attempts)
+            return all(attempt.result is not None for attempt in attempts)
 
-        await rounds(next_round)
+        await rounds.until(next_round)
         return [attempt.result or ClaimsContended(attempt.claims) for attempt in attempts]
 
     async def _with_peers(self, attempts: list[Attempt]) -> list[Attempt]:
@@ -501,25 +498,3 @@ class SchedulingEngine:
 
 def _is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
-
-
-class _StopAt(stop_base):
-    """Tenacity's stop, by our clock."""
-
-    def __init__(self, clock: Clock, at_s: float) -> None:
-        self._clock = clock
-        self._at_s = at_s
-
-    def __call__(self, retry_state: RetryCallState) -> bool:
-        return self._clock.monotonic() >= self._at_s
-
-
-class _Jitter(wait_base):
-    """Tenacity's wait, by our randomness: evenly from nothing to a bound that doubles each round."""
-
-    def __init__(self, rng: random.Random, max_s: float) -> None:
-        self._rng = rng
-        self._max_s = max_s
-
-    def __call__(self, retry_state: RetryCallState) -> float:
-        return self._rng.uniform(0.0, min(self._max_s, FIRST_JITTER_S * 2.0 ** min(retry_state.attempt_number, 16)))

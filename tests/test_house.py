@@ -416,3 +416,59 @@ def test_prose_names_the_role_and_not_somebody() -> None:
         if (found := PRIVATE_PROSE.search(line))
     ]
     assert wrong == []
+
+
+# Where waits that grow are at home.
+RETRYING = "bus/retrying.py"
+
+
+def test_only_one_module_says_how_something_is_tried_again() -> None:
+    """Neither tenacity elsewhere, nor its like made by hand: a loop that sleeps beside a number that is doubled."""
+    wrong: list[str] = []
+    for path in sources("bus", *WORKERS):
+        if path == ROOT / RETRYING:
+            continue
+        wrong += [
+            f"{where(path, line)} imports tenacity" for module, line in imports(path) if within(module, "tenacity")
+        ]
+        wrong += [
+            f"{where(path, function.lineno)} waits longer each time"
+            for function in ast.walk(parsed(path))
+            if isinstance(function, ast.AsyncFunctionDef) and sleeps_in_a_loop(function) and doubles(function)
+        ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "growing",
+    ["wait = min(wait * 2, 5.0)", "wait *= 2", "wait = min(2 * wait, LONGEST_S)", "wait = FIRST_S * 2.0 ** tries"],
+)
+def test_a_wait_that_is_made_to_grow_by_hand_is_found(growing: str) -> None:
+    code = f"async def f():\n    while True:\n        await clock.sleep(wait)\n        {growing}\n"
+    (function,) = ast.parse(code).body
+    assert sleeps_in_a_loop(function) and doubles(function)
+
+
+def sleeps_in_a_loop(function: ast.AST) -> bool:
+    return any(
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "sleep"
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.While | ast.For | ast.AsyncFor)
+        for call in ast.walk(loop)
+    )
+
+
+def doubles(function: ast.AST) -> bool:
+    """Whether it multiplies by two, or raises two to a power."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and (is_two(node.left) or is_two(node.right)):
+            return True
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_two(node.left):
+            return True
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Pow) and is_two(node.value):
+            return True
+    return False
+
+
+def is_two(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 2

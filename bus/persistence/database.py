@@ -7,6 +7,7 @@ faults. Nothing here retries a transaction; the consumer does, because it alone 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,12 +23,13 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError, InvalidRequestError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
+from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.migrations import UnsupportedSchema
+from bus.retrying import DATABASE, Retrying
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +39,6 @@ COMMAND_TIMEOUT_S = 30.0  # ... and we after this, when the server says nothing 
 IDLE_IN_TRANSACTION_S = 60.0  # a process that hangs in a transaction must not hold its locks for ever
 POOL_TIMEOUT_S = 30.0  # waiting for a free connection; past it the process is overloaded
 PROBE_CLOSE_S = 1.0  # what a closing process grants a probe that is under way
-OPEN_WAIT_MAX_S = 3.0  # longest pause between two attempts to reach a server that is away; also how often we say so
 
 # A commit waits for the log up to its own record, and so for all before it; it needs something to commit.
 FLUSH_LINGER_S = 0.002  # nothing waits for it but an acknowledgement
@@ -108,6 +109,7 @@ class Database:
         self._losses = 0
         self._reachable = True
         self._probing: asyncio.Task[None] | None = None
+        self._retrying = Retrying(DATABASE, SystemClock(), random.Random())
 
     @property
     def losses(self) -> int:
@@ -133,14 +135,7 @@ class Database:
         `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
         lets one migrate and the others find it done.
         """
-        waiting = AsyncRetrying(
-            retry=retry_if_exception_type(Transient),
-            wait=wait_exponential(multiplier=0.1, max=OPEN_WAIT_MAX_S),
-            before_sleep=self._log_waiting,
-        )
-        async for attempt in waiting:
-            with attempt:
-                await self._prepare(migrations)
+        await self._retrying.call(lambda: self._prepare(migrations), on_failure=self._log_waiting)
         self._opened = True
 
     async def close(self) -> None:
@@ -283,20 +278,17 @@ class Database:
 
     async def _probe(self) -> None:
         """Ask the server until it answers; not reachable from the first refusal on."""
-        waiting = AsyncRetrying(
-            retry=retry_if_exception_type(Transient),
-            wait=wait_exponential(multiplier=0.1, max=OPEN_WAIT_MAX_S),
-            before_sleep=self._unreachable,
-        )
         engine = self._make_engine(poolclass=NullPool)
+
+        async def ask() -> None:
+            try:
+                async with engine.connect() as connection:
+                    await connection.execute(text("SELECT 1"))
+            except (*CONNECTION_LOST, DBAPIError) as error:
+                raise DatabaseUnavailable(_first_line(error)) from error
+
         try:
-            async for attempt in waiting:
-                with attempt:
-                    try:
-                        async with engine.connect() as connection:
-                            await connection.execute(text("SELECT 1"))
-                    except (*CONNECTION_LOST, DBAPIError) as error:
-                        raise DatabaseUnavailable(_first_line(error)) from error
+            await self._retrying.call(ask, on_failure=self._unreachable)
         finally:
             await engine.dispose()
         self._reachable = True
@@ -306,9 +298,9 @@ class Database:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("database.probe_failed", schema=self.schema, reason=str(error))
 
-    def _unreachable(self, state: RetryCallState) -> None:
+    def _unreachable(self, error: BaseException, failures: int) -> None:
         if self._reachable:
-            self._log_waiting(state)
+            self._log_waiting(error, failures)
         self._reachable = False
 
     async def _drop(self, held: _Held) -> None:
@@ -339,12 +331,11 @@ class Database:
     def _lock(self) -> dict[str, str]:
         return {"key": f"berth.migrations.{self.schema}"}
 
-    def _log_waiting(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
+    def _log_waiting(self, error: BaseException, failures: int) -> None:
         log.warning(
             "database.waiting",
             database=str(self._address),
-            attempt=state.attempt_number,
+            attempt=failures,
             reason=str(error),
         )
 

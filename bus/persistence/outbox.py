@@ -26,6 +26,7 @@ from bus.contracts.catalogue import MESSAGES
 from bus.faults import Transient
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT, GuardedStatement
 from bus.port import BusError, BusUnavailable
+from bus.retrying import RELAY, Backoff, Retrying
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -43,7 +44,6 @@ FORGET_PAUSE_S = 0.25
 SWEEP_EVERY_S = 1.0
 SWEEP_AGE_S = 5.0  # a row this old belongs to a process that died, or to one whose broker is away: publish it again
 SWEEP_BATCH = 200
-RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 AWAY_TOLD_EVERY_S = 30.0  # a bus that stays away is told this often, whatever the number of tries
 HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
 HANDLED_BATCH = 5_000
@@ -363,7 +363,7 @@ class Relay:
             self._gathering = None
 
     async def _delete_confirmed(self) -> None:
-        pause = RETRY_FIRST_S
+        backoff = Backoff(RELAY, self._clock)
         while True:
             await self._some_confirmed.wait()
             if not self._is_due():
@@ -373,10 +373,9 @@ class Relay:
                 await self._rows.forget(ids)
             except Transient as fault:
                 log.warning("outbox.database_away", code=fault.code, rows=len(self._confirmed))
-                await self._clock.sleep(pause)
-                pause = min(pause * 2, RETRY_MAX_S)
+                await backoff.wait()
                 continue
-            pause = RETRY_FIRST_S
+            backoff.reset()
             del self._confirmed[: len(ids)]
             if not self._confirmed:
                 self._some_confirmed.clear()
@@ -469,26 +468,23 @@ class _Lane:
                 await self._publish(items)
 
     async def _publish(self, items: list[_Item]) -> None:
-        pause = RETRY_FIRST_S
-        while True:
-            try:
-                await self._bus.publish_all([(message, cause) for _ticket, message, cause in items])
-            except BusUnavailable as error:  # which of them arrived is unknown: all of them again, when it is back
-                self._away(error)
-                await self._clock.sleep(pause)
-                pause = min(pause * 2, RETRY_MAX_S)
-            except BusError as error:
-                self._back()
-                log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
-                await self._one_by_one(items)
-                return
-            else:
-                self._back()
-                _published.labels(self._bus.name).inc(len(items))
-                self._settle(items)
-                return
+        batch = [(message, cause) for _ticket, message, cause in items]
+        try:  # while it is away it is not known which of them arrived: all of them again, when it is back
+            await Retrying(RELAY, self._clock).call(
+                lambda: self._bus.publish_all(batch),
+                lambda error: isinstance(error, BusUnavailable),
+                on_failure=lambda error, _: self._away(error),
+            )
+        except BusError as error:
+            self._back()
+            log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
+            await self._one_by_one(items)
+        else:
+            self._back()
+            _published.labels(self._bus.name).inc(len(items))
+            self._settle(items)
 
-    def _away(self, error: BusUnavailable) -> None:
+    def _away(self, error: BaseException) -> None:
         """Told when it goes away, and now and then while it stays away."""
         now = self._clock.monotonic()
         if not self.is_away or now - self._told_at >= AWAY_TOLD_EVERY_S:

@@ -13,21 +13,18 @@ import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus import metrics
+from bus.clock import SystemClock
 from bus.contracts.catalogue import QueueKind, QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
+from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import QueueNames, QueuePlan, foreign_plan, plan, reply_plan
 
 log = structlog.get_logger("bus.rabbitmq")
 
-# Waits between attempts to reach the broker: from the first, doubled, to the longest; halved at random.
-FIRST_WAIT_S = 0.1
-LONGEST_WAIT_S = 5.0
-# Declaring and starting to consume outlive the loss of a connection for so long.
-SETUP_PATIENCE_S = 60.0
 
 # How the broker names a requester that uses direct reply-to. RabbitMQ 3.10 ends the connection of a publisher to such a
 # name that it did not make itself, and any client may give one: what is on that connection must be nothing else.
@@ -133,6 +130,7 @@ class RabbitTransport:
         self._callbacks: list[Callable[[], None]] = []
         self._on_locked: list[Callable[[], None]] = []
         self._jitter = random.Random()
+        self._clock = SystemClock()
         self._aside: Session | None = None
         self._opening_aside = asyncio.Lock()
 
@@ -280,17 +278,16 @@ class RabbitTransport:
         When several processes declare one quorum queue for the first time, RabbitMQ ends some of their connections
         with INTERNAL_ERROR; trying again is all that helps.
         """
-        until = asyncio.get_running_loop().time() + SETUP_PATIENCE_S
-        while True:
-            try:
-                return await work(self._current())
-            except QueueLocked:
-                raise  # another process's, perhaps: the caller knows how long to wait for it
-            except BusUnavailable:
-                left = until - asyncio.get_running_loop().time()
-                if left <= 0 or self._keeper is None or self._keeper.done():
-                    raise
-                await asyncio.sleep(min(left, FIRST_WAIT_S * (0.5 + self._jitter.random())))
+
+        def may_pass(error: BaseException) -> bool:
+            if not isinstance(error, BusUnavailable) or self._keeper is None or self._keeper.done():
+                return False
+            return not isinstance(error, QueueLocked)  # another process's, perhaps: the caller knows how long to wait
+
+        async def on_this_session() -> T:
+            return await work(self._current())
+
+        return await Retrying(SET_UP, self._clock, self._jitter).call(on_this_session, may_pass)
 
     async def _declare(self, planned: QueuePlan) -> None:
         real = self._names.plan(planned)
@@ -299,7 +296,7 @@ class RabbitTransport:
 
     async def _keep(self) -> None:
         """Connect, restore, wait for the loss, and again."""
-        failures = 0
+        backoff = Backoff(RECONNECT, self._clock, self._jitter)
         while not self._closing:
             session: Session | None = None
             try:
@@ -316,9 +313,9 @@ class RabbitTransport:
                 if isinstance(error, QueueLocked):
                     for callback in self._on_locked:
                         callback()
-                failures += 1
-                log.warning("bus.away", bus=self.name, code=error.code, reason=str(error), attempt=failures)
-                await self._wait(failures)
+                attempt = backoff.failures + 1
+                log.warning("bus.away", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
+                await backoff.wait()
                 continue
             except asyncio.CancelledError:
                 if session is not None:
@@ -328,11 +325,10 @@ class RabbitTransport:
                 # A library that breaks in a new way must not leave a process deaf for ever: said, and tried again.
                 if session is not None:
                     await session.close()
-                failures += 1
-                log.exception("bus.connecting_broke", bus=self.name, attempt=failures)
-                await self._wait(failures)
+                log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)
+                await backoff.wait()
                 continue
-            failures = 0
+            backoff.reset()
             self._is_back(session)
             await session.lost.wait()
             self._session = None
@@ -373,7 +369,7 @@ class RabbitTransport:
             await subscription.attach(session)
 
     async def _restore(self, subscription: RabbitSubscription, session: Session) -> None:
-        failures = 0
+        backoff = Backoff(RECONNECT, self._clock, self._jitter)
         while self._session is session and not session.lost.is_set() and subscription in self._subscriptions:
             try:
                 planned = self._declared.get(subscription.queue)
@@ -381,12 +377,7 @@ class RabbitTransport:
                     await session.declare(planned)
                 await subscription.attach(session)
             except BusError as error:
-                failures += 1
                 log.warning("bus.consumption_lost", queue=subscription.queue, code=error.code, reason=str(error))
-                await self._wait(failures)
+                await backoff.wait()
             else:
                 return
-
-    async def _wait(self, failures: int) -> None:
-        longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures, 30))
-        await asyncio.sleep(longest * (0.5 + self._jitter.random() / 2))

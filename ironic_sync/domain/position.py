@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.placement import InventoryUpdate, ProviderReport
+from bus.retrying import doubled_s
 from ironic_sync.domain.node import Node
 from ironic_sync.domain.rules import is_transient, offers_more, place, reserve_all
 
@@ -130,7 +131,7 @@ def failed(position: Position, *, now: float, timing: Timing) -> Position:
     return replace(
         position,
         tries=position.tries + 1,
-        due_at=now + _backoff(timing.failed_s, timing.failed_max_s, position.tries),
+        due_at=now + doubled_s(timing.failed_s, timing.failed_max_s, position.tries),
     )
 
 
@@ -149,8 +150,4 @@ def _due(position: Position, now: float, timing: Timing) -> float | None:
     """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid."""
     if not is_transient(position.state):
         return None
-    return now + _backoff(timing.transient_s, timing.transient_max_s, position.tries)
-
-
-def _backoff(first_s: float, longest_s: float, tries: int) -> float:
-    return min(longest_s, first_s * 2.0 ** min(tries, 16))
+    return now + doubled_s(timing.transient_s, timing.transient_max_s, position.tries)

@@ -15,6 +15,8 @@ import httpx
 import msgspec
 
 from bus.clock import Clock, SystemClock
+from bus.faults import Transient
+from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.values import ConsumerState, Provider, Stock
 from placement_worker.operations.export import BookExport, InvalidExport
@@ -25,8 +27,7 @@ from placement_worker.rest.versions import NEWEST, SERVICE
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest that says enough
 AT_ONCE = 8
 TIMEOUT_S = 60.0
-TRIES = 5
-PAUSE_S = 0.2  # doubled before each further try
+ASK = RetryPolicy(first_s=0.4, longest_s=3.2, least=1.0, attempts=5)  # one page of the other service's
 
 Holdings = dict[str, dict[str, Any]]  # {provider: {class: amount}}
 
@@ -145,30 +146,34 @@ class CopySource:
     async def _get(self, path: str, *, gone: bool = False) -> Any:
         """The answer's data; with `gone`, None for what is not there (any more)."""
         headers = {"openstack-api-version": f"{SERVICE} 1.{self._version}"} if self._version else {}
-        said = ""
-        for tried in range(TRIES):
-            if tried:
-                await self._clock.sleep(PAUSE_S * 2**tried)
+
+        async def ask() -> Any:
             try:
                 async with self._room:
                     answer = await self._client.get(path, headers=headers)
             except httpx.TransportError as error:
-                said = f"{type(error).__name__} {error}"
-                continue
+                raise Transient(f"{type(error).__name__} {error}") from error
             except (httpx.InvalidURL, httpx.RequestError) as error:  # of an answer's uuid; of what it is packed with
                 raise InvalidExport(f"{path[:200]!r}: {type(error).__name__} {error}") from error
             if answer.status_code >= 500 or answer.status_code == 429:
-                said = f"{answer.status_code} {answer.reason_phrase}"
-                continue
-            if gone and answer.status_code == 404:
-                return None
-            if answer.status_code != 200:
-                raise InvalidExport(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
-            try:
-                return msgspec.json.decode(answer.content)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise InvalidExport(f"{answer.url}: {error}") from error
-        raise InvalidExport(f"{self._client.base_url.join(path)}: {said}")
+                raise Transient(f"{answer.status_code} {answer.reason_phrase}")
+            return self._data(answer, gone=gone)
+
+        try:
+            return await Retrying(ASK, self._clock).call(ask)
+        except Transient as error:
+            raise InvalidExport(f"{self._client.base_url.join(path)}: {error.reason}") from error
+
+    @staticmethod
+    def _data(answer: httpx.Response, *, gone: bool) -> Any:
+        if gone and answer.status_code == 404:
+            return None
+        if answer.status_code != 200:
+            raise InvalidExport(f"{answer.url}: {answer.status_code} {answer.text[:200]}")
+        try:
+            return msgspec.json.decode(answer.content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidExport(f"{answer.url}: {error}") from error
 
 
 def _stock(fields: Mapping[str, Any]) -> Stock:

@@ -29,6 +29,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
+from bus.retrying import Retrying, RetryPolicy
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
 from placement_worker.replica.loading import AT_ONCE, Loading, apply
@@ -284,17 +285,17 @@ class Follower:
 
     async def _retry_until_answered(self) -> None:
         """One round, again and again while placement or the bus is away."""
-        wait = self._limits.first_wait_s
-        while True:  # ends with an answer; until then the replica is not ready, or grows old and says so
-            try:
-                await self._catch_up_once()
-                return
-            except (RequestTimeout, RequestRefused, BusError) as error:
-                if isinstance(error, BusForbidden):
-                    raise
-                log.warning("replica.waits", code=error.code, reason=str(error), sequence=self.book.sequence)
-            await self._clock.sleep(wait * (0.5 + self._rng.random() / 2))
-            wait = min(2 * wait, self._limits.longest_wait_s)
+        policy = RetryPolicy(first_s=self._limits.first_wait_s, longest_s=self._limits.longest_wait_s)
+
+        def may_pass(error: BaseException) -> bool:
+            return isinstance(error, RequestTimeout | RequestRefused | BusError) and not isinstance(error, BusForbidden)
+
+        def told(error: BaseException, _failures: int) -> None:
+            code = getattr(error, "code", "")
+            log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
+
+        # Until there is an answer the replica is not ready, or grows old and reports it.
+        await Retrying(policy, self._clock, self._rng).call(self._catch_up_once, may_pass, on_failure=told)
 
     async def _catch_up_once(self) -> None:
         """Up to the feed's head, by a snapshot when that is due."""

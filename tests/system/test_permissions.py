@@ -385,7 +385,7 @@ async def test_what_an_agent_may_not_make_it_finds_when_another_worker_has_been_
     system: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a virtual host where no worker has been yet it is told so, as when its broker is away."""
-    monkeypatch.setattr(transport, "SETUP_PATIENCE_S", 0.0)
+    monkeypatch.setattr(transport, "SET_UP", msgspec.structs.replace(transport.SET_UP, lasts_s=0.0))
     vhost = "cell-new"
     await asyncio.to_thread(system.servers.broker.add_vhost, vhost)
     (grant,) = of_role(PermissionRole.COMPUTE, system.settings, cell="cell1")

@@ -43,6 +43,7 @@ async def main(state_dir: str) -> None:
         records=fleet.records,
         say=answered,
         clock=clock,
+        rng=random.Random(1),
         limits=limits,
     )
     await agent.resume()

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
 
 from bus.clock import new_uuid
+from placement_worker.operations import copying
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import InvalidExport
 from tests.integration.placement_rest.conftest import Placement
@@ -48,7 +50,7 @@ async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Pl
 
 
 async def test_nobody_there_and_nobody_we_know(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placement_worker.operations.copying.PAUSE_S", 0.001)
+    monkeypatch.setattr(copying, "ASK", msgspec.structs.replace(copying.ASK, first_s=0.001, longest_s=0.001))
     nobody = CopySource("http://127.0.0.1:9", "admin")
     with pytest.raises(InvalidExport, match="ConnectError"):
         await nobody.read()

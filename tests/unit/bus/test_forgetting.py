@@ -13,6 +13,7 @@ from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
 from bus.persistence import outbox
 from bus.persistence.outbox import FORGET_PAUSE_S, OutboxMessage, Relay
+from bus.retrying import RELAY
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 PATIENCE_S = 20.0
@@ -31,7 +32,7 @@ class Gate(SystemClock):
         if seconds == FORGET_PAUSE_S:
             self.waiting.set()
             await self.over.wait()
-        elif seconds == outbox.RETRY_FIRST_S:
+        elif seconds == RELAY.first_s:
             await asyncio.sleep(0)
         else:
             await asyncio.Event().wait()

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import uvloop
+from msgspec import structs
 
 from bus.port import BusUnavailable
 from bus.rabbitmq import RabbitTransport
@@ -48,7 +49,7 @@ class HangsUp:
 
 def test_a_broker_that_hangs_up_is_tried_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On uvloop, as the workers run: there the end can be read before the first frame is asked for."""
-    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "RECONNECT", structs.replace(module.RECONNECT, longest_s=0.001))
 
     async def scenario() -> None:
         broker = HangsUp()

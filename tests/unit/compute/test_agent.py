@@ -119,7 +119,13 @@ class Service:
         self.records = records or Records()
         self.driver = driver
         self.agent = Agent(
-            service="s", driver=driver, records=self.records, say=self.said.append, clock=Instant(), limits=limits
+            service="s",
+            driver=driver,
+            records=self.records,
+            say=self.said.append,
+            clock=Instant(),
+            rng=random.Random(1),
+            limits=limits,
         )
 
     async def rest(self) -> None:
