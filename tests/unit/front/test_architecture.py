@@ -22,12 +22,12 @@ PROGRAMS = {
     ".venv/bin/berth",
     ".venv/bin/python",
     "berth",
-    "python3",
+    "cp",
     "pg_dump",
     "pg_restore",
+    "python3",
     "rabbitmqctl",
     "systemctl",
-    "sudo",
 }
 
 
