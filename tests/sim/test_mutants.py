@@ -16,7 +16,7 @@ FOUND_BY: dict[str, int] = {
     "dead_service_still_chosen": 37,
     "delete_keeps_the_claim": 5,
     "delete_releases_any_attempt": 14,
-    "failed_build_keeps_its_claim": 10,
+    "failed_build_keeps_its_claim": 108,
     "fence_ignored_by_compute": 10,
     "fence_ignored_by_placement": 14,
     "flip_ignored": 3,
