@@ -52,7 +52,7 @@ def list_letters(
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Count dead letters by bus and by the queue that gave them up, or list those of one queue."""
+    """Count dead letters by bus and by queue, or list those of one queue."""
 
     async def body() -> None:
         site = Site(settings_of(context))

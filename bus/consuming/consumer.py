@@ -22,7 +22,7 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import AdaptiveBatchInterval
-from bus.consuming.in_flight import InFlightDelivery, InFlightMessage
+from bus.consuming.in_flight import SUSPECT_FROM, InFlightDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
@@ -47,6 +47,10 @@ LAST_DELIVERIES = 3
 
 # So many batches of other messages may go before a suspect (what has been delivered too often without an end).
 MOST_PASSED_OVER = 8
+
+# After a suspect has arrived, those delivered with it are waited for so long: the one to be taken is drawn from
+# all of them. The first to arrive would be the same one each time, and the others would go back with it each time.
+SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
@@ -81,6 +85,7 @@ class Consumer:
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
+        self._suspect_until = 0.0  # by the monotonic clock, when a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
         self._arrived = asyncio.Event()
         self._draining = False
@@ -151,6 +156,8 @@ class Consumer:
             delivery.nack(requeue=True)
             return
         self._deliveries.append(delivery)
+        if delivery.delivery_count >= SUSPECT_FROM:
+            self._suspect_until = self._bus.clock.monotonic() + SUSPECT_WAIT_S
         self._arrived.set()
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
@@ -183,6 +190,11 @@ class Consumer:
 
     async def _turn(self) -> None:
         """Until it is time for a batch; what has come by then goes into it."""
+        if self._suspect_until and not self._draining and self._broken is None:
+            left_s = self._suspect_until - self._bus.clock.monotonic()
+            self._suspect_until = 0.0
+            if left_s > 0:
+                await self._bus.clock.sleep(left_s)
         if self._batch_interval is None or not self._waiting() or self._draining or self._broken is not None:
             return
         left_s = self._batch_interval.wait_s(self._bus.clock.monotonic())

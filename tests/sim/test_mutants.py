@@ -26,7 +26,7 @@ FOUND_BY: dict[str, int] = {
     "group_rule_left_to_filters": 10,
     "half_built_is_kept": 11,
     "hints_not_looked_up": 5,
-    "late_success_believed": 14,
+    "late_success_believed": 85,
     "living_members_forgotten": 10,
     "no_answer_is_no": 14,
     "node_never_undeployed": 3,
