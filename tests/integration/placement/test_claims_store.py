@@ -321,7 +321,7 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
 
     async def work(store: PostgresStore) -> list[ClaimResult]:
         options = [{host: {"VCPU": 1}} for host in hosts]
-        return [await one(store, make_claim(new_uuid(rng), options[n % 2], options[1 - n % 2])) for n in range(40)]
+        return [await one(store, make_claim(new_uuid(rng), *options)) for _ in range(40)]
 
     replies = [reply for some in await asyncio.gather(work(book.store), work(second)) for reply in some]
     assert Counter(reply.outcome for reply in replies) == {ClaimOutcome.CLAIMED: 60, ClaimOutcome.FULL: 20}
