@@ -86,8 +86,8 @@ class PlacementHandlers:
                 outcomes.append(Refuse(result.code, result.reason))
                 continue
             metrics.REPORTS.labels(result.outcome).inc()
-            if result.set_aside:
-                log.warning("inventory.set_aside", set_aside=result.set_aside, version=update.version, **about)
+            if result.stranded:
+                log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
             outcomes.append(Done(result))
         return outcomes
 

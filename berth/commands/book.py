@@ -326,7 +326,7 @@ async def _repair(
         mended = await repair(connection)
     async with database.raw() as connection:
         mended += await overcommit.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
-        over = [each for each in await overcommit.beyond_capacity(connection) if not each.set_aside] if evict else []
+        over = [each for each in await overcommit.beyond_capacity(connection) if not each.stranded] if evict else []
     evicted = sorted({uuid for each in over for uuid, _ in each.newest})
     for start in range(0, len(evicted), RELEASES_AT_ONCE):
         await store.apply([Release(consumer=uuid) for uuid in evicted[start : start + RELEASES_AT_ONCE]])

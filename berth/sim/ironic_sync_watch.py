@@ -153,8 +153,8 @@ def disagreements(
 
 
 def is_reported(provider: Provider) -> bool:
-    """Whether it is more than a shell: what is removed while it is in use is set aside until the next report."""
-    return any(not stock.set_aside for stock in provider.stocks.values())
+    """Whether a source reports any of its inventory: all of a removed provider in use is stranded."""
+    return any(not stock.stranded for stock in provider.stocks.values())
 
 
 def _differs(node: Mapping[str, Any], provider: Provider) -> str:

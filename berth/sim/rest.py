@@ -154,7 +154,7 @@ def _holdings(world: World, client: Client) -> Iterator[str]:
 def _inventories(world: World) -> Iterator[str]:
     """Every host is in the book as it is; what has left for good is not."""
     for uuid, how in world.left.items():
-        # What was in use when it was taken out is set aside: a shell, for as long as it is used.
+        # What was in use when it was taken out is stranded: a shell, for as long as it is used.
         shell = world.book.providers.get(uuid) if how == "drained" else None
         if shell is not None and (is_reported(shell) or not any(shell.used.values())):
             yield f"left_for_good: the book still has {uuid}"
@@ -191,7 +191,7 @@ def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
     kept = {
         name: (stock.total, stock.reserved, stock.allocation_ratio)
         for name, stock in provider.stocks.items()
-        if not stock.set_aside
+        if not stock.stranded
     }
     if said != kept:
         return f"says {said}, the book has {kept}"

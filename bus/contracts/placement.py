@@ -81,13 +81,13 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     """Reply to an InventoryUpdate that carried `reply_to`.
 
     outcome: applied | unchanged | stale (an older version lost). Refusals come as `refusal.v1`.
-    set_aside: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
+    stranded: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused.
     """
 
     outcome: str
     sequence: int = 0
-    set_aside: tuple[str, ...] = ()
+    stranded: tuple[str, ...] = ()
 
 
 class ClaimOutcome(StrEnum):

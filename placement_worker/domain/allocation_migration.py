@@ -2,7 +2,7 @@
 
 A report names the providers that take over (`ProviderReport.takes_from`); this decides which consumer goes where. The
 largest go first, each whole to the first taker with room for all of it; one that fits nowhere whole is split. What
-finds no room stays where it is, set aside like all that is in use and no longer reported, and migrates with a later
+finds no room stays where it is, stranded like all that is in use and no longer reported, and migrates with a later
 report.
 """
 

@@ -124,10 +124,10 @@ class ReportGroup:
                 self.results[number] = result
                 continue
             said = "applied" if result.changed else "unchanged"
-            self.results[number] = InventoryResult(outcome=said, set_aside=result.set_aside)
-            # From now on this source answers for what it reports, and for what it left set aside.
-            answers_for = [*result.reported, *(uuid for uuid in result.set_aside if "/" not in uuid)]
-            self._write(number, not result.set_aside, answers_for)
+            self.results[number] = InventoryResult(outcome=said, stranded=result.stranded)
+            # From now on this source answers for what it reports, and for what it left stranded.
+            answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
+            self._write(number, not result.stranded, answers_for)
             if result.changed:
                 self.changed.append(self.keys[number])
 
@@ -147,5 +147,5 @@ class ReportGroup:
 
 def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> InventoryResult | ReportRefusal:
     if isinstance(result, InventoryResult) and result.outcome == "applied":
-        return InventoryResult(outcome="applied", sequence=sequence, set_aside=result.set_aside)
+        return InventoryResult(outcome="applied", sequence=sequence, stranded=result.stranded)
     return result

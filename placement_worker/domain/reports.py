@@ -1,8 +1,8 @@
 """Decides what inventory updates do to the book: whole trees, as their sources see them, against the providers loaded.
 
 An update from the bus is applied or refused whole, and it must never wedge its source: what a report no longer
-mentions but a consumer still uses is not an error, it is *set aside* (capacity 0, nothing new goes there) and goes with
-the first report that finds it unused (docs/decisions/0002-placement-set-aside.md).
+mentions but a consumer still uses is not an error, it is *stranded* (capacity 0, nothing new goes there) and goes with
+the first report that finds it unused (docs/decisions/0002-stranded-inventory.md).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ReportRefusal(Struct, frozen=True):
 
 
 class Applied(Struct, frozen=True):
-    """An update that was applied: what it reported, what had to be set aside, and whether anything changed.
+    """An update that was applied: what it reported, what had to be stranded, and whether anything changed.
 
-    set_aside: a provider's uuid, or `uuid/CLASS` where only a class of a reported provider is still in use.
+    stranded: a provider's uuid, or `uuid/CLASS` where only a class of a reported provider is still in use.
     """
 
     reported: tuple[str, ...]
-    set_aside: tuple[str, ...]
+    stranded: tuple[str, ...]
     changed: bool
 
 
@@ -183,9 +183,9 @@ class _Draft:
             cell = self._bound(update) if report.uuid == update.root_uuid else None
             touched[report.uuid] = _reported(old, used[report.uuid], report, root=update.root_uuid, cell=cell)
         for uuid in aside:
-            touched[uuid] = _set_aside(replace(self.providers[uuid], used=used[uuid]))
+            touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched, gone)
-        classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.set_aside]
+        classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.stranded]
         self.moved.update(moved)
         return Applied(reported, (*aside, *classes), self._commit(touched, gone))
 
@@ -338,11 +338,11 @@ def _reported(
     )
 
 
-def _set_aside(provider: Provider) -> Provider:
+def _strand(provider: Provider) -> Provider:
     """Nothing new goes to it. Classes that no consumer uses go at once."""
     stocks = {name: _closed(stock) for name, stock in provider.stocks.items() if provider.used.get(name)}
     return replace(provider, stocks=stocks)
 
 
 def _closed(stock: Stock) -> Stock:
-    return replace(stock, reserved=stock.total, capacity=0, set_aside=True)
+    return replace(stock, reserved=stock.total, capacity=0, stranded=True)

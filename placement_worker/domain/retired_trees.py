@@ -8,11 +8,11 @@ from placement_worker.domain.values import Provider
 
 
 def is_retired(tree: Iterable[Provider]) -> bool:
-    """Whether all inventory of a tree is set aside and unused, so that the tree can be removed.
+    """Whether all inventory of a tree is stranded and unused, so that the tree can be removed.
 
     A tree without inventory is not retired: a client may be about to add some.
     """
     providers = list(tree)
     stocks = [stock for provider in providers for stock in provider.stocks.values()]
     unused = not any(any(provider.used.values()) for provider in providers)
-    return bool(stocks) and unused and all(stock.set_aside for stock in stocks)
+    return bool(stocks) and unused and all(stock.stranded for stock in stocks)

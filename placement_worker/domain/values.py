@@ -56,7 +56,7 @@ class ConsumerState(Struct, frozen=True):
 class Stock(Struct, frozen=True, gc=False):
     """One inventory of one provider. capacity is computed here, once, and read everywhere after.
 
-    set_aside: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
+    stranded: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
     """
 
     total: int
@@ -66,7 +66,7 @@ class Stock(Struct, frozen=True, gc=False):
     step_size: int
     allocation_ratio: float
     capacity: int
-    set_aside: bool = False
+    stranded: bool = False
 
 
 class Provider(Struct, frozen=True):

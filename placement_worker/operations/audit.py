@@ -11,7 +11,7 @@ from placement_worker.store import limits
 
 
 class InventoryRow(Struct, frozen=True):
-    """One inventory, by names. set_aside: its source no longer reports it, but it is in use."""
+    """One inventory, by names. stranded: its source no longer reports it, but it is in use."""
 
     provider: str
     resource_class: str
@@ -20,7 +20,7 @@ class InventoryRow(Struct, frozen=True):
     allocation_ratio: float
     capacity: int
     used: int
-    set_aside: bool
+    stranded: bool
 
 
 class UsageMismatch(Struct, frozen=True):
@@ -40,7 +40,7 @@ class FeedHole(Struct, frozen=True):
 
 
 INVENTORIES = """
-SELECT p.uuid, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used, i.set_aside
+SELECT p.uuid, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used, i.stranded
 FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
 """
 OVER_CAPACITY = INVENTORIES + "WHERE i.used > i.capacity"

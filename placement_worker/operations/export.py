@@ -16,8 +16,7 @@ from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, Stock, capacity
 from placement_worker.operations.export_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
 
-# v2 says who is in which server group. Of v1 they are not known, and stay as they are where it is imported.
-FORMAT, BEFORE_GROUPS = "berth.placement.v2", "berth.placement.v1"
+FORMAT = "berth.placement.v3"
 FAMILY = "berth.placement."
 MAX_LINE_BYTES = 2**24
 
@@ -40,10 +39,13 @@ class BookExport(Struct, frozen=True):
 
 class _Head(Struct, frozen=True):
     format: str | None = None
+    without_members: bool = False
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     format: str | None = None
+    # Of the first line: the source knows no server groups. Where the file is imported they stay as they are.
+    without_members: bool = False
     resource_class: str | None = None
     trait: str | None = None
     provider: Provider | None = None
@@ -76,7 +78,7 @@ def _counted(provider: Provider) -> Provider:
 
 
 def _capacity(stock: Stock) -> int:
-    return 0 if stock.set_aside else capacity(stock.total, stock.reserved, stock.allocation_ratio)
+    return 0 if stock.stranded else capacity(stock.total, stock.reserved, stock.allocation_ratio)
 
 
 def _check_together(book: BookExport) -> None:
@@ -101,7 +103,7 @@ def _check_together(book: BookExport) -> None:
 
 def lines(book: BookExport) -> Iterator[bytes]:
     """The book as lines, each ending in a newline."""
-    rows = [_Line(format=BEFORE_GROUPS if book.members is None else FORMAT)]
+    rows = [_Line(format=FORMAT, without_members=book.members is None)]
     rows += [_Line(resource_class=name) for name in sorted(book.classes)]
     rows += [_Line(trait=name) for name in sorted(book.traits)]
     rows += [_Line(provider=book.providers[uuid]) for uuid in sorted(book.providers)]
@@ -121,7 +123,7 @@ def parse(rows: Iterable[bytes]) -> BookExport:
     ended = False
     for number, row in enumerate(rows):
         if number == 0:
-            members = set() if _format(row) == FORMAT else None
+            members = None if _head_of(row).without_members else set()
         line = _decoded(_line, row, number)
         if ended or (line.member is not None and members is None):
             raise InvalidExport(f"line {number + 1} is not part of such a file")
@@ -145,13 +147,15 @@ def parse(rows: Iterable[bytes]) -> BookExport:
     return BookExport(frozenset(classes), frozenset(traits), providers, consumers, known)
 
 
-def _format(row: bytes) -> str:
-    """What the first line says the file is. Raises InvalidExport for what this berth cannot read whole."""
-    said = _decoded(_head, row, 0).format or ""
-    if said in (FORMAT, BEFORE_GROUPS):
-        return said
-    if said.startswith(FAMILY):
-        raise InvalidExport(f"a file of a newer berth: it is {said[:64]}, and this one reads up to {FORMAT}")
+def _head_of(row: bytes) -> _Head:
+    """The first line. Raises InvalidExport unless the file is of this format."""
+    head = _decoded(_head, row, 0)
+    if head.format == FORMAT:
+        return head
+    if (head.format or "").startswith(FAMILY):
+        raise InvalidExport(
+            f"a file of another version of berth: it is {(head.format or '')[:64]}, and this one reads {FORMAT}"
+        )
     raise InvalidExport(f"line 1 does not begin a {FORMAT} file")
 
 

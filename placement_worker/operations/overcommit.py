@@ -20,15 +20,15 @@ JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
 # The newest first: who came last found the host full already, or made it so. What is held back whole while it is in use
 # (a bare-metal node with its instance) is as it should be, as long as it is not used past what there is.
 BEYOND = """
-SELECT p.uuid::text, c.name, i.used, i.capacity, i.set_aside,
+SELECT p.uuid::text, c.name, i.used, i.capacity, i.stranded,
     array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
     a.consumer)
 FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
 JOIN allocations a ON a.provider_id = i.provider_id AND a.class_id = i.class_id
 JOIN consumers k ON k.uuid = a.consumer AND k.released_at IS NULL
 WHERE i.used > i.capacity
-    AND (i.set_aside OR i.reserved < i.total OR i.used > floor(i.total * i.allocation_ratio))
-GROUP BY p.uuid, c.name, i.used, i.capacity, i.set_aside ORDER BY p.uuid, c.name
+    AND (i.stranded OR i.reserved < i.total OR i.used > floor(i.total * i.allocation_ratio))
+GROUP BY p.uuid, c.name, i.used, i.capacity, i.stranded ORDER BY p.uuid, c.name
 """
 CONSUMER = """
 SELECT project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL
@@ -43,13 +43,13 @@ class Beyond(Struct, frozen=True):
     resource_class: str
     used: int
     capacity: int
-    set_aside: bool
+    stranded: bool
     newest: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
         """For people."""
         place = f"{self.provider} {self.resource_class}: {self.used} of {self.capacity}"
-        if self.set_aside:
+        if self.stranded:
             return f"{place}, no longer reported; it goes when it is no longer used"
         return f"{place}; fits without {', '.join(f'{uuid} ({amount})' for uuid, amount in self.newest)}"
 
@@ -74,7 +74,7 @@ class Doubled(Struct, frozen=True):
 async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
     """Every inventory that is over its capacity, by provider and class."""
     found = []
-    for provider, name, used, capacity, set_aside, consumers, amounts in await connection.fetch(BEYOND):
+    for provider, name, used, capacity, stranded, consumers, amounts in await connection.fetch(BEYOND):
         newest: list[tuple[str, int]] = []
         left = used
         for consumer, amount in zip(consumers, amounts, strict=True):
@@ -82,7 +82,7 @@ async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
                 break
             newest.append((consumer, amount))
             left -= amount
-        found.append(Beyond(provider, name, used, capacity, set_aside, tuple(newest)))
+        found.append(Beyond(provider, name, used, capacity, stranded, tuple(newest)))
     return found
 
 

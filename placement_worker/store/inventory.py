@@ -69,12 +69,12 @@ WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
 # `used` is not named: claims own it.
 WRITE_STOCKS = """
 INSERT INTO inventories AS i (provider_id, class_id, total, reserved, min_unit, max_unit, step_size, allocation_ratio,
-    capacity, set_aside)
+    capacity, stranded)
 SELECT * FROM unnest($1::bigint[], $2::int[], $3::int[], $4::int[], $5::int[], $6::int[], $7::int[], $8::float8[],
     $9::bigint[], $10::bool[])
 ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
     min_unit = EXCLUDED.min_unit, max_unit = EXCLUDED.max_unit, step_size = EXCLUDED.step_size,
-    allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, set_aside = EXCLUDED.set_aside,
+    allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, stranded = EXCLUDED.stranded,
     updated_at = now()
 """
 
@@ -117,7 +117,7 @@ FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
 WHERE NOT s.settled AND s.digest = $1
     AND NOT EXISTS (SELECT FROM sources n
         WHERE n.root = s.root AND n.digest <> $1 AND n.updated_at >= s.updated_at)
-    AND (SELECT bool_and(i.set_aside AND i.used = 0) FROM providers p JOIN inventories i ON i.provider_id = p.id
+    AND (SELECT bool_and(i.stranded AND i.used = 0) FROM providers p JOIN inventories i ON i.provider_id = p.id
         WHERE p.root_id = r.id)
 ORDER BY s.root, s.source LIMIT $2
 """

@@ -17,7 +17,7 @@ READ_PROVIDERS_AFTER = _PROVIDER + "WHERE $1::uuid IS NULL OR p.uuid > $1 ORDER 
 
 READ_STOCKS = """
 SELECT i.provider_id, c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size, i.allocation_ratio, i.capacity,
-    i.set_aside, i.used
+    i.stranded, i.used
 FROM inventories i JOIN resource_classes c ON c.id = i.class_id
 WHERE i.provider_id = ANY($1::bigint[]) ORDER BY i.provider_id, c.name
 """

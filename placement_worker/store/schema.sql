@@ -51,7 +51,7 @@ CREATE SEQUENCE shapes;
 
 -- capacity = (total - reserved) * allocation_ratio, computed when the inventory is written. Placement takes a ratio of
 -- 0 and below, which gives a capacity of 0.
--- used: the sum of the allocations. set_aside: no longer reported, kept while it is used.
+-- used: the sum of the allocations. stranded: no longer reported, kept while it is used.
 CREATE TABLE inventories (
     provider_id bigint NOT NULL REFERENCES providers (id) ON DELETE CASCADE,
     class_id integer NOT NULL REFERENCES resource_classes (id),
@@ -63,7 +63,7 @@ CREATE TABLE inventories (
     allocation_ratio double precision NOT NULL,
     capacity bigint NOT NULL CHECK (capacity >= 0),
     used bigint NOT NULL DEFAULT 0 CHECK (used >= 0),
-    set_aside boolean NOT NULL DEFAULT false,
+    stranded boolean NOT NULL DEFAULT false,
     created_at timestamptz NOT NULL DEFAULT now(),
     updated_at timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (provider_id, class_id)
@@ -245,7 +245,7 @@ BEGIN
         SELECT coalesce(json_agg(json_build_array(
             p.id, p.uuid, p.name, p.parent_id, parent.uuid, p.root_id, root.uuid, p.generation, p.shape, p.cell,
             (SELECT json_agg(json_build_array(c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size,
-                i.allocation_ratio, i.capacity, i.set_aside, i.used) ORDER BY c.name)
+                i.allocation_ratio, i.capacity, i.stranded, i.used) ORDER BY c.name)
                 FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = p.id),
             (SELECT json_agg(t.name ORDER BY t.name)
                 FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id),
@@ -289,14 +289,14 @@ BEGIN
     END IF;
     IF it ? 'stocks' THEN
         INSERT INTO inventories (provider_id, class_id, total, reserved, min_unit, max_unit, step_size,
-            allocation_ratio, capacity, set_aside)
+            allocation_ratio, capacity, stranded)
         SELECT * FROM jsonb_to_recordset(it -> 'stocks') AS n (provider_id bigint, class_id integer, total integer,
             reserved integer, min_unit integer, max_unit integer, step_size integer, allocation_ratio float8,
-            capacity bigint, set_aside boolean)
+            capacity bigint, stranded boolean)
         ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,
             min_unit = EXCLUDED.min_unit, max_unit = EXCLUDED.max_unit, step_size = EXCLUDED.step_size,
             allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,
-            set_aside = EXCLUDED.set_aside, updated_at = now();
+            stranded = EXCLUDED.stranded, updated_at = now();
     END IF;
     IF it ? 'lost' THEN
         DELETE FROM provider_traits t USING jsonb_to_recordset(it -> 'lost') AS n (provider_id bigint, member integer)

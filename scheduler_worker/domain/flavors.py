@@ -73,9 +73,7 @@ def _tenant_aggregate(
     if named:
         return _any_of(query, named)
     if config.placement_aggregate_required_for_tenants:
-        return Unsatisfiable(
-            "tenant.no_aggregate", f"no aggregate is set aside for project {request.project_id}", "tenant"
-        )
+        return Unsatisfiable("tenant.no_aggregate", f"no aggregate belongs to project {request.project_id}", "tenant")
     return query
 
 

@@ -91,7 +91,7 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1), claim(CONSUMERS[1], VCPU=3), three])
     head = (await store.head()).sequence
     result = await said(store, NESTED)
-    assert (result.outcome, result.set_aside) == ("applied", ())
+    assert (result.outcome, result.stranded) == ("applied", ())
     assert await used(store) == {ROOT: {"VCPU": 5}, LEFT: {"VGPU": 2}, RIGHT: {"VGPU": 1}, POOL: {"DISK_GB": 5}}
     changes = (await store.changes(head, 100)).changes
     assert [(change.provider, change.state is not None) for change in changes] == [
@@ -140,11 +140,11 @@ async def test_what_finds_no_room_goes_later(store: PlacementStore) -> None:
     await said(store, FLAT)
     await store.apply([claim(CONSUMERS[0], VGPU=3), claim(CONSUMERS[1], VGPU=1)])
     half = report(node(ROOT, VCPU=8), node(LEFT, ROOT, takes_from=ROOT, VGPU=3), version=2)
-    assert (await said(store, half)).set_aside == (f"{ROOT}/VGPU",)
+    assert (await said(store, half)).stranded == (f"{ROOT}/VGPU",)
     assert await used(store) == {ROOT: {"VGPU": 1}, LEFT: {"VGPU": 3}}
     await store.apply([Release(consumer=CONSUMERS[0])])
     again = await said(store, report(*half.providers, version=3))
-    assert (again.outcome, again.set_aside) == ("applied", ())
+    assert (again.outcome, again.stranded) == ("applied", ())
     assert await used(store) == {ROOT: {}, LEFT: {"VGPU": 1}}
 
 

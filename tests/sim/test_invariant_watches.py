@@ -59,17 +59,17 @@ async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, 
 
 
 @pytest.mark.parametrize(
-    ("aside", "used", "breaks"),
+    ("stranded", "used", "breaks"),
     [
         pytest.param(False, 0, True, id="still reported"),
         pytest.param(True, 1, False, id="in use"),
         pytest.param(True, 0, True, id="a shell that nobody uses"),
     ],
 )
-async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, aside: bool, used: int, breaks: bool) -> None:
+async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, stranded: bool, used: int, breaks: bool) -> None:
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.fleets.clear()
-    stock = replace(stock_of(Inventory(total=4)), set_aside=aside)
+    stock = replace(stock_of(Inventory(total=4)), stranded=stranded)
     world.book.providers[LEFT] = Provider(
         uuid=LEFT, name="h", parent=None, root=LEFT, generation=1, shape=1, stocks={"VCPU": stock},
         used={"VCPU": used} if used else {}, traits=(), aggregates=(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -118,7 +119,7 @@ async def test_who_is_gone_is_no_member_and_who_comes_back_is_in_its_own_group(
         assert (await exported(book)).members == frozenset()
 
 
-async def test_an_older_file_leaves_groups_as_they_are_and_members_follow_what_they_hold(
+async def test_a_file_without_groups_leaves_groups_as_they_are_and_members_follow_what_they_hold(
     book: Book, hosts: list[str], rng: random.Random
 ) -> None:
     mover, stays = member(rng, hosts[0]), member(rng, hosts[1])
@@ -134,17 +135,19 @@ async def test_an_older_file_leaves_groups_as_they_are_and_members_follow_what_t
     assert await outcomes(book, *claims) == ["claimed", "ruled_out", "ruled_out"]
 
 
-def test_a_file_says_what_it_is_and_a_newer_one_is_refused_in_words() -> None:
+@pytest.mark.parametrize("other", ["berth.placement.v2", "berth.placement.v4"])
+def test_a_file_says_what_it_is_and_one_of_another_version_is_refused_in_words(other: str) -> None:
     empty = BookExport(frozenset(), frozenset(), {}, {}, frozenset())
-    assert b'"berth.placement.v2"' in next(export.lines(empty))
-    assert b'"berth.placement.v1"' in next(export.lines(replace(empty, members=None)))
-    newer = [b'{"format": "berth.placement.v3", "secrets": 1}\n', *list(export.lines(empty))[1:]]
-    with pytest.raises(InvalidExport, match=r"a file of a newer berth: it is berth\.placement\.v3, and"):
-        export.parse(newer)
+    assert next(export.lines(empty)) == b'{"format":"berth.placement.v3"}\n'
+    without = next(export.lines(replace(empty, members=None)))
+    assert without == b'{"format":"berth.placement.v3","without_members":true}\n'
+    rows = [f'{{"format": "{other}", "secrets": 1}}\n'.encode(), *list(export.lines(empty))[1:]]
+    with pytest.raises(InvalidExport, match=rf"another version of berth: it is {re.escape(other)}, and"):
+        export.parse(rows)
     group = GroupMember("p", APART.uuid, new_uuid(random.Random(1)))
     lines = list(export.lines(replace(empty, members=frozenset({group}))))
     with pytest.raises(InvalidExport, match="line 2 is not part"):
-        export.parse([b'{"format":"berth.placement.v1"}\n', *lines[1:]])
+        export.parse([without, *lines[1:]])
 
 
 async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_project(

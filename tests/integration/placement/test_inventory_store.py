@@ -103,7 +103,7 @@ async def test_what_is_in_use_is_set_aside_until_it_is_free(
     await book.store.apply([user])
     (result,) = await book.store.report([tree(root, version=2)])
     assert isinstance(result, InventoryResult)
-    assert result.set_aside == (child,)
+    assert result.stranded == (child,)
     late = make_claim(new_uuid(rng), {child: {"VGPU": 1}})
     assert [getattr(reply, "outcome", None) for reply in await book.store.apply([late])] == ["full"]
     assert await said(book, tree(root, version=3)) == ["unchanged"]

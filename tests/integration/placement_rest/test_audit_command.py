@@ -151,7 +151,7 @@ async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placem
         update = InventoryUpdate(source="s", version=version, root_uuid=host, providers=reports)
         [result] = await placement.store.report([update])
         assert isinstance(result, InventoryResult)
-        return result.set_aside
+        return result.stranded
 
     assert not await report(1, VCPU=8, CUSTOM_CARD=2)
     assert (await placement.claim(consumer, host, CUSTOM_CARD=1)).status_code == 204

@@ -62,7 +62,7 @@ def test_who_fits_moves_whole_the_largest_first() -> None:
     result, planned, book = upgrade({ONE: {ROOT: {**small, "DISK_GB": 5}}, TWO: {ROOT: large}})
     # One would have fitted beside Two by its processors, not by its memory.
     assert planned.moved == {TWO: {LEFT: large}, ONE: {ROOT: {"DISK_GB": 5}, RIGHT: small}}
-    assert (result.set_aside, result.changed) == ((), True)
+    assert (result.stranded, result.changed) == ((), True)
     assert planned.after[ROOT].stocks.keys() == {"DISK_GB", "VGPU"}
     for change in changes_of(book, planned.after):
         assert change.state is not None
@@ -80,7 +80,7 @@ def test_what_finds_no_room_stays_set_aside_and_goes_with_a_later_report() -> No
     holdings: dict[str, Holding] = {ONE: {ROOT: {"VCPU": 2}}, TWO: {ROOT: {"VCPU": 1}}}
     result, planned, _ = upgrade(holdings, smaller)
     assert planned.moved == {ONE: {LEFT: {"VCPU": 2}}}
-    assert result.set_aside == (f"{ROOT}/VCPU",)
+    assert result.stranded == (f"{ROOT}/VCPU",)
     assert planned.after[ROOT].stocks["VCPU"].capacity == 0
     again = plan([smaller], [[ROOT, LEFT]], held(planned.after, {TWO: holdings[TWO]}), {TWO: holdings[TWO]}, shape=3)
     assert again.moved == {TWO: {LEFT: {"VCPU": 1}}}
@@ -104,7 +104,7 @@ def test_nested_turns_flat_again() -> None:
     )  # fmt: skip
     planned = plan([flat], [[ROOT, LEFT, RIGHT]], book, holdings, shape=2)
     assert planned.moved == {ONE: {ROOT: {"DISK_GB": 1, "VCPU": 3}}}
-    assert planned.after.keys() == {ROOT, RIGHT}  # nobody takes from the right cell: it is set aside
+    assert planned.after.keys() == {ROOT, RIGHT}  # nobody takes from the right cell: it is stranded
 
 
 def test_a_class_that_the_source_keeps_and_a_provider_of_others_stay() -> None:

@@ -80,7 +80,7 @@ def test_what_is_no_book_is_refused_with_its_reason(bad: BookExport) -> None:
 
 def test_unusual_books_are_books() -> None:
     full = replace(STOCK, reserved=8, capacity=0)
-    closed = replace(STOCK, set_aside=True, reserved=8, capacity=0)
+    closed = replace(STOCK, stranded=True, reserved=8, capacity=0)
     over = replace(STOCK, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
     for stock in (full, closed, over):
         good = BookExport(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
@@ -88,7 +88,7 @@ def test_unusual_books_are_books() -> None:
     assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
 
 
-@pytest.mark.parametrize(("stock", "capacity"), [(STOCK, 16), (replace(STOCK, set_aside=True), 0)])
+@pytest.mark.parametrize(("stock", "capacity"), [(STOCK, 16), (replace(STOCK, stranded=True), 0)])
 def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(stock: Stock, capacity: int) -> None:
     edited = checked(book(stocks={"VCPU": replace(stock, capacity=10_000)}))
     assert edited.providers[A].stocks["VCPU"].capacity == capacity

@@ -1,4 +1,4 @@
-"""Inventory updates as tables: trees made, changed, moved and removed; names; what is in use is set aside."""
+"""Inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_aggregates_none_leaves_them_alone() -> None:
 def test_what_its_source_no_longer_reports_goes_and_what_others_reported_stays() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(SECOND, ROOT)))
     result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD])
-    assert result.set_aside == ()
+    assert result.stranded == ()
     assert set(planned.after) == {ROOT, SECOND}
     assert [(c.provider, c.removed) for c in changes_of(book, planned.after)] == [(CHILD, True)]
 
@@ -148,30 +148,30 @@ def test_an_empty_report_removes_the_tree() -> None:
 def test_a_provider_in_use_is_set_aside_with_its_parents_and_goes_when_unused() -> None:
     book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
     result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
-    assert result.set_aside == (GRANDCHILD, CHILD)
+    assert result.stranded == (GRANDCHILD, CHILD)
     stock = planned.after[GRANDCHILD].stocks["VCPU"]
-    assert (stock.capacity, stock.reserved, stock.total, stock.set_aside) == (0, 4, 4, True)
+    assert (stock.capacity, stock.reserved, stock.total, stock.stranded) == (0, 4, 4, True)
     assert planned.after[CHILD].stocks == {}
     freed = using(planned.after, GRANDCHILD)
     result, planned = after(freed, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
-    assert result.set_aside == ()
+    assert result.stranded == ()
     assert set(planned.after) == {ROOT}
 
 
 def test_a_class_in_use_is_set_aside_and_comes_back_when_reported_again() -> None:
     book = using(book_of(update(node(ROOT))), ROOT, VCPU=2)
     result, planned = after(book, update(node(ROOT, total=0)))
-    assert result.set_aside == (f"{ROOT}/VCPU",)
+    assert result.stranded == (f"{ROOT}/VCPU",)
     assert planned.after[ROOT].stocks["VCPU"].capacity == 0
     result, planned = after(planned.after, update(node(ROOT, total=8)))
-    assert result.set_aside == ()
+    assert result.stranded == ()
     assert planned.after[ROOT].stocks["VCPU"].capacity == 8
 
 
 def test_an_inventory_may_shrink_under_what_is_used() -> None:
     book = using(book_of(update(node(ROOT, total=8))), ROOT, VCPU=6)
     result, planned = after(book, update(node(ROOT, total=2)))
-    assert result.set_aside == ()
+    assert result.stranded == ()
     assert planned.after[ROOT].stocks["VCPU"].capacity == 2
     assert planned.after[ROOT].used == {"VCPU": 6}
 
@@ -218,7 +218,7 @@ def test_reserving_everything_takes_a_node_out_and_leaves_its_allocation_alone()
     taken = update(ProviderReport(uuid=ROOT, name="n-a", inventories={"VCPU": Inventory(total=1, reserved=1)}))
     assert flaw(taken, TRAITS) is None
     result, planned = after(book, taken)
-    assert result.set_aside == ()
+    assert result.stranded == ()
     assert (planned.after[ROOT].stocks["VCPU"].capacity, planned.after[ROOT].used) == (0, {"VCPU": 1})
 
 

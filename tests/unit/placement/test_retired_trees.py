@@ -36,7 +36,7 @@ def test_it_is_not_while_a_consumer_uses_it() -> None:
 
 def test_it_is_not_once_it_has_inventory_to_offer() -> None:
     tree = taken_out()
-    live = {name: replace(stock, set_aside=False) for name, stock in tree[CHILD].stocks.items()}
+    live = {name: replace(stock, stranded=False) for name, stock in tree[CHILD].stocks.items()}
     assert not is_retired({**tree, CHILD: replace(tree[CHILD], stocks=live)}.values())
 
 
