@@ -63,10 +63,24 @@ class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     project_id: Word
 
 
+class Origin(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a machine comes from that is spawned for a move. See `Spawn.origin`.
+
+    migration: the request. host_uuid: that has handed it over (None: none has, it is built from `image` or anew).
+    runs: whether it is to be started.
+    """
+
+    migration: Uuid
+    host_uuid: Uuid | None = None
+    image: str = ""
+    runs: bool = True
+
+
 class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     """Build on this host. `attempt` fences: a host never starts an attempt at or below one it was told to destroy.
 
     deployment: the identity of the cell's database that has the record; the machine keeps it as its mark.
+    origin: the instance has a machine or an image already, which this attempt takes over (None: it is built anew).
     """
 
     spec: InstanceSpec
@@ -75,6 +89,7 @@ class Spawn(Message, frozen=True, kw_only=True, tag="compute.spawn.v1"):
     allocations: Allocations
     service: Word
     deployment: Uuid | None = None
+    origin: Origin | None = None
 
 
 class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
@@ -136,7 +151,8 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One instance that a host carries, and the attempt that built it (0: the host does not know).
 
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
-    leaving: the service has taken the order to destroy this attempt, and is carrying it out.
+    leaving: the service has taken the order to destroy this attempt, and is carrying it out. stopped: it does not run:
+    it was stopped by its client, or to be handed over to another host.
     """
 
     instance_uuid: Uuid
@@ -144,6 +160,7 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deployment: Uuid | None = None
     built: bool = True
     leaving: bool = False
+    stopped: bool = False
 
 
 class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import build, cell, placement
+from bus.contracts import build, cell, moves, placement
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -67,6 +67,28 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         public=True,
         idempotency="reads only",
+    ),
+    MessageRow(
+        message=moves.MoveRequest,
+        owner="scheduler_worker",
+        publishers=("client", "operator"),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="instance.move.{project_id}",
+        reply=moves.MoveAccepted,
+        public=True,
+        max_batch=MOST_REQUESTS_A_MESSAGE,
+        idempotency="request_id; the same id with other content is refused (request.duplicate)",
+    ),
+    MessageRow(
+        message=moves.MoveEvent,
+        owner="scheduler_worker",
+        publishers=("cell_conductor", "scheduler_worker"),
+        where=Where.BOTH,
+        exchange=EVENTS,
+        key="instance.event.{state}.{project_id}",
+        public=True,
+        idempotency="instance_uuid and sequence; a terminal one request_id",
     ),
     # --- the resource book
     MessageRow(
@@ -196,6 +218,33 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="cell.delete",
         idempotency="instance_uuid",
+    ),
+    MessageRow(
+        message=moves.CellMove,
+        owner="cell_conductor",
+        publishers=("scheduler_worker",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.move",
+        idempotency="request_id",
+    ),
+    MessageRow(
+        message=moves.ChangeMachine,
+        owner="compute_sim",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="compute.change.{service}",
+        idempotency="instance_uuid, attempt and order",
+    ),
+    MessageRow(
+        message=moves.MachineChanged,
+        owner="compute_sim",
+        publishers=("compute_sim",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="compute.changed",
+        idempotency="instance_uuid, attempt and order",
     ),
     MessageRow(
         message=cell.Spawn,

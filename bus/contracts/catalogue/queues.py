@@ -21,7 +21,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.DURABLE,
         consumer="scheduler_worker",
-        bindings=((COMMANDS, "build.request.#"), (COMMANDS, "build.delete.#")),
+        bindings=((COMMANDS, "build.request.#"), (COMMANDS, "build.delete.#"), (COMMANDS, "instance.move.#")),
         retry_s=RETRY_S,
         max_length=MAX_WAITING_MESSAGES,
         max_bytes=MAX_WAITING_BYTES,
@@ -79,7 +79,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="cell_conductor",
-        bindings=((COMMANDS, "cell.build"), (COMMANDS, "cell.delete")),
+        bindings=((COMMANDS, "cell.build"), (COMMANDS, "cell.delete"), (COMMANDS, "cell.move")),
         retry_s=RETRY_S,
     ),
     QueueRow(
@@ -87,7 +87,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="cell_conductor",
-        bindings=((COMMANDS, "compute.result"),),
+        bindings=((COMMANDS, "compute.result"), (COMMANDS, "compute.changed")),
         retry_s=RETRY_S,
     ),
     QueueRow(
@@ -111,7 +111,11 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="compute_sim",
-        bindings=((COMMANDS, "compute.spawn.{service}"), (COMMANDS, "compute.destroy.{service}")),
+        bindings=(
+            (COMMANDS, "compute.spawn.{service}"),
+            (COMMANDS, "compute.destroy.{service}"),
+            (COMMANDS, "compute.change.{service}"),
+        ),
         retry_s=RETRY_S,
     ),
     QueueRow(
@@ -127,7 +131,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.DURABLE,
         consumer="scheduler_worker",
-        bindings=((EVENTS, "build.event.#"), (EVENTS, BUILD_EVENTS)),
+        bindings=((EVENTS, "build.event.#"), (EVENTS, BUILD_EVENTS), (EVENTS, "instance.event.#")),
         retry_s=RETRY_S,
         declared_by=("cell_conductor",),
     ),
@@ -144,7 +148,7 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.PRIVATE,
         consumer="operator",
-        bindings=((EVENTS, "build.event.#"),),
+        bindings=((EVENTS, "build.event.#"), (EVENTS, "instance.event.#")),
         max_length=1_000_000,
     ),
     QueueRow(

@@ -1,0 +1,232 @@
+"""What is said of an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
+
+A client asks the scheduler (`instance.move.v1`), the scheduler chooses hosts where the kind needs some and tells the
+cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination is built by
+`compute.spawn.v1`), and says what becomes of the request (`instance.event.v1`), which the scheduler passes on.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+
+from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word
+from .build import AttemptRecord, FunnelStep
+from .cell import InstanceSpec, Selection
+from .groups import ServerGroup
+
+
+class MoveKind(StrEnum):
+    """What is asked of an instance."""
+
+    MIGRATE = "migrate"  # stop it, hand it over to another host, start it there; confirm or revert follows
+    LIVE_MIGRATE = "live-migrate"  # the same while it runs; over with its end, nothing to confirm
+    RESIZE = "resize"  # another flavor, on another host or in place; confirm or revert follows
+    CONFIRM = "confirm"  # the source of a migration or resize is given up
+    REVERT = "revert"  # the destination is given up
+    ABORT = "abort"  # a move that has not reached its destination ends, and the instance stays where it was
+    EVACUATE = "evacuate"  # build it again elsewhere: its host is dead, and has been fenced
+    REBUILD = "rebuild"  # another image, on the same host
+    SHELVE = "shelve"  # stop it and keep its image; with `offload` its host is given up as well
+    OFFLOAD = "offload"  # give up the host of a shelved instance
+    UNSHELVE = "unshelve"  # start it again; from its image on a host that is chosen anew where it was offloaded
+    START = "start"
+    STOP = "stop"
+
+
+# Kinds whose request names hosts to go to; an instance that is shelved and not offloaded is unshelved without any.
+CHOOSES_HOSTS = frozenset(
+    {MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.RESIZE, MoveKind.EVACUATE, MoveKind.UNSHELVE}
+)
+
+
+class ResizePolicy(StrEnum):
+    """Where a resize may end."""
+
+    ANY = "any"
+    OTHER_HOST = "other-host"
+    SAME_HOST = "same-host"
+
+
+class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.move.v1"):
+    """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
+
+    It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which the book
+    keeps the source, so it must be no instance's. flavor: of a resize. image: of a rebuild. host, forced, ignore_hosts,
+    max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
+    or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
+    by itself so long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve. fenced: of
+    an evacuation, without which it is refused: the client states that the host is off and stays off until it has been
+    told what it has lost. timeout_s: how long one step on one host may take.
+    """
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: Word
+    kind: MoveKind
+    user_id: Word = "unknown"
+    flavor: Label | None = None
+    image: Annotated[str, Bound(max_length=255)] | None = None
+    host: Annotated[str, Bound(max_length=255)] | None = None
+    forced: bool = False
+    ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
+    max_attempts: Annotated[int, Bound(ge=1, le=9)] | None = None
+    policy: ResizePolicy = ResizePolicy.ANY
+    migration: Uuid | None = None
+    auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
+    offload: bool = False
+    fenced: bool = False
+    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] | None = None
+
+
+class MoveAccepted(Message, frozen=True, kw_only=True, tag="instance.move.accepted.v1"):
+    """Reply to a MoveRequest that carried `reply_to`: it is on record and ends in one terminal event."""
+
+    request_id: Uuid
+    instance_uuid: Uuid
+
+
+class MoveState(StrEnum):
+    """How far a request has come."""
+
+    ACCEPTED = "accepted"  # by the scheduler
+    SCHEDULED = "scheduled"  # its cell was told, with hosts where it needs some
+    CLAIMING = "claiming"  # the conductor claims a destination
+    PREPARING = "preparing"  # the destination is asked whether it can
+    MIGRATING = "migrating"  # the source hands the machine over
+    FINISHING = "finishing"  # the destination starts it
+    CHANGING = "changing"  # the machine is changed where it is
+    UNDOING = "undoing"  # the move has failed or was given up; the instance goes back to its source
+    DONE = "done"
+    FAILED = "failed"  # the instance is as it was before, or `power` says what is left of it
+    REFUSED = "refused"  # nothing was begun
+    CONFIRMED = "confirmed"  # not terminal: a finished move was confirmed by itself after its time
+    SOURCE_GONE = "source-gone"  # not terminal: the source of a finished move is destroyed, its allocation released
+
+
+ENDS_OF_MOVES = frozenset({MoveState.DONE, MoveState.FAILED, MoveState.REFUSED})
+
+
+class Condition(StrEnum):
+    """What an instance is once it has been built, as its client sees it."""
+
+    ACTIVE = "active"
+    STOPPED = "stopped"
+    RESIZED = "resized"  # it runs on the destination, and confirm or revert is awaited
+    SHELVED = "shelved"
+    OFFLOADED = "offloaded"
+    MOVING = "moving"  # a request is under way
+    FAILED = "failed"
+    DELETED = "deleted"
+    UNKNOWN = "unknown"  # its cell has no record of it
+
+
+class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
+    """A request changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
+
+    sequence: rises with every event of one instance, those of its build included; so a late event is recognised.
+    `terminal`: no other terminal event follows for this request. condition: what the instance is now. host, flavor,
+    image: what it has now, or goes to. code and reason explain failed and refused; funnel explains a request that no
+    host could take; history lists the hosts tried for this request.
+    """
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: Word
+    kind: MoveKind
+    state: MoveState
+    sequence: int = 0
+    terminal: bool = False
+    condition: Condition = Condition.MOVING
+    cell: Word | None = None
+    host: str | None = None
+    flavor: str = ""
+    image: str = ""
+    attempt: int = 0
+    code: str = ""
+    reason: Reason = ""
+    funnel: tuple[FunnelStep, ...] = ()
+    history: tuple[AttemptRecord, ...] = ()
+    at: float = 0.0
+
+
+class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
+    """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
+
+    spec: what the instance is to be (of a resize, a rebuild, an unshelving; None: as it is). selections: hosts in
+    order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone knows. The
+    source's own host among them is a resize in place. server_group, limits: what those claims are held to, as for a
+    build. step_timeout_s: how long one step on one host may take. The other fields: as in MoveRequest.
+    """
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    project_id: Word
+    kind: MoveKind
+    spec: InstanceSpec | None = None
+    selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
+    server_group: ServerGroup | None = None
+    limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    migration: Uuid | None = None
+    auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
+    offload: bool = False
+    fenced: bool = False
+    step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+
+
+class ChangeKind(StrEnum):
+    """What is done with a machine where it is."""
+
+    CHECK = "check"  # can this host take the machine of `spec` with these allocations? Nothing is changed
+    HAND_OVER = "hand-over"  # stop it and make it ready to be taken over by another host
+    HAND_OVER_LIVE = "hand-over-live"  # copy it while it runs, and stop it only at the end
+    START = "start"  # (again), also where it was stopped to be handed over: whatever was begun is undone
+    STOP = "stop"
+    RESIZE = "resize"  # to `spec` and `allocations`
+    REBUILD = "rebuild"  # from the image of `spec`
+    SNAPSHOT = "snapshot"  # stop it and keep its image
+
+
+class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1"):
+    """Change the machine of one attempt where it is (or, with CHECK, say whether its host could take it).
+
+    order: rises with every change that is asked of one instance; a host carries out none at or below the last it took
+    for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a machine
+    whose mark names another one, or none, is left alone and the command refused.
+    """
+
+    change: ChangeKind
+    spec: InstanceSpec
+    attempt: int
+    order: int
+    host_uuid: Uuid
+    service: Word
+    allocations: Allocations
+    deployment: Uuid | None = None
+    to_host: Uuid | None = None
+    timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+
+
+class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1"):
+    """How a change ended. May come late, twice, or never.
+
+    done: it is as was asked. Not done: code and reason, and the machine is as it was before, except that `runs` says
+    whether it runs now (None: not known). image: of a snapshot.
+    """
+
+    instance_uuid: Uuid
+    attempt: int
+    order: int
+    host_uuid: Uuid
+    service: Word
+    change: ChangeKind
+    done: bool
+    runs: bool | None = None
+    image: str = ""
+    code: str = ""
+    reason: Reason = ""
+    at: float = 0.0
+    epoch: int = 0
+    look: int = 0
