@@ -58,14 +58,20 @@ class HostsListener:
         self._requested = False
 
     async def run(self) -> None:
-        """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler."""
-        self._requested = await self.request_reports()
-        due = self._clock.monotonic() + self._pause()
+        """Ask at start, soon after each reconnect, and periodically, with a jitter of its own in each scheduler.
+
+        Sooner when the cell's digest counts fewer services than are taken for there.
+        """
         while True:
-            await self._clock.sleep(RECONNECT_CHECK_S)
-            if not self._requested or self._clock.monotonic() >= due:
-                self._requested = await self.request_reports()
-                due = self._clock.monotonic() + self._pause()
+            self._requested = await self.request_reports()
+            asked_at = self._clock.monotonic()
+            due = asked_at + self._pause()
+            while True:
+                await self._clock.sleep(RECONNECT_CHECK_S)
+                now_s = self._clock.monotonic()
+                doubts = now_s - asked_at >= DOUBT_S and self._table.knows_more(self._bus.name)
+                if not self._requested or now_s >= due or doubts:
+                    break
 
     async def request_reports(self) -> bool:
         """Ask every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
@@ -73,6 +79,7 @@ class HostsListener:
             await self._bus.publish(ReportHosts(why="a scheduler listens"))
         except BusError:
             return False
+        self._table.asked(self._bus.name, self._clock.monotonic())
         return True
 
     def _pause(self) -> float:
@@ -80,6 +87,7 @@ class HostsListener:
 
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect hosts are asked
+DOUBT_S = 15.0  # between two questions while a service is taken for there that its cell does not count
 
 
 def build(

@@ -41,6 +41,7 @@ class PeerWatch:
         self._cells = cells
         self._now = now
         self._orders: dict[str, Order] = {}
+        self._projects: dict[str, None] = {}  # that ever asked for a build
         self._since: dict[str, float] = {}  # when each was first asked for
         self._seen: dict[str, ConsumerRow] = {}
         self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
@@ -51,6 +52,7 @@ class PeerWatch:
     def asked(self, order: Order) -> None:
         """A client is about to ask for a build."""
         self._orders.setdefault(order.uuid, order)
+        self._projects[order.project] = None
         self._since.setdefault(order.uuid, self._now())
 
     # --- the book
@@ -79,7 +81,8 @@ class PeerWatch:
     def _quotas(self) -> None:
         held: dict[str, Counter[str]] = {}
         for kept in self._book.consumers.values():
-            if kept.consumer.holding:
+            # Other clients claim by themselves, without limits: a claim carries those that it is held to.
+            if kept.consumer.holding and kept.consumer.project_id in self._projects:
                 total = held.setdefault(kept.consumer.project_id, Counter())
                 total[INSTANCES] += 1
                 for amounts in kept.consumer.holding.values():

@@ -18,6 +18,7 @@ T = TypeVar("T")
 MAX_RUNS = 200
 OF_METAL = (Action.IRONIC, Action.SHARES)
 METAL = ("ironic", "compute-m")  # processes of bare metal
+METAL_SCHEMA = "ironic_sync"
 CALM_S = 1.0  # faults go on for this long after the last order
 FIRST_S = 2.0  # until then everything has started
 
@@ -116,7 +117,11 @@ def _without_metal(plan: Plan) -> Plan:
         plan,
         metal=None,
         cells=tuple(replace(cell, metal=()) for cell in plan.cells),
-        orders=tuple(o for o in plan.orders if o.action not in OF_METAL and not o.flavor.startswith("bm.")),
+        orders=tuple(
+            o
+            for o in plan.orders
+            if o.action not in OF_METAL and o.service != METAL_SCHEMA and not o.flavor.startswith("bm.")
+        ),
         fault_events=tuple(
             b for b in plan.fault_events if b.kind is not FaultType.IRONIC and not b.target.startswith(METAL)
         ),

@@ -30,14 +30,17 @@ CELL_HOLD_S = 60.0
 # The hosts of a service that is away for so long have no service, until they are announced again. Conductors forget
 # such a service much later, and say nothing of it then.
 AWAY_HOLD_S = 3600.0
+# So many questions in a row (`HostTable.asked`) are left unanswered by a service that is there, at most.
+MAX_UNANSWERED = 3
 LEFT = "service.left"
+UNHEARD = "service.unheard"
 
 
 class ServiceState(Struct):
     """The last announcement of one compute service. `heard_s`: when, monotonic. away: why it takes no builds now.
 
     began: the sequence of the first page of its newest full report; heard: how many pages of it came; listing: its
-    number here.
+    number here. unanswered: how often services were asked to announce their hosts since.
     """
 
     name: str
@@ -50,16 +53,21 @@ class ServiceState(Struct):
     began: int = 0
     heard: int = 0
     listing: int = 0
+    unanswered: int = 0
 
 
 class CellDigest(Struct):
-    """The newest digest of one cell. heard_s: when it, or the same again, was heard. page: the last of it that came."""
+    """The newest digest of one cell. heard_s: when it, or the same again, was heard. page: the last of it that came.
+
+    up: how many services are there, by its word; -1: no digest has come yet.
+    """
 
     version: tuple[int, int] = (-1, -1)
     heard_s: float = -math.inf
     page: int = 0
     gathered: dict[str, ServiceAway] = {}
     away: dict[str, ServiceAway] = {}
+    up: int = -1
 
 
 class HostTable:
@@ -113,11 +121,29 @@ class HostTable:
             if message.epoch != service.epoch:
                 service.began = 0  # its sequence starts again
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
+            service.unanswered = 0
         digest = self._digests.get(message.cell)
         if digest is not None:
             self._assess(self.services[known], digest, now_s)
         self._apply_hosts(known, message, now_s)
         return True
+
+    def knows_more(self, cell: str) -> bool:
+        """Whether more services of this cell are taken for there than its digest counts.
+
+        Conductors whose database was emptied or set back while a service died have never heard of it, and miss nothing.
+        """
+        digest = self._digests.get(cell)
+        there = sum(service.cell == cell and service.away is None for service in self.services)
+        return digest is not None and 0 <= digest.up < there
+
+    def asked(self, cell: str, now_s: float) -> None:
+        """Every service of this cell was asked to announce its hosts; one that never does so is taken for away."""
+        digest = self._digests.get(cell, CellDigest())
+        for service in self.services:
+            if service.cell == cell:
+                service.unanswered += 1
+                self._assess(service, digest, now_s)
 
     def down(self) -> Mask:
         """Per service: whether its cell says that it is away. One more entry at the end stands for NO_SERVICE."""
@@ -137,7 +163,7 @@ class HostTable:
         known.gathered.update((away.service, away) for away in digest.away)
         if digest.page < digest.pages:
             return True
-        known.away, known.gathered, known.heard_s = known.gathered, {}, now_s
+        known.away, known.gathered, known.heard_s, known.up = known.gathered, {}, now_s, digest.up
         for index, service in enumerate(self.services):
             if service.cell == digest.cell:
                 self._assess(service, known, now_s)
@@ -146,10 +172,13 @@ class HostTable:
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
-        """What its cell says of this service: of its present life, or of a later one."""
+        """What its cell says of this service, of its present life or of a later one; else what its silence says."""
         away = digest.away.get(service.name)
         if away is not None and away.epoch < service.epoch:
             away = None
+        if away is None and service.unanswered > MAX_UNANSWERED:
+            reason = f"it answered none of the last {service.unanswered} questions for its hosts"
+            away = ServiceAway(service=service.name, epoch=service.epoch, code=UNHEARD, reason=reason)
         if away is not None and service.away is None:
             service.away_s = now_s
         service.away = away

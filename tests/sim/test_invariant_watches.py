@@ -10,9 +10,13 @@ from msgspec.structs import replace
 from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
+from berth.sim.load import Client
+from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
 from berth.sim.rest import _inventories
 from berth.sim.run import run
+from berth.sim.shrink import _without_metal
+from berth.sim.watch import Breach
 from berth.sim.wiring import conductor
 from berth.sim.world import SimClock, World
 from bus.bus import API
@@ -23,7 +27,8 @@ from bus.wire import pack, single
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from placement_worker.domain.values import Provider, stock_of
+from placement_worker.domain.values import ConsumerState, Provider, stock_of
+from placement_worker.store.memory_table import ConsumerRow
 
 INSTANCE = "00000000-0000-4000-9000-000000000001"
 HERE, LEFT = (f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
@@ -97,6 +102,44 @@ def test_what_a_host_lost_just_before_it_burnt_down_nobody_can_know() -> None:
     acts.append(Order(at=58.001, action=Action.DIE, service=service))
     result = run(replace(plan, orders=(*builds, *acts)))
     assert result.breach == "", result.detail
+
+
+async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota() -> None:
+    """Seed 2168: a claim carries the limits that it is held to, and another client's carried none."""
+    world = World(replace(plan_of(1), metal=None, quota={"VCPU": 6}), EventLog())
+    world.peer_watch.asked(Order(at=0.0, action=Action.BUILD, uuid=INSTANCE, flavor="m1.tiny", project="red"))
+    for project, breaks in (("theirs", False), ("red", True)):
+        consumer = ConsumerState(1, 1, project, "u", "INSTANCE", {HERE: {"VCPU": 7}})
+        world.book.providers[HERE] = Provider(
+            uuid=HERE, name="h", parent=None, root=HERE, generation=1, shape=1, stocks={}, used={}, traits=(),
+            aggregates=(),
+        )  # fmt: skip
+        world.book.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0)
+        if breaks:
+            with pytest.raises(Breach, match="red holds 7 VCPU of 6"):
+                world.peer_watch()
+        else:
+            world.peer_watch()
+
+
+def test_a_plan_without_bare_metal_names_no_schema_of_it() -> None:
+    """Seed 1210 could not be shrunk: without metal there is no schema `ironic_sync` to set back."""
+    acts = (Action.BACKUP, Action.RESTORE)
+    orders = tuple(Order(at=1.0, action=act, service=schema) for act in acts for schema in ("ironic_sync", "placement"))
+    assert [order.service for order in _without_metal(replace(plan_of(1), orders=orders)).orders] == ["placement"] * 2
+
+
+def test_a_service_that_burnt_down_does_not_start_with_its_cell() -> None:
+    """Seed 3106: its cell joined later, and what was to be gone was announced once more."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        service = world.plan.services[0][1]
+        world.dead.add(service)
+        OtherTenants(world, Client(world))._start(f"compute-{service}")
+        assert not world.lives
+
+    virtual.run(main, on_unseen=pytest.fail)
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 30.0, 240.0])

@@ -149,3 +149,33 @@ def test_hosts_of_a_service_that_is_away_for_long_are_nobodys() -> None:
     assert table.service[0] == hosts.NO_SERVICE
     table.apply(digest(3), 3.0 + hosts.AWAY_HOLD_S)
     assert table.service[0] == hosts.NO_SERVICE, "forgotten by its cell, which is not the same as back"
+
+
+def counting(up: int, number: int = 1) -> ServicesDigest:
+    return ServicesDigest(cell="c1", term=1, number=number, up=up)
+
+
+def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_away() -> None:
+    """Seed 2221: it died while its cell's database was set back; no conductor knew of it, or missed it."""
+    table = services("a", "b")
+    assert not table.knows_more("c1"), "no digest has come yet"
+    table.apply(counting(1), 1.0)
+    assert table.knows_more("c1")
+    for number in range(hosts.MAX_UNANSWERED + 1):
+        assert table.down().tolist() == [False, False, True], number
+        table.asked("c1", 2.0 + number)
+        table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2 + number), 2.0 + number)
+    assert table.down().tolist() == [True, False, True]
+    assert not table.knows_more("c1"), "nothing is left to ask about"
+    table.apply(counting(1, 2), 20.0)
+    assert table.down().tolist() == [True, False, True]
+    table.apply(ComputeHosts(service="a", cell="c1", epoch=1, sequence=2), 30.0)
+    assert table.down().tolist() == [False, False, True], "one answer, and it is there"
+
+
+def test_a_service_that_its_cell_counts_is_not_asked_for() -> None:
+    table = services("a", "b")
+    table.apply(counting(2), 1.0)
+    assert not table.knows_more("c1")
+    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, away=digest(1, "a").away), 2.0)
+    assert not table.knows_more("c1"), "its cell says that it is away"
