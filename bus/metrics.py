@@ -16,3 +16,7 @@ LATE_REPLIES = Counter("berth_bus_late_replies", "Replies that are not waited fo
 REPLY_TIMEOUTS = Counter("berth_bus_reply_timeouts", "Requests without a reply at their deadline.", ["bus"])
 DEAD_DROPPED = Counter("berth_bus_dead_letters_dropped", "Dead letters dropped: too many are parked.", ["bus", "queue"])
 BROKEN = Counter("berth_bus_invariants_broken", "Messages whose handling broke an invariant.", ["bus", "queue"])
+WORKER = Gauge("berth_worker", "1 for each running worker.", ["role", "process", "version"])
+DEAD_LETTERS = Gauge(
+    "berth_bus_dead_letters", "Dead letters parked on a bus, asked of the broker when scraped.", ["bus"]
+)

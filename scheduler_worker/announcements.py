@@ -23,9 +23,12 @@ log = structlog.get_logger(__name__)
 
 
 class AppliedAnnouncements(Struct, frozen=True):
-    """The result of a batch: the announcements that changed nothing, and why; the stamps of builds that ended."""
+    """The result of a batch: the announcements that changed nothing, and why; those that were passed on; and the stamps
+    of builds that ended.
+    """
 
     ignored: list[tuple[BuildEvent, str]]
+    announced: list[BuildEvent]
     ended: list[Stamps]
 
 
@@ -51,6 +54,7 @@ class AnnouncementHandler:
         for event, why in applied.ignored:
             self._log_ignored(event, why)
         metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
+        metrics.count_ended(applied.announced)
         metrics.observe_announced(applied.ended)
         return [Done()] * len(batch)
 
@@ -59,7 +63,7 @@ class AnnouncementHandler:
         now = self._clock.time()
         builds = await unit.lock([event.instance_uuid for event in events])
         stories: dict[str, list[StoryLine]] = {}
-        applied = AppliedAnnouncements([], [])
+        applied = AppliedAnnouncements([], [], [])
         for event in events:
             found = builds.get(event.instance_uuid)
             if found is None:
@@ -78,6 +82,7 @@ class AnnouncementHandler:
                 applied.ended.append(replace(announced.stamps, announced=now))
                 announced = replace(announced, stamps=applied.ended[-1])
             builds[event.instance_uuid] = after
+            applied.announced.append(announced)
             stories.setdefault(event.instance_uuid, []).extend(story_lines(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)

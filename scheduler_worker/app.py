@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
+from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.persistence.outbox import Relay
@@ -25,6 +27,7 @@ from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
@@ -132,6 +135,14 @@ def build(
     service.resource(store.open, store.close)
     service.resource(buses[API].open, buses[API].close)
     service.resource(follower.start, follower.close)
+
+    async def export_fleet() -> None:
+        FLEET.add(selector)
+
+    async def stop_exporting_fleet() -> None:
+        FLEET.remove(selector)
+
+    service.resource(export_fleet, stop_exporting_fleet)
     service.task("outbox", relay.run)
     service.task("retention", lambda: purge_forever(store, env.clock, config))
     service.drain(relay.drain)
@@ -139,6 +150,8 @@ def build(
     service.prepare(follower.ready.wait)
     service.check("replica", follower.ready.is_set)
 
+    for name, bus in buses.items():
+        service.refreshes(partial(count_dead_letters, name, bus.transport))
     links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
     service.prepare(lambda: wait_for(links, config.cell_wait_s))
     _requests(service, env, buses[API], store=store, selector=selector, engine=engine, config=config)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from scheduler_worker import metrics
@@ -40,6 +40,7 @@ class Cancellations:
             refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
             for message in messages:
                 unit.emit(message)
+        metrics.count_ended(m.message for m in plan.messages if isinstance(m.message, BuildEvent))
         metrics.count_requests("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
         metrics.count_requests("delete", "unknown", len(refused))
         return plan.outcomes | refused, plan.accepted
@@ -71,6 +72,7 @@ class Cancellations:
                 if end.message is not None:
                     unit.emit(end.message)
             await unit.update([end.update for end in ended], author.at)
+        metrics.count_ended(end.update.build for end in ended)
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
     async def release(self, builds: Sequence[PendingBuild]) -> None:

@@ -479,6 +479,7 @@ class SchedulingEngine:
         written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), decide)
         metrics.STAGE_S.labels("write").observe(self._clock.monotonic() - started_s)
         metrics.observe_decisions(stages)
+        metrics.count_ended(one.decision.build for one in scheduled if one.pending.instance_uuid in written)
         for one in scheduled:
             build = one.decision.build
             if build.terminal:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence, Sized
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from bus.contracts.build import BuildEvent
 from bus.contracts.placement import ClaimResult
 from bus.contracts.stages import Stamps
 from bus.faults import Fault
 from bus.service.stages import STAGE_S as BUILD_STAGE_S
+from scheduler_worker.domain.builds import RecordedBuild
 
 FAST_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 HOSTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000)
@@ -22,6 +24,7 @@ CANDIDATES = Histogram("berth_scheduler_candidates", "Hosts left to choose from.
 STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one stage.", ["stage"], buckets=FAST_S)
 ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by outcome.", ["outcome"])
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
+BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 
 
@@ -29,6 +32,21 @@ def count_requests(kind: str, outcome: str, count: int = 1) -> None:
     """Build or delete requests with the same outcome; those without a name are not counted."""
     if outcome and count:
         REQUESTS.labels(kind, outcome).inc(count)
+
+
+# Codes come from drivers, too: of more distinct ones than this the rest is counted as OTHER.
+MAX_CODES = 200
+OTHER = "other"
+_codes: set[str] = set()
+
+
+def count_ended(builds: Iterable[BuildEvent | RecordedBuild]) -> None:
+    """Count those of the recorded states that end their request."""
+    for build in builds:
+        if build.terminal:
+            if build.code not in _codes and len(_codes) < MAX_CODES:
+                _codes.add(build.code)
+            BUILDS.labels(build.state.value, build.code if build.code in _codes else OTHER).inc()
 
 
 def observe_round(chosen: int, rankings: Iterable[Sized]) -> None:

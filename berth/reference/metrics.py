@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 import bus
 import cell_conductor
@@ -30,29 +31,45 @@ def render() -> str:
     """The whole page: one table per package that exports metrics."""
     lines = [HEAD]
     for package in (bus, placement_worker, scheduler_worker, cell_conductor, compute_sim, ironic_sync):
-        found = sorted(_metrics(package), key=lambda metric: str(metric._name))
+        found = sorted([*map(_row, _metrics(package)), *_families(package)])
         if found:
             lines += [f"## {package.__name__}\n", "| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-            lines += [_row(metric) for metric in found]
+            lines += found
             lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _values(package: ModuleType) -> Iterator[object]:
+    """What the modules of this package define."""
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if ".migrations" in info.name or info.name.endswith("__main__") or ".alembic" in info.name:
+            continue
+        yield from vars(importlib.import_module(info.name)).values()
 
 
 def _metrics(package: ModuleType) -> Iterator[MetricWrapperBase]:
     """Each metric that a module of this package defines, once."""
     seen: set[int] = set()
-    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if ".migrations" in info.name or info.name.endswith("__main__") or ".alembic" in info.name:
-            continue
-        for value in vars(importlib.import_module(info.name)).values():
-            for metric in value if isinstance(value, tuple) else (value,):
-                if isinstance(metric, MetricWrapperBase) and id(metric) not in seen:
-                    seen.add(id(metric))
-                    yield metric
+    for value in _values(package):
+        for metric in value if isinstance(value, tuple) else (value,):
+            if isinstance(metric, MetricWrapperBase) and id(metric) not in seen:
+                seen.add(id(metric))
+                yield metric
+
+
+def _families(package: ModuleType) -> Iterator[str]:
+    """A row for each gauge of a collector, which computes its gauges when it is scraped."""
+    collectors = {id(value): value for value in _values(package) if Collector in type(value).__mro__}
+    for collector in collectors.values():
+        if type(collector).__module__.startswith(f"{package.__name__}."):
+            for family in collector.describe():  # type: ignore[attr-defined]
+                yield _line(family.name, family.type, family._labelnames, family.documentation)
 
 
 def _row(metric: MetricWrapperBase) -> str:
-    name, kind = metric._name, metric._type
-    suffix = "_total" if kind == "counter" else ""
-    labels = ", ".join(f"`{label}`" for label in metric._labelnames)
-    return f"| `{name}{suffix}` | {kind} | {labels} | {metric._documentation} |".replace("  ", " ")
+    suffix = "_total" if metric._type == "counter" else ""
+    return _line(metric._name + suffix, str(metric._type), metric._labelnames, metric._documentation)
+
+
+def _line(name: str, kind: str, labels: Sequence[str], meaning: str) -> str:
+    return f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |".replace("  ", " ")

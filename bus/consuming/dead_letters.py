@@ -12,12 +12,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import contextmanager
 from datetime import datetime
 
+import structlog
 from msgspec import Struct
 
+from bus import metrics
 from bus.contracts.catalogue import DEAD, DEAD_LETTERS, RETURN
-from bus.port import Delivery, Outgoing, Transport
+from bus.port import BusError, Delivery, Outgoing, Transport
 from bus.topology import delayed_it
 from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT, shown
+
+log = structlog.get_logger(__name__)
 
 # Why a message was given up, on the dead letter.
 CODE = "berth-code"
@@ -93,6 +97,16 @@ async def count(transport: Transport) -> Counts:
             by_queue[letter.queue] += 1
         more = await transport.depth(DEAD_LETTERS)
     return Counts(dict(sorted(by_queue.items())), more)
+
+
+async def count_dead_letters(bus: str, transport: Transport) -> None:
+    """Set the gauge of a bus to its number of dead letters; a broker that is away leaves it as it was."""
+    if not transport.connected:
+        return
+    try:
+        metrics.DEAD_LETTERS.labels(bus).set(await transport.depth(DEAD_LETTERS))
+    except BusError as error:
+        log.debug("dead_letters.not_counted", bus=bus, code=error.code)
 
 
 def _any(letter: DeadLetter) -> bool:

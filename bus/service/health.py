@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ Answer = tuple[int, str, bytes]
 class Health:
     """The health server. `not_ready` names what is not ready; an empty answer means ready.
 
+    refresh: awaited before metrics are answered, for gauges that have to ask a server for their value.
     Never opened it is only its answers, for a server that serves them beside something else.
     """
 
@@ -35,11 +36,13 @@ class Health:
         host: str = "127.0.0.1",
         port: int = 0,
         registry: CollectorRegistry = REGISTRY,
+        refresh: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.host = host
         self.port = port
         self._not_ready = not_ready
         self._registry = registry
+        self._refresh = refresh
         self._server: asyncio.Server | None = None
         self._open = 0
 
@@ -91,6 +94,8 @@ class Health:
         except (asyncio.LimitOverrunError, ValueError):
             method, (status, kind, body) = "GET", (400, JSON, b'{"error":"not an HTTP request that we serve"}')
         else:
+            if self._refresh is not None and path.partition("?")[0] == "/metrics":
+                await self._refresh()
             status, kind, body = self.answer(method, path)
         headers = (
             f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"

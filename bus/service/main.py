@@ -7,11 +7,13 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from importlib import metadata
 from types import FrameType
 
 import structlog
 import uvloop
 
+from bus import metrics
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusForbidden
 from bus.service.environment import Environment, NotConfigured
@@ -51,6 +53,7 @@ def run_process(
     free one, named in the log).
     """
     configure_logging(process=process, role=role, level=log_level, style=log_style)
+    metrics.WORKER.labels(role, process, metadata.version("berth")).set(1)
     try:
         uvloop.run(live(build, environment, http=http))
     except BrokenInvariant as fault:
@@ -79,7 +82,7 @@ async def live(
     stop = stop if stop is not None else asyncio.Event()
     _on_signals(stop)
     service = build(environment())
-    health = Health(service.not_ready, host=http[0], port=http[1]) if http is not None else None
+    health = None if http is None else Health(service.not_ready, host=http[0], port=http[1], refresh=service.refresh)
     if health is not None:
         await health.open()  # before the worker opens: /readyz says what it waits for
     freezing = asyncio.create_task(_freeze_when_ready(service))

@@ -18,6 +18,7 @@ from bus.faults import Fault, first_fault
 DEFAULT_GRACE_S = 10.0
 CLOSE_TIMEOUT_S = 5.0  # one resource; a connection that does not close is left to the operating system
 CANCEL_TIMEOUT_S = 5.0  # side tasks, together
+REFRESH_TIMEOUT_S = 2.0  # gauges that ask a server for their value, together
 
 
 class SideTaskEnded(Fault):
@@ -64,6 +65,7 @@ class Service:
         self._task_makers: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = []
         self._drains: list[Callable[[float], Awaitable[Any]]] = []
         self._checks: dict[str, Callable[[], str]] = {}
+        self._refreshes: list[Callable[[], Awaitable[Any]]] = []
         self._closings: list[Callable[[], Awaitable[Any]]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failed: asyncio.Future[None] | None = None
@@ -99,6 +101,18 @@ class Service:
     def check_bus(self, name: str, bus: Reached) -> None:
         """One line of /readyz: the bus is connected, and its broker takes messages. It says why it does not."""
         self._checks[name] = lambda: f"{name}: {bus.trouble}" if bus.trouble else ""
+
+    def refreshes(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
+        """Called before metrics are scraped: sets gauges whose value has to be asked for. It raises nothing."""
+        self._refreshes.append(refreshing)
+
+    async def refresh(self) -> None:
+        """Set those gauges, within REFRESH_TIMEOUT_S; one that takes longer keeps its last value."""
+        try:
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                await asyncio.gather(*(refreshing() for refreshing in self._refreshes))
+        except TimeoutError:
+            self.log.warning("metrics.refresh_too_slow", limit_s=REFRESH_TIMEOUT_S)
 
     def not_ready(self) -> list[str]:
         """Names of what is not ready now; empty when the service can do its work."""

@@ -42,9 +42,13 @@ class StageSeconds(Collector):
             total += bounded
         self._sums[stage] += total
 
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """The name, without figures."""
+        yield HistogramMetricFamily("berth_stage_seconds", "Time of a build in each stage.", labels=["stage"])
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The stages that were observed in this process."""
-        family = HistogramMetricFamily("berth_stage_seconds", "Time of a build in each stage.", labels=["stage"])
+        (family,) = self.describe()
         for stage, counts in self._counts.items():
             if any(counts):
                 family.add_metric([stage], _cumulative(counts), self._sums[stage])

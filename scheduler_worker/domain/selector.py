@@ -136,6 +136,13 @@ class Selector:
         row = self.book.row_of(host_uuid)
         return host_uuid if row is None else self.book.name_of(row)
 
+    def all_hosts(self) -> HostsView:
+        """Every root of the replica that can be a host, announced or not, without a search."""
+        rows = self.book.rows_of_roots()
+        return HostsView(
+            self.book, self.table, self.membership, rows=rows, index=self._index_of(rows), down=self.table.down()
+        )
+
     def _passing(self, spec: RequestSpec, *, explain: bool) -> tuple[HostsView, tuple[FunnelStep, ...]]:
         """Search, then run each filter in order; the funnel tells how many hosts each step left."""
         found = search(self.book, spec.query, explain=explain)
