@@ -8,12 +8,16 @@ from aiormq import Channel
 from aiormq.abc import ChannelFrame
 from msgspec import structs
 
-from bus.port import BusUnavailable, Outgoing
+from bus.port import BusUnavailable, Outgoing, PublishRefused
 from bus.rabbitmq import frames
 from bus.rabbitmq.errors import translated
 from bus.topology import QueueNames
 
 CONFIRM_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+# A channel that is this old and was refused something is replaced. What a full queue refuses costs one channel in so
+# long; what a channel is refused for good, because of a leader that is gone, is refused for no longer.
+REPLACE_REFUSED_S = 5.0
 
 
 class PublishChannel:
@@ -27,7 +31,27 @@ class PublishChannel:
         self._out: list[bytes] = []
         self._sending = False
         self._sender: asyncio.Task[None] | None = None
+        self._opened_at = asyncio.get_running_loop().time()
+        self._refused = False
         channel.closing.add_done_callback(self._closed)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the broker may refuse here what it would take on a new channel.
+
+        A channel remembers the leader of each quorum queue that it published to. One that first publishes after the
+        leader's node went down, and before the nodes left have recorded another, keeps the dead one: everything for
+        that queue is refused on it until it closes (RabbitMQ 3.10, `rabbit_fifo_client:enqueue`, `nodedown`).
+        """
+        return self._refused and asyncio.get_running_loop().time() - self._opened_at >= REPLACE_REFUSED_S
+
+    async def close(self) -> None:
+        """Close once each publish under way has ended, within its own time limit."""
+        if self._waiting:
+            await asyncio.wait(set(self._waiting), timeout=CONFIRM_TIMEOUT_S)
+        with translated():
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.channel.close()
 
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm, or raise as the port says."""
@@ -41,6 +65,9 @@ class PublishChannel:
         try:
             with translated(exchange or "amq.default"):
                 await confirmed
+        except PublishRefused:
+            self._refused = True
+            raise
         finally:
             timer.cancel()
             self._waiting.discard(confirmed)

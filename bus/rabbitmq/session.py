@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class Session:
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
         self._publishing = asyncio.Lock()
+        self._unsent = 0  # publishes that wait for a channel
 
     @classmethod
     async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
@@ -113,12 +115,19 @@ class Session:
     async def publish(self, message: Outgoing) -> None:
         """Publish and wait for the confirm."""
         publisher = self._publisher
-        if publisher is None or publisher.channel.is_closed:
-            publisher = await self._open_publisher()
+        if publisher is None or self._unsent or not _usable(publisher):
+            self._unsent += 1  # what comes meanwhile waits behind this one
+            try:
+                publisher = await self._open_publisher()
+            finally:
+                self._unsent -= 1
         await publisher.publish(message)
 
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
+            if self._publisher is not None and self._publisher.suspect and not self._publisher.channel.is_closed:
+                with contextlib.suppress(BusError):  # closed meanwhile
+                    await self._publisher.close()
             if self._publisher is None or self._publisher.channel.is_closed:
                 channel = await self.channel(confirms=True)
                 assert isinstance(channel, Channel)
@@ -226,6 +235,10 @@ class Session:
         with translated():
             answer = await channel.queue_purge(queue, timeout=RPC_TIMEOUT_S)
         return answer.message_count or 0
+
+
+def _usable(publisher: PublishChannel) -> bool:
+    return not (publisher.channel.is_closed or publisher.suspect)
 
 
 async def is_there(session: Session, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import time
 from collections import Counter
@@ -34,6 +35,17 @@ class BrokerCluster:
         login = f"{ADMIN}:{quote(self.nodes[0].password, safe='')}"
         hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
         return f"amqp://{login}@{hosts}/{quote(vhost, safe='')}"
+
+    def make_whole(self) -> None:
+        """Start the nodes that were killed; return when each node says that all of them run."""
+        for node in self.nodes:
+            if not node.pid:
+                node.start()
+        for node in self.nodes:
+            until = time.monotonic() + PATIENCE_S
+            while len(json.loads(node.control("cluster_status", "--formatter", "json"))["running_nodes"]) < NODES:
+                assert time.monotonic() < until, "a node of the cluster did not come back"
+                time.sleep(POLL_S)
 
     def connections(self) -> Counter[str]:
         """How many clients each node serves, by the node's name."""

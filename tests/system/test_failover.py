@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,11 @@ from berth.servers import API_VHOST, start_all, variables
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
-from tests.kit.clusters import broker_cluster, database_pair
+from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
+from bus.port import Outgoing, PublishRefused
+from bus.rabbitmq import RabbitTransport
+from tests.contract.rig import until
+from tests.kit.clusters import BrokerCluster, broker_cluster, database_pair
 from tests.system.small import PLAN
 from tests.system.test_servers_away import hosts_known
 
@@ -33,22 +36,67 @@ BOOTS = 200
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 
-@pytest.mark.skipif(
-    "BERTH_TEST_CLUSTER" not in os.environ,
-    reason="open defect, not understood: beside other tests the two nodes left may refuse publishes for good",
-)
-def test_the_node_of_a_cluster_that_workers_are_connected_to_is_killed(tmp_path: Path) -> None:
-    with broker_cluster() as cluster, Postgres() as postgres:
-        cluster.nodes[0].add_vhosts((API_VHOST, CELL))
-        urls = {vhost: cluster.url(vhost) for vhost in (API_VHOST, CELL)}
+@pytest.fixture(scope="module")
+def joined() -> Iterator[BrokerCluster]:
+    with broker_cluster() as made:
+        made.nodes[0].add_vhosts((API_VHOST, CELL))
+        yield made
 
-        async def kill() -> None:
-            busiest = await asyncio.to_thread(cluster.busiest)
-            await asyncio.to_thread(busiest.kill)
 
-        with workers(tmp_path, urls, postgres.url()) as (processes, site):
-            asyncio.run(builds_go_on(site, kill))
-            assert all(worker.process.running for worker in processes.workers.values())
+@pytest.fixture
+def cluster(joined: BrokerCluster) -> BrokerCluster:
+    """A cluster that all its nodes are in."""
+    joined.make_whole()
+    return joined
+
+
+async def test_a_channel_that_met_a_queue_without_a_leader_is_not_refused_for_ever(cluster: BrokerCluster) -> None:
+    """RabbitMQ refuses on such a channel for as long as it is open, though the queue has a leader again."""
+    other, leader, survivor = cluster.nodes
+    row = QueueRow(
+        name="waits",
+        where=Where.API,
+        kind=QueueKind.DURABLE,
+        consumer="placement_worker",
+        bindings=((COMMANDS, "inventory.update.x"),),
+    )
+    said = Outgoing(exchange=COMMANDS, routing_key="inventory.update.x", body=b"x", message_id="1")
+    declaring, publishing = (
+        RabbitTransport(node.url(API_VHOST), name="api", prefix="refused.") for node in (leader, survivor)
+    )
+    await declaring.open()
+    await declaring.declare_shared()
+    await declaring.declare_queue(row, row.name, row.bindings)
+    await declaring.close()
+    await publishing.open()
+    try:
+        for node in (other, leader):  # in this order the queue's leader is the last to go, and none is elected
+            await asyncio.to_thread(node.kill)
+        with pytest.raises(PublishRefused):
+            await publishing.publish(said)
+        await asyncio.to_thread(other.start)
+
+        async def is_taken() -> bool:
+            with contextlib.suppress(PublishRefused):
+                await publishing.publish(said)
+                return True
+            return False
+
+        await until(is_taken)
+    finally:
+        await publishing.close()
+
+
+def test_the_node_of_a_cluster_that_workers_are_connected_to_is_killed(cluster: BrokerCluster, tmp_path: Path) -> None:
+    urls = {vhost: cluster.url(vhost) for vhost in (API_VHOST, CELL)}
+
+    async def kill() -> None:
+        busiest = await asyncio.to_thread(cluster.busiest)
+        await asyncio.to_thread(busiest.kill)
+
+    with Postgres() as postgres, workers(tmp_path, urls, postgres.url()) as (processes, site):
+        asyncio.run(builds_go_on(site, kill))
+        assert all(worker.process.running for worker in processes.workers.values())
 
 
 def test_the_primary_is_killed_and_its_synchronous_stand_by_promoted(tmp_path: Path) -> None:
