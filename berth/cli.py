@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from berth.commands import builds, check, dead_letters, load, permissions, placement, processes, safety, trace, web
+from berth.commands import (
+    builds,
+    check,
+    dead_letters,
+    hosts,
+    load,
+    permissions,
+    placement,
+    processes,
+    safety,
+    trace,
+    web,
+)
 
 app = typer.Typer(
     name="berth",
@@ -50,7 +62,8 @@ app.command("boot")(builds.boot)
 app.command("delete")(builds.delete)
 app.command("show")(builds.show)
 app.command("list")(builds.list_builds)
-app.command("hosts")(builds.hosts)
+app.add_typer(hosts.app, name="hosts")
+app.command("services")(hosts.services)
 app.command("load")(load.load)
 app.command("trace-settings")(trace.trace_settings)
 app.command("check")(check.check)

@@ -22,6 +22,7 @@ from bus.contracts.build import (
     HostsPage,
     HostsQuery,
 )
+from bus.contracts.operations import AdminStateSet, HostAdminState, ServicesPage, ServicesQuery, SetAdminState
 from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 
@@ -231,6 +232,17 @@ class BuildClient:
     ) -> HostsPage:
         """Ask a scheduler about hosts, of one cell or of all, up or not. Raises RequestTimeout when none answers."""
         return await self.bus.request(HostsQuery(limit=limit, cell=cell, up=up), HostsPage, timeout_s=timeout_s)
+
+    async def services(
+        self, *, limit: int, timeout_s: float, cell: str | None = None, up: bool | None = None
+    ) -> ServicesPage:
+        """Ask a scheduler about compute services. Raises RequestTimeout when none answers."""
+        return await self.bus.request(ServicesQuery(limit=limit, cell=cell, up=up), ServicesPage, timeout_s=timeout_s)
+
+    async def set_admin_state(self, decision: SetAdminState, *, timeout_s: float) -> HostAdminState:
+        """Decide about a host. Raises RequestTimeout, or RequestRefused (`host.unknown`, `host.ambiguous`)."""
+        answer = await self.bus.request(decision, AdminStateSet, timeout_s=timeout_s)
+        return answer.host
 
     async def _heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]

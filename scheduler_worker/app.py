@@ -29,6 +29,7 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.operations import AdminListener, OperationsHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
 from scheduler_worker.store.port import SchedulerStore
@@ -152,6 +153,7 @@ def build(
 
     for name, bus in buses.items():
         service.refreshes(partial(count_dead_letters, name, bus.transport))
+    _operations(service, buses[API], store=store, selector=selector, config=config)
     links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
     service.prepare(lambda: wait_for(links, config.cell_wait_s))
     _requests(service, env, buses[API], store=store, selector=selector, engine=engine, config=config)
@@ -196,6 +198,20 @@ async def open_nothing() -> None:
     """Open nothing: the bus of a cell is opened by its own side task."""
 
 
+def _operations(
+    service: Service, bus: Bus, *, store: SchedulerStore, selector: Selector, config: SchedulerConfig
+) -> None:
+    listener = AdminListener(store, selector.table, bus, again_s=config.report_again_s)
+    bus.transport.on_reconnect(listener.reconnected)
+    operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
+    # The queue is there before the decisions on record are read: what is decided in between is heard.
+    service.declares(lambda: bus.declare("scheduler.admin.{process}"))
+    service.task("operators' decisions", listener.run)
+    service.prepare(listener.loaded.wait)
+    service.consumer(bus.consumer("scheduler.admin.{process}", listener, max_batch=64, concurrency=1, prefetch=64))
+    service.consumer(bus.consumer("scheduler.operations", operations, max_batch=16, concurrency=1, prefetch=16))
+
+
 def _requests(
     service: Service,
     env: Environment,
@@ -206,7 +222,7 @@ def _requests(
     engine: SchedulingEngine,
     config: SchedulerConfig,
 ) -> None:
-    queries = QueryHandler(store, selector)
+    queries = QueryHandler(store, selector, clock=env.clock)
     requests = RequestHandler(engine, tuple(config.flavors), clock=env.clock, config=config)
     service.consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
     service.consumer(

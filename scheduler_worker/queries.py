@@ -1,4 +1,4 @@
-"""Queue `scheduler.queries`: builds with their story, and hosts."""
+"""Queue `scheduler.queries`: builds with their story, hosts, and compute services."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
+from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
@@ -18,9 +20,10 @@ from scheduler_worker.store.port import SchedulerStore
 class QueryHandler:
     """Handles queue `scheduler.queries`."""
 
-    def __init__(self, store: SchedulerStore, selector: Selector) -> None:
+    def __init__(self, store: SchedulerStore, selector: Selector, *, clock: Clock) -> None:
         self._store = store
         self._selector = selector
+        self._clock = clock
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """One after another: queries are rare."""
@@ -34,8 +37,42 @@ class QueryHandler:
             except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
                 return Refuse(fault.code, fault.reason)
             return Done(reply=BuildPage(builds=tuple(map(_with_sorted_story, found))))
+        if isinstance(message, ServicesQuery):
+            return Done(reply=self.services(message))
         assert isinstance(message, HostsQuery)
         return Done(reply=self.hosts(message))
+
+    def services(self, query: ServicesQuery) -> ServicesPage:
+        """The compute services that have announced themselves, by cell and name."""
+        table, now_s = self._selector.table, self._clock.monotonic()
+        known = len(table)
+        usable = table.enabled[:known] & (table.admin[:known] == 0)
+        # One place more at the front: hosts without a service (NO_SERVICE is -1).
+        managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
+        enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
+        found = sorted(enumerate(table.services), key=lambda item: (item[1].cell, item[1].name))
+        asked = [
+            (index, one)
+            for index, one in found
+            if query.cell in (None, one.cell) and query.up in (None, one.away is None)
+        ]
+        return ServicesPage(
+            services=tuple(
+                ServiceRecord(
+                    name=one.name,
+                    cell=one.cell,
+                    up=one.away is None,
+                    epoch=one.epoch,
+                    code="" if one.away is None else one.away.code,
+                    reason="" if one.away is None else one.away.reason,
+                    since=0.0 if one.away is None else one.away.since,
+                    heard_s=max(0.0, now_s - one.heard_s),
+                    hosts=int(managed[index + 1]),
+                    enabled=int(enabled[index + 1]),
+                )
+                for index, one in asked[: query.limit]
+            )
+        )
 
     def hosts(self, query: HostsQuery) -> HostsPage:
         """The hosts of the replica by name, with what their compute services announce."""
@@ -60,7 +97,8 @@ class QueryHandler:
                     cell=None if index is None else table.cells[int(table.cell[index])],
                     service=None if service == NO_SERVICE else table.services[service].name,
                     up=not bool(down[service]),
-                    enabled=False if index is None else bool(table.enabled[index]),
+                    enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
+                    admin=table.decision_of(uuid),
                     resources={
                         name: (float(used[at]), float(total[at]))
                         for name, (used, total) in amounts.items()

@@ -1,4 +1,4 @@
-"""`berth boot`, `delete`, `show`, `list` and `hosts`: what a client asks."""
+"""`berth boot`, `delete`, `show` and `list`: what a client asks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,23 @@ from berth.client import BuildClient, Track
 from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,
+    QUERY_TIMEOUT_S,
     AsJson,
     Stop,
     Timeout,
     client,
-    database_of,
     out,
     parse_uuid,
     print_json,
     run,
     settings_of,
 )
-from berth.commands.safety import show_unexplained, unexplained
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
-from berth.site import Site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, HostRecord
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
-from cell_conductor.domain.report import UnexplainedKind
 
-QUERY_TIMEOUT_S = 10.0
 MAX_COUNT = 100_000
 
 Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
@@ -167,47 +163,6 @@ def list_builds(
         render_rows(out, ["instance", "name", "flavor", "state", "cell", "host", "since (UTC)"], rows)
 
     run(body)
-
-
-def hosts(
-    context: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
-    cell: Annotated[str | None, typer.Option(help="Only this cell's.")] = None,
-    up: Annotated[
-        bool | None, typer.Option("--up/--down", help="Only those whose compute service is up, or not.")
-    ] = None,
-    unknown: Annotated[
-        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """List hosts as a scheduler sees them.
-
-    Up or not, and what is used of each resource.
-    """
-
-    async def body() -> None:
-        settings = settings_of(context)
-        if unknown:
-            show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
-            return
-        if cell is not None:
-            Site(settings).check_cell(cell)
-        async with client(settings) as berth:
-            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-        if as_json:
-            print_json(page.hosts)
-            return
-        rows = [_host_row(host) for host in page.hosts]
-        render_rows(out, ["host", "cell", "service", "state", "failed builds", "used / capacity"], rows)
-
-    run(body)
-
-
-def _host_row(host: HostRecord) -> list[str | Text]:
-    up = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else "down", "red")
-    used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
-    return [host.name, host.cell or "", host.service or "", up, str(host.failed_builds or ""), used]
 
 
 async def _record(berth: BuildClient, uuid: str) -> BuildRecord:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import json
 import os
+import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -38,9 +40,12 @@ EXIT_AWAY = 3  # bus or database out of reach
 EXIT_TIME = 4  # time ran out
 
 OPEN_TIMEOUT_S = 10.0
+QUERY_TIMEOUT_S = 10.0
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
+
+By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -82,6 +87,11 @@ def parse_uuid(text: str) -> str:
         return str(uuid.UUID(text))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a UUID") from None
+
+
+def decided_by(by: str | None) -> str:
+    """The person on record for a decision: the one named, else the user and host of this command."""
+    return by or f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def print_json(data: object) -> None:

@@ -5,8 +5,6 @@ They read and write the cells' schemas; every conductor goes by what is there.
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -19,8 +17,10 @@ from berth.commands.common import (
     EXIT_AWAY,
     EXIT_NO,
     AsJson,
+    By,
     Stop,
     database_of,
+    decided_by,
     out,
     parse_uuid,
     print_json,
@@ -37,7 +37,6 @@ quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an oper
 breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost in one report.")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
-By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
 
 
 @quarantine.command("list")
@@ -73,7 +72,7 @@ def release(
         here, decided = database_of(settings_of(context)), 0
         for name in _cells(here, cell):
             async with _safety(here, name) as safety:
-                decided += await safety.decide(instance, verdict, by or _who(), here.clock.time())
+                decided += await safety.decide(instance, verdict, decided_by(by), here.clock.time())
         if not decided:
             raise Stop(EXIT_NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
         if as_json:
@@ -131,7 +130,7 @@ def reset(
         here, done = database_of(settings_of(context)), []
         for name in _cells(here, cell):
             async with _safety(here, name) as safety:
-                if await safety.reset(service, by or _who(), here.clock.time()):
+                if await safety.reset(service, decided_by(by), here.clock.time()):
                     done.append(name)
         if not done:
             raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
@@ -190,10 +189,6 @@ async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
         ) from error
     finally:
         await database.close()
-
-
-def _who() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def _when(at: float) -> str:

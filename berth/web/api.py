@@ -45,11 +45,11 @@ MAX_PAGE = 1_000
 MAX_HOSTS = 100_000
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]{1,64})`")
-_BUILD_FIELDS = tuple(field.name for field in msgspec.structs.fields(BuildRequest))
 _GONE = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 _ENDS = _GONE | {BuildState.ACTIVE}
 
 T = TypeVar("T")
+Body = TypeVar("Body", bound=Struct)
 
 
 class Accepted(Struct, frozen=True):
@@ -91,23 +91,23 @@ class WebApi:
     async def create_build(self, request: Request) -> Response:
         """Ask for one machine. Idempotent by instance_uuid; without one, a new one is made up."""
         caller = caller_of(request)
-        fields = await _object(request)
+        fields = await object_of(request)
         fields.setdefault("instance_uuid", new_uuid(self._rng))
         may_change(caller)
         if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
-        build = _convert(fields)
+        build = converted(fields, BuildRequest)
         await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
         return _accepted(build.instance_uuid)
 
     async def list_builds(self, request: Request) -> Response:
         """Builds, newest first: ?project=&state=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
-        _only(request, "project", "state", "before", "limit")
+        only(request, "project", "state", "before", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
-        limit = _number(request, "limit", 100, most=MAX_PAGE)
+        limit = number_of(request, "limit", 100, most=MAX_PAGE)
         page = await self.builds(
             parsed(
                 lambda: msgspec.convert(
@@ -155,7 +155,7 @@ class WebApi:
     async def list_hosts(self, request: Request) -> Response:
         """Hosts with what is used of each class: ?cell=&up=true|false&limit=. Not for role project."""
         query = request.query_params
-        _only(request, "cell", "up", "limit")
+        only(request, "cell", "up", "limit")
         need(caller_of(request), WebRole.READER)
         up = query.get("up")
         if up not in (None, "true", "false"):
@@ -163,7 +163,7 @@ class WebApi:
         asked = {
             "cell": query.get("cell"),
             "up": None if up is None else up == "true",
-            "limit": _number(request, "limit", 1000, most=MAX_HOSTS),
+            "limit": number_of(request, "limit", 1000, most=MAX_HOSTS),
         }
         page = await self.hosts(parsed(lambda: msgspec.convert(asked, HostsQuery)))
         return json_response(page.hosts)
@@ -176,7 +176,7 @@ class WebApi:
 
     async def follow_build(self, request: Request) -> Response:
         """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
-        _only(request, "until")
+        only(request, "until")
         uuid, caller = uuid_of(request), caller_of(request)
         await self.build(uuid, caller)  # 404 before the stream begins
         until = request.query_params.get("until", "end")
@@ -274,7 +274,8 @@ async def body_of(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
     return bytes(received)
 
 
-async def _object(request: Request) -> dict[str, object]:
+async def object_of(request: Request) -> dict[str, object]:
+    """The JSON object of the body. Raises Problem 400, 413 or 415."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise Problem(415, "request.media_type", f"the body is {JSON}")
     body = await body_of(request)
@@ -284,15 +285,17 @@ async def _object(request: Request) -> dict[str, object]:
         raise Problem(400, "request.malformed", str(error)) from None
 
 
-def _convert(fields: dict[str, object]) -> BuildRequest:
+def converted(fields: dict[str, object], kind: type[Body]) -> Body:
+    """A body's fields as a struct; the nearest field is offered for one that there is not. Raises Problem 400."""
     if "type" in fields:
         raise Problem(400, "request.invalid", "`type` is the bus's own field")
     try:
-        return msgspec.convert(fields, BuildRequest)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         reason = str(error)
         unknown = _UNKNOWN_FIELD.search(reason)
-        near = difflib.get_close_matches(unknown[1], _BUILD_FIELDS, n=1) if unknown else []
+        known = [field.name for field in msgspec.structs.fields(kind)]
+        near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else []
         hint = f"; did you mean `{near[0]}`?" if near else ""
         raise Problem(400, "request.invalid", reason + hint) from None
 
@@ -310,13 +313,15 @@ def uuid_of(request: Request) -> str:
     return parsed(lambda: msgspec.convert(request.path_params["uuid"], Uuid))
 
 
-def _only(request: Request, *known: str) -> None:
+def only(request: Request, *known: str) -> None:
+    """Raises Problem 400 for a parameter that there is not."""
     for name in request.query_params:
         if name not in known:
             raise Problem(400, "request.invalid", f"unknown parameter {name[:64]!r}; known are {', '.join(known)}")
 
 
-def _number(request: Request, name: str, default: int, *, most: int) -> int:
+def number_of(request: Request, name: str, default: int, *, most: int) -> int:
+    """A parameter that is a number from 1 to `most`. Raises Problem 400."""
     text = request.query_params.get(name)
     if text is None:
         return default

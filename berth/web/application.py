@@ -22,6 +22,7 @@ from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.live import Live
 from berth.web.openapi import document
+from berth.web.operations import WebOperations
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
 from bus.bus import Bus
@@ -109,7 +110,8 @@ def application(
     """The application. hosts: the names by which it may be asked (None: any, as tokens are needed anyway)."""
     api = WebApi(bus, live, rng)
     pages = Pages(api, live, access, clock=clock)
-    described = document(api.routes())
+    routes_of_api = [*api.routes(), *WebOperations(bus).routes()]
+    described = document(routes_of_api)
 
     async def openapi(_: Request) -> Response:
         return json_response(described)
@@ -119,7 +121,7 @@ def application(
 
     routes: list[BaseRoute] = [
         Route("/healthz", healthz),
-        Mount(API_ROOT, routes=[*api.routes(), Route("/openapi.json", openapi)]),
+        Mount(API_ROOT, routes=[*routes_of_api, Route("/openapi.json", openapi)]),
         *pages.routes(),
         Mount("/static", StaticFiles(directory=str(resources.files("berth.web") / "static"))),
     ]

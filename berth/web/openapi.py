@@ -12,8 +12,9 @@ from msgspec import Struct
 from starlette.routing import Route
 
 from berth.web.problems import PROBLEM_JSON, ProblemBody
-from bus.contracts.base import Uuid, Word
+from bus.contracts.base import Label, Uuid, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
+from bus.contracts.operations import HostAdminState, ServiceRecord
 
 _REF = "#/components/schemas/{name}"
 
@@ -31,6 +32,7 @@ class _Operation(Struct, frozen=True):
 
 def _operations() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
+    from berth.web.operations import HostDecision  # noqa: PLC0415
 
     change = (403, 409, 422, 429)
     return {
@@ -45,6 +47,10 @@ def _operations() -> dict[str, _Operation]:
         "list_hosts": _Operation(
             tuple[HostRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
         ),
+        "list_services": _Operation(
+            tuple[ServiceRecord, ...], query={"cell": Word, "up": bool, "limit": int}, errors=(400, 403)
+        ),
+        "decide_about_host": _Operation(HostAdminState, body=HostDecision, errors=(400, 413, 415, *change)),
     }
 
 
@@ -91,11 +97,11 @@ def _operation(route: Route, operation: _Operation, of_kind: dict[str, Any]) -> 
             **{str(status): problem for status in sorted(set(errors))},
         },
     }
-    parameters = (
-        [{"name": "uuid", "in": "path", "required": True, "schema": msgspec.json.schema(Uuid)}]
-        if "{uuid}" in route.path
-        else []
-    )
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _inlined(kind_of)}
+        for name, kind_of in (("uuid", Uuid), ("host", Label))
+        if f"{{{name}}}" in route.path
+    ]
     parameters += [
         {"name": name, "in": "query", "schema": _inlined(kind_of)} for name, kind_of in operation.query.items()
     ]

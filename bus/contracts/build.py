@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
 from .groups import ServerGroup
+from .operations import HostAdminState
 from .stages import Stamps
 
 
@@ -192,7 +193,11 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree."""
+    """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
+
+    enabled: whether berth may use it: its compute service and the operator both say so. admin: the operator's newest
+    decision about it, if there ever was one.
+    """
 
     uuid: Uuid
     name: str
@@ -202,6 +207,7 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     enabled: bool = True
     resources: dict[str, tuple[float, float]] = {}
     failed_builds: int = 0
+    admin: HostAdminState | None = None
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):

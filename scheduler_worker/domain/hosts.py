@@ -2,7 +2,8 @@
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
 because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.
-Which services are away is what a cell's conductor says in its digest; no heartbeat is heard here.
+Which services are away is what a cell's conductor says in its digest; no heartbeat is heard here. What an operator has
+decided about a host stands in a column of its own, which no announcement changes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
+from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
@@ -34,6 +36,7 @@ AWAY_HOLD_S = 3600.0
 MAX_UNANSWERED = 3
 LEFT = "service.left"
 UNHEARD = "service.unheard"
+ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here; 0 is enabled
 
 
 class ServiceState(Struct):
@@ -91,6 +94,8 @@ class HostTable:
         self._listings = 0
         self.enabled = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)
         self.failed_builds = np.zeros(INITIAL_CAPACITY, dtype=np.float64)
+        self.admin = np.zeros(INITIAL_CAPACITY, dtype=np.int8)
+        self._decided: dict[str, HostAdminState] = {}
 
     def __len__(self) -> int:
         return len(self.uuids)
@@ -148,6 +153,21 @@ class HostTable:
     def down(self) -> Mask:
         """Per service: whether its cell says that it is away. One more entry at the end stands for NO_SERVICE."""
         return np.array([*(service.away is not None for service in self.services), True], dtype=np.bool_)
+
+    def decide(self, decision: HostAdminState) -> bool:
+        """Apply an operator's decision, also about a host that is not announced yet. False: a newer one is known."""
+        known = self._decided.get(decision.host_uuid)
+        if known is not None and known.version >= decision.version:
+            return False
+        self._decided[decision.host_uuid] = decision
+        index = self._index.get(decision.host_uuid)
+        if index is not None:
+            self.admin[index] = ADMIN_STATES.index(decision.state)
+        return True
+
+    def decision_of(self, uuid: str) -> HostAdminState | None:
+        """The operator's newest decision about a host; None: there never was one."""
+        return self._decided.get(uuid)
 
     def _apply_digest(self, digest: ServicesDigest, now_s: float) -> bool:
         """A digest counts when all its pages have come; until then, and for ever if one is lost, the last one does."""
@@ -243,6 +263,8 @@ class HostTable:
         self.attributes.append(host.attributes)
         self._index[host.uuid] = index
         self._by_name.setdefault(host.name, []).append(index)
+        if (decision := self._decided.get(host.uuid)) is not None:
+            self.admin[index] = ADMIN_STATES.index(decision.state)
         return index
 
     def _rename(self, index: int, host: HostReport) -> None:
@@ -257,6 +279,7 @@ class HostTable:
         self.listed = _extended(self.listed, more, 0)
         self.enabled = _extended(self.enabled, more, False)
         self.failed_builds = _extended(self.failed_builds, more, 0.0)
+        self.admin = _extended(self.admin, more, 0)
 
 
 def _extended(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
+from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import SchedulerConfig
@@ -156,6 +157,10 @@ class Selector:
             before = len(view)
             view = view.subset(known)
             funnel.append(funnel_step("announced", before, {UNANNOUNCED: before - len(view)}))
+        if spec.forced and (maintained := view.is_in(AdminState.MAINTENANCE)).any():
+            before = len(view)
+            view = view.subset(~maintained)
+            funnel.append(funnel_step("maintenance", before, {"host.maintenance": before - len(view)}))
         for host_filter in self.filters:
             if spec.forced or not applies_to(host_filter, spec):
                 continue

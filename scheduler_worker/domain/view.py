@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
+from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.hosts import NO_SERVICE, Floats, HostTable, Mask, Rows
+from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, Floats, HostTable, Mask, Rows
 
 
 class Membership:
@@ -83,8 +84,12 @@ class HostsView:
 
     @property
     def enabled(self) -> Mask:
-        """Whether the host takes new builds."""
-        return np.asarray(self.table.enabled[self.index], dtype=np.bool_)
+        """Whether the host takes new builds: its compute service and the operator both say so."""
+        return np.asarray(self.table.enabled[self.index] & (self.table.admin[self.index] == 0), dtype=np.bool_)
+
+    def is_in(self, state: AdminState) -> Mask:
+        """Whether an operator has put each host into this state."""
+        return np.asarray(self.table.admin[self.index] == ADMIN_STATES.index(state), dtype=np.bool_)
 
     @property
     def up(self) -> Mask:
@@ -150,7 +155,7 @@ class HostsView:
             uuid=self.book.uuid_of(row),
             name=self.table.names[at] if at != NO_SERVICE else self.book.name_of(row),
             cell=self.table.cells[int(self.table.cell[at])] if at != NO_SERVICE else "",
-            enabled=bool(self.table.enabled[at]) if at != NO_SERVICE else False,
+            enabled=bool(self.table.enabled[at] and not self.table.admin[at]) if at != NO_SERVICE else False,
             up=not bool(self.down[self.table.service[at]]) if at != NO_SERVICE else False,
             failed_builds=int(self.table.failed_builds[at]) if at != NO_SERVICE else 0,
             attributes=self.table.attributes[at] if at != NO_SERVICE else {},

@@ -1,4 +1,4 @@
-"""Is the host enabled, and is its compute service there?"""
+"""Is the host enabled, by its compute service and by the operator, and is its compute service there?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from bus.contracts.operations import AdminState
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
@@ -21,8 +22,12 @@ class ComputeFilter:
         del spec
         enabled, up = view.enabled, view.up
         passed = enabled & up
+        if passed.all():
+            return Verdict(passed, {})
+        maintained = view.is_in(AdminState.MAINTENANCE)
         rejected = {
-            "host.disabled": int(np.count_nonzero(~enabled)),
+            "host.maintenance": int(np.count_nonzero(maintained)),
+            "host.disabled": int(np.count_nonzero(~enabled & ~maintained)),
             "service.down": int(np.count_nonzero(enabled & ~up)),
         }
         return Verdict(passed, {reason: count for reason, count in rejected.items() if count})

@@ -10,6 +10,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildQuery, BuildRecord, StoryLine
+from bus.contracts.operations import HostAdminState
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage, Relay
@@ -23,7 +24,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.store.port import BuildUnit, Purged
+from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
@@ -32,7 +33,7 @@ log = structlog.get_logger(__name__)
 class MemoryBuildTable(MemoryDatabase):
     """The committed requests and the instance-to-cell map; they outlive the schedulers."""
 
-    ROWS = (*MemoryDatabase.ROWS, "records", "recorded", "digests", "cells")
+    ROWS = (*MemoryDatabase.ROWS, "records", "recorded", "digests", "cells", "admin_states")
 
     def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
@@ -40,6 +41,7 @@ class MemoryBuildTable(MemoryDatabase):
         self.recorded: dict[str, RecordedBuild] = {}
         self.digests: dict[str, bytes] = {}
         self.cells: dict[str, str] = {}
+        self.admin_states: dict[str, HostAdminState] = {}
 
 
 class MemoryBuildUnit:
@@ -121,6 +123,26 @@ class MemoryBuildUnit:
         await self._transaction.lock([_key(uuid) for uuid in sorted(uuids)])
 
 
+class MemoryOperationUnit(MemoryBuildUnit):
+    """A build unit that also writes what is rarer than builds."""
+
+    async def first_time(self, handler: str, message_id: str) -> bool:
+        """Among the handled messages."""
+        return bool(await self._transaction.first_time(handler, [message_id]))
+
+    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
+        """In uuid order, also those without a decision."""
+        await self._transaction.statement()
+        await self._transaction.lock([_admin_key(host) for host in sorted(set(hosts))])
+        return {host: self._table.admin_states[host] for host in hosts if host in self._table.admin_states}
+
+    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
+        """Hosts that this unit has locked."""
+        await self._transaction.statement()
+        found = {one.host_uuid: one for one in states}
+        self._transaction.will(lambda: self._table.admin_states.update(found), *map(_admin_key, found))
+
+
 class MemoryBuildRows:
     """The rows below an optimistic unit: a transaction that reads, and one that locks, compares and writes."""
 
@@ -197,6 +219,22 @@ class MemoryBuilds:
             yield unit
             unit.row = await transaction.send_later(unit.outbox)
 
+    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
+        """A transaction; what it emits is published once it has committed."""
+        return published(self._relay, self._operation())
+
+    @asynccontextmanager
+    async def _operation(self) -> AsyncIterator[MemoryOperationUnit]:
+        async with self._session.transaction() as transaction:
+            unit = MemoryOperationUnit(self._table, transaction)
+            yield unit
+            unit.row = await transaction.send_later(unit.outbox)
+
+    async def admin_states(self) -> list[HostAdminState]:
+        """All of them."""
+        async with self._session.transaction():
+            return [self._table.admin_states[host] for host in sorted(self._table.admin_states)]
+
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """Those that no transaction holds."""
         table = self._table
@@ -232,6 +270,10 @@ class MemoryBuilds:
 
 def _key(uuid: str) -> tuple[str, str]:
     return "build", uuid
+
+
+def _admin_key(host: str) -> tuple[str, str]:
+    return "admin_state", host
 
 
 def _insert(table: MemoryBuildTable, new: NewBuild, now: float) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.contracts.build import BuildQuery, BuildRecord
+from bus.contracts.operations import HostAdminState
 from bus.persistence.outbox import OutboxMessage, Relay, Rows
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 
@@ -45,6 +46,19 @@ class BuildUnit(Protocol):
         """Publish this after the commit."""
 
 
+class OperationUnit(BuildUnit, Protocol):
+    """A transaction that locks what it reads, for what is rarer than builds."""
+
+    async def first_time(self, handler: str, message_id: str) -> bool:
+        """Record that a handler has taken a message; False: it was on record already."""
+
+    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
+        """Hold these hosts, whether or not they are on record, and read what was decided about them."""
+
+    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
+        """Write decisions about hosts that were locked."""
+
+
 class SchedulerStore(Protocol):
     """Build requests and the instance-to-cell map. Adapters: `store.postgres`, `store.memory`."""
 
@@ -72,6 +86,12 @@ class SchedulerStore(Protocol):
         is as this process left it; at its end it raises Conflict when that is not so. For PostgreSQL this is one round
         trip instead of five.
         """
+
+    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
+        """A durable transaction for operations."""
+
+    async def admin_states(self) -> list[HostAdminState]:
+        """The newest decision about each host that an operator ever decided about."""
 
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """Delete builds that ended without a machine and last changed before, oldest first from a creation time on.

@@ -9,6 +9,7 @@ import asyncpg
 import structlog
 
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.operations import HostAdminState
 from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
@@ -24,7 +25,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.store import rows
-from scheduler_worker.store.port import BuildUnit, Purged
+from scheduler_worker.store.port import BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
 log = structlog.get_logger(__name__)
@@ -71,6 +72,15 @@ WITH gone AS (
     DELETE FROM instance_cells c USING gone WHERE c.instance_uuid = gone.instance_uuid
 )
 SELECT count(*), coalesce(max(created_at), $3) FROM gone
+"""
+
+LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended('host_admin_states ' || $1, 0))"
+ADMIN_STATES = f"SELECT {rows.ADMIN_STATE} FROM host_admin_states ORDER BY host_uuid"
+ADMIN_STATES_OF = f"SELECT {rows.ADMIN_STATE} FROM host_admin_states WHERE host_uuid = ANY($1::uuid[])"
+PUT_ADMIN_STATE = f"""
+INSERT INTO host_admin_states ({rows.ADMIN_STATE}) VALUES ($1, $2, $3, $4, $5, $6, $7)
+ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, state = excluded.state, reason = excluded.reason,
+    decided_by = excluded.decided_by, at = excluded.at, version = excluded.version
 """
 
 
@@ -175,6 +185,25 @@ class PostgresBuildUnit:
         self.outbox.append(message)
 
 
+class PostgresOperationUnit(PostgresBuildUnit):
+    """A build unit that also writes what is rarer than builds."""
+
+    async def first_time(self, handler: str, message_id: str) -> bool:
+        """In the table of handled messages."""
+        return bool(await outbox.first_time(self._connection, handler, [message_id]))
+
+    async def lock_admin_states(self, hosts: Sequence[str]) -> dict[str, HostAdminState]:
+        """By an advisory lock a host, because a row that is not there cannot be locked."""
+        for host in sorted(set(hosts)):
+            await self._connection.execute(LOCK_HOST, host)
+        return {row["host_uuid"]: rows.admin_state(row) for row in await self._connection.fetch(ADMIN_STATES_OF, hosts)}
+
+    async def put_admin_states(self, states: Sequence[HostAdminState]) -> None:
+        """One statement a host: they are few."""
+        for one in states:
+            await self._connection.execute(PUT_ADMIN_STATE, *rows.admin_state_row(one))
+
+
 class PostgresBuilds:
     """Schema `scheduler` of one database."""
 
@@ -223,6 +252,22 @@ class PostgresBuilds:
             unit = PostgresBuildUnit(connection, self._cache)
             yield unit
             unit.row = await outbox.add(connection, unit.outbox)
+
+    def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
+        """A durable transaction; what it emits is published once it has committed."""
+        return published(self._relay, self._operation())
+
+    @asynccontextmanager
+    async def _operation(self) -> AsyncIterator[PostgresOperationUnit]:
+        async with self._database.raw() as connection:
+            unit = PostgresOperationUnit(connection, self._cache)
+            yield unit
+            unit.row = await outbox.add(connection, unit.outbox)
+
+    async def admin_states(self) -> list[HostAdminState]:
+        """All of them."""
+        async with self._database.raw() as connection:
+            return [rows.admin_state(row) for row in await connection.fetch(ADMIN_STATES)]
 
     async def purge(self, before: float, limit: int, start: float = 0.0) -> Purged:
         """One bounded statement."""

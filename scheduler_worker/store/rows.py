@@ -9,6 +9,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, StoryLine
+from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 
 _encode = msgspec.json.Encoder().encode
@@ -195,3 +196,24 @@ def record(row: asyncpg.Record) -> BuildRecord:
         history=_histories.decode(row["history"]),
         story=tuple(_stories.decode_lines(row["story"])) if row["story"] else (),
     )
+
+
+ADMIN_STATE = "host_uuid, host, state, reason, decided_by, at, version"
+
+
+def admin_state(row: asyncpg.Record) -> HostAdminState:
+    """A row of ADMIN_STATE."""
+    return HostAdminState(
+        host_uuid=row["host_uuid"],
+        host=row["host"],
+        state=AdminState(row["state"]),
+        reason=row["reason"],
+        by=row["decided_by"],
+        at=row["at"],
+        version=row["version"],
+    )
+
+
+def admin_state_row(one: HostAdminState) -> tuple[Any, ...]:
+    """The values of a row of ADMIN_STATE."""
+    return one.host_uuid, clean(one.host), one.state.value, clean(one.reason), clean(one.by), one.at, one.version

@@ -40,6 +40,17 @@ CREATE TABLE instance_cells (
     mapped_at double precision NOT NULL
 );
 
+-- The newest decision of an operator about a host. version: rises with each. at: seconds since the epoch.
+CREATE TABLE host_admin_states (
+    host_uuid uuid PRIMARY KEY,
+    host text NOT NULL,
+    state text NOT NULL,
+    reason text NOT NULL,
+    decided_by text NOT NULL,
+    at double precision NOT NULL,
+    version bigint NOT NULL
+);
+
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
 -- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
 -- writing it would cost.

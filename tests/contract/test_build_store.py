@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
+from bus.contracts.operations import AdminState, AdminStatesChanged, HostAdminState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
@@ -330,3 +331,58 @@ async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: 
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
     assert await announce(store, A) == {A: 1}
     await store.close()
+
+
+def decided(state: AdminState = AdminState.DISABLED, version: int = 1, reason: str = "fan\x00") -> HostAdminState:
+    return HostAdminState(host_uuid=HOST, host="h1", state=state, reason=reason, by="ann", at=5.0, version=version)
+
+
+async def test_the_newest_decision_about_a_host_is_kept_and_told_with_its_commit(
+    make: Make, store: SchedulerStore, sent: Sent
+) -> None:
+    told = OutboxMessage("api", AdminStatesChanged(hosts=(decided(),)), HOST)
+    async with store.operation() as unit:
+        assert await unit.lock_admin_states([HOST]) == {}
+        await unit.put_admin_states([decided()])
+        unit.emit(told)
+    assert [messages for _, messages in sent.rows] == [[told]] and sent.rows[0][0] is not None
+    with pytest.raises(RuntimeError):
+        async with store.operation() as unit:
+            await unit.put_admin_states([decided(AdminState.MAINTENANCE, 2)])
+            raise RuntimeError
+    other = make()
+    await other.open()
+    (known,) = await other.admin_states()
+    assert (known.state, known.by, known.reason.rstrip("\x00"), known.version) == (AdminState.DISABLED, "ann", "fan", 1)
+    async with other.operation() as unit:
+        assert list(await unit.lock_admin_states([HOST, A])) == [HOST]
+        await unit.put_admin_states([decided(AdminState.ENABLED, 2, "")])
+    assert await store.admin_states() == [decided(AdminState.ENABLED, 2, "")]
+
+
+async def test_two_decisions_about_a_host_that_none_is_on_record_of_follow_each_other(
+    make: Make, store: SchedulerStore
+) -> None:
+    other = make()
+    await other.open()
+
+    async def decide(keeper: SchedulerStore) -> None:
+        async with keeper.operation() as unit:
+            known = (await unit.lock_admin_states([HOST])).get(HOST)
+            await asyncio.sleep(0)
+            await unit.put_admin_states([decided(version=1 + (known.version if known else 0))])
+
+    await asyncio.gather(decide(store), decide(other))
+    assert [one.version for one in await store.admin_states()] == [2]
+
+
+async def test_a_message_is_handled_the_first_time_only_and_not_in_a_unit_that_fails(store: SchedulerStore) -> None:
+    with pytest.raises(RuntimeError):
+        async with store.operation() as unit:
+            assert await unit.first_time("h", "m1")
+            raise RuntimeError
+    async with store.operation() as unit:
+        assert await unit.first_time("h", "m1")
+    async with store.operation() as unit:
+        assert not await unit.first_time("h", "m1")
+        assert await unit.first_time("h", "m2")

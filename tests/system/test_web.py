@@ -240,11 +240,35 @@ def test_hosts_are_listed_with_what_is_used(web: Web) -> None:
         assert {host["cell"] for host in client.get("/api/v1/hosts?cell=cell2").json()} == {"cell2"}
 
 
+def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
+    with web.client("op") as client, web.client("see") as reader, web.client("alice") as alice:
+        host = client.get("/api/v1/hosts").json()[0]["name"]
+        path, body = f"/api/v1/hosts/{host}/admin-state", {"state": "disabled", "reason": "fan"}
+        try:
+            said = client.put(path, json=body)
+            assert said.status_code == 200 and said.json()["by"] == "op" and said.json()["state"] == "disabled"
+            (known,) = (one for one in client.get("/api/v1/hosts").json() if one["name"] == host)
+            assert known["enabled"] is False and known["admin"]["reason"] == "fan"
+            assert code_of(reader.put(path, json=body), 403) == "role.forbidden"
+            assert code_of(alice.put(path, json=body), 403) == "role.forbidden"
+            assert code_of(client.put(path, json={**body, "reasn": "x"}), 400) == "request.invalid"
+            assert code_of(client.put("/api/v1/hosts/nowhere/admin-state", json=body), 422) == "host.unknown"
+        finally:
+            client.put(path, json={"state": "enabled"})
+        services = reader.get("/api/v1/services").json()
+        assert {one["cell"] for one in services} == {"cell1", "cell2"} and all(one["up"] for one in services)
+        assert sum(one["hosts"] for one in services) == 6
+        assert code_of(alice.get("/api/v1/services"), 403) == "role.forbidden"
+
+
 def test_the_document_describes_every_route(web: Web) -> None:
     with web.client() as client:
         document = client.get("/api/v1/openapi.json").json()
         paths = document["paths"]
-        assert set(paths) == {"/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/hosts"}
+        assert set(paths) == {
+            "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/hosts", "/hosts/{host}/admin-state",
+            "/services",
+        }  # fmt: skip
         assert set(paths["/builds"]) == {"get", "post"} and set(paths["/builds/{uuid}"]) == {"get", "delete"}
         body = document["components"]["schemas"]["BuildRequest"]
         assert "type" not in body["properties"] and body["required"] == ["flavor"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import build, cell, moves, placement
+from bus.contracts import build, cell, moves, operations, placement
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -89,6 +89,39 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="instance.event.{state}.{project_id}",
         public=True,
         idempotency="instance_uuid and sequence; a terminal one request_id",
+    ),
+    MessageRow(
+        message=operations.SetAdminState,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="hosts.set",
+        reply=operations.AdminStateSet,
+        public=True,
+        idempotency="the message's id",
+    ),
+    MessageRow(
+        message=operations.AdminStatesChanged,
+        owner="scheduler_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=EVENTS,
+        key="hosts.admin",
+        public=True,
+        idempotency="each host's version",
+    ),
+    MessageRow(
+        message=operations.ServicesQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="services.query",
+        reply=operations.ServicesPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
     ),
     # --- the resource book
     MessageRow(

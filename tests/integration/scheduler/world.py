@@ -31,6 +31,7 @@ from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
 
 PATIENCE_S = 60.0
 CELLS = ("c1", "c2")
@@ -47,6 +48,7 @@ class World:
         self.url = postgres_url
         self.services: dict[str, tuple[Service, asyncio.Event, asyncio.Task[None]]] = {}
         self.replicas: dict[str, Book] = {}
+        self.tables: dict[str, HostTable] = {}
         self.events: list[BuildEvent] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
@@ -96,9 +98,9 @@ class World:
         return await self.start(name, build_placement(self.environment(name), PlacementConfig(), CELLS))
 
     async def scheduler(self, name: str = "s1", config: SchedulerConfig | None = None) -> Service:
-        book = Book()
-        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, book=book)
-        self.replicas[name] = book
+        book, table = Book(), HostTable()
+        service = build_scheduler(self.environment(name), config or SchedulerConfig(), CELLS, book=book, table=table)
+        self.replicas[name], self.tables[name] = book, table
         return await self.start(name, service)
 
     async def start(self, name: str, service: Service) -> Service:
@@ -125,6 +127,7 @@ class World:
 
     def _gone(self, name: str) -> tuple[Service, asyncio.Event, asyncio.Task[None]]:
         self.replicas.pop(name, None)
+        self.tables.pop(name, None)
         return self.services.pop(name)
 
     async def _consume(self, bus: str, queue: str, handler: Callable[..., Any], **fill: str) -> None:

@@ -1,0 +1,209 @@
+"""`berth hosts` and `berth services`: what schedulers know of hosts, and what an operator decides about them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from berth.commands.common import (
+    EXIT_NO,
+    QUERY_TIMEOUT_S,
+    AsJson,
+    By,
+    Stop,
+    Timeout,
+    client,
+    database_of,
+    decided_by,
+    out,
+    print_json,
+    run,
+    settings_of,
+)
+from berth.commands.safety import show_unexplained, unexplained
+from berth.render import printable, render_rows
+from berth.site import Site
+from bus.contracts.base import MAX_REASON
+from bus.contracts.build import HostRecord
+from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord, SetAdminState
+from bus.faults import RequestRefused
+from cell_conductor.domain.report import UnexplainedKind
+
+app = typer.Typer(invoke_without_command=True)
+
+MAX_DECIDED = 1000  # hosts that one command names
+
+Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
+Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
+CellOfName = Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")]
+OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
+Up = Annotated[bool | None, typer.Option("--up/--down", help="Only those whose compute service is up, or not.")]
+
+
+@app.callback()
+def hosts(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
+    cell: OnlyCell = None,
+    up: Up = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List hosts as a scheduler sees them, or decide about them.
+
+    Up or not, what is used of each resource, and what an operator has decided.
+    """
+    if context.invoked_subcommand is not None:
+        return
+
+    async def body() -> None:
+        settings = settings_of(context)
+        if unknown:
+            show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
+            return
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        async with client(settings) as berth:
+            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
+        if as_json:
+            print_json(page.hosts)
+            return
+        rows = [_host_row(host) for host in page.hosts]
+        headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
+        render_rows(out, headers, rows)
+
+    run(body)
+
+
+@app.command("disable")
+def disable(
+    context: typer.Context,
+    names: Hosts,
+    reason: Reason,
+    cell: CellOfName = None,
+    by: By = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Put nothing new onto these hosts; what is there stays. In effect on every scheduler at once."""
+    _decide(context, names, AdminState.DISABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+
+
+@app.command("maintenance")
+def maintenance(
+    context: typer.Context,
+    names: Hosts,
+    reason: Reason,
+    cell: CellOfName = None,
+    by: By = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Disable these hosts for forced requests, too, which pass the filters."""
+    _decide(context, names, AdminState.MAINTENANCE, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+
+
+@app.command("enable")
+def enable(
+    context: typer.Context,
+    names: Hosts,
+    reason: Reason = "",
+    cell: CellOfName = None,
+    by: By = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Use these hosts again."""
+    _decide(context, names, AdminState.ENABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+
+
+def services(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
+    cell: OnlyCell = None,
+    up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List compute services as a scheduler sees them. Exit status 1 when one of those listed is not up."""
+
+    async def body() -> int:
+        settings = settings_of(context)
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        async with client(settings) as berth:
+            page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
+        if as_json:
+            print_json(page.services)
+        else:
+            headers = ["service", "cell", "state", "hosts", "enabled", "heard", "why"]
+            render_rows(out, headers, [_service_row(one) for one in page.services])
+        return EXIT_NO if any(not one.up for one in page.services) else 0
+
+    run(body)
+
+
+def _decide(
+    context: typer.Context,
+    names: list[str],
+    state: AdminState,
+    reason: str,
+    *,
+    cell: str | None,
+    by: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    if len(reason) > MAX_REASON:
+        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
+    if len(names) > MAX_DECIDED:
+        raise typer.BadParameter(f"at most {MAX_DECIDED} hosts", param_hint="HOST")
+    who = decided_by(by)
+
+    async def body() -> int:
+        settings = settings_of(context)
+        if cell is not None:
+            Site(settings).check_cell(cell)
+        decided: list[HostAdminState] = []
+        refused: list[tuple[str, RequestRefused]] = []
+        async with client(settings) as berth:
+            for name in dict.fromkeys(names):
+                command = SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell)
+                try:
+                    decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
+                except RequestRefused as fault:
+                    refused.append((name, fault))
+        if as_json:
+            print_json(
+                {
+                    "hosts": decided,
+                    "refused": [{"host": name, "code": why.code, "reason": why.reason} for name, why in refused],
+                }
+            )
+        for one in [] if as_json else decided:
+            out.print(Text(printable(f"{one.host}: {one.state.value}, by {one.by}")), soft_wrap=True)
+        if refused and not as_json:
+            name, first = refused[0]
+            raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
+        return EXIT_NO if refused else 0
+
+    run(body)
+
+
+def _host_row(host: HostRecord) -> list[str | Text]:
+    state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else "down", "red")
+    admin, decided = host.admin, ""
+    if admin is not None and admin.state is not AdminState.ENABLED:
+        state = Text(admin.state.value, "yellow") if host.up else Text(f"down, {admin.state.value}", "red")
+        decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
+    used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
+    return [host.name, host.cell or "", host.service or "", state, str(host.failed_builds or ""), used, decided]
+
+
+def _service_row(one: ServiceRecord) -> list[str | Text]:
+    state = Text("up", "green") if one.up else Text("away", "red")
+    why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
+    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.heard_s:.0f} s ago", why]

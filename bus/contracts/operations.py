@@ -1,0 +1,97 @@
+"""What an operator says about hosts at run time, and what schedulers make of it. By message, command or HTTP."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Count, Label, Message, Reason, Uuid, Version, Word
+
+
+class AdminState(StrEnum):
+    """What an operator has decided about a host. It stands beside what the host's compute service reports.
+
+    enabled: berth may use it. disabled: it takes nothing new; what is there stays. maintenance: as disabled, and a
+    request that passes the filters (`forced`) is kept away as well.
+    """
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    MAINTENANCE = "maintenance"
+
+
+class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The newest decision about one host, as it is on record. version: rises with each decision about this host.
+
+    by: the person, as the command or the HTTP caller named it. at: seconds since the epoch.
+    """
+
+    host_uuid: Uuid
+    host: Label
+    state: AdminState
+    reason: Reason = ""
+    by: str = ""
+    at: float = 0.0
+    version: Version = 0
+
+
+class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
+    """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.
+
+    cell: where a name is looked for; None: in all cells.
+    """
+
+    host: Label
+    state: AdminState
+    reason: Reason = ""
+    by: Label
+    cell: Word | None = None
+
+
+class AdminStateSet(Message, frozen=True, kw_only=True, tag="hosts.set.result.v1"):
+    """Reply to a SetAdminState that is on record."""
+
+    host: HostAdminState
+
+
+class AdminStatesChanged(Message, frozen=True, kw_only=True, tag="hosts.admin.v1"):
+    """Decisions that are on record now. A listener keeps, of each host, the one with the highest version."""
+
+    hosts: Annotated[tuple[HostAdminState, ...], Bound(max_length=1000)] = ()
+
+
+class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.query.v1"):
+    """Ask a scheduler which compute services it knows. cell: only this cell's. up: only those up, or not."""
+
+    cell: Word | None = None
+    up: bool | None = None
+    limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
+
+
+class ServiceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One compute service as a scheduler sees it.
+
+    code, reason: why it is not up, as its cell's conductor says, and `since` when (seconds since the epoch).
+    heard_s: seconds since its last announcement of hosts. hosts, enabled: how many it manages, how many of them take
+    builds. epoch: of its present life.
+    """
+
+    name: str
+    cell: str
+    up: bool
+    epoch: int = 0
+    code: str = ""
+    reason: str = ""
+    since: float = 0.0
+    heard_s: float = 0.0
+    hosts: Count = 0
+    enabled: Count = 0
+
+
+class ServicesPage(Message, frozen=True, kw_only=True, tag="services.page.v1"):
+    """Reply to a ServicesQuery, by cell and name."""
+
+    services: tuple[ServiceRecord, ...] = ()

@@ -1,0 +1,152 @@
+"""What an operator decides about hosts: in effect on every scheduler at once, on record, and beyond a restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import BuildState, HostRecord, HostsPage, HostsQuery
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    HostAdminState,
+    ServicesPage,
+    ServicesQuery,
+    SetAdminState,
+)
+from bus.faults import RequestRefused
+from bus.persistence.database import Database
+from bus.port import Outgoing
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+
+async def decide(world: World, host: str, state: AdminState, reason: str = "fan", **more: str) -> HostAdminState:
+    command = SetAdminState(host=host, state=state, reason=reason, by="ann", **more)
+    return (await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)).host
+
+
+async def hosts_of(world: World) -> dict[str, HostRecord]:
+    page = await world.buses[API].request(HostsQuery(), HostsPage, timeout_s=PATIENCE_S)
+    return {host.name: host for host in page.hosts}
+
+
+async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enabled(world: World) -> None:
+    """Whatever its compute service goes on to announce; and a scheduler that starts later knows it, too."""
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    first, second = await world.add_hosts("c1", 2)
+    decided = await decide(world, "c1-0", AdminState.DISABLED)
+    assert (decided.host_uuid, decided.host, decided.by, decided.version) == (first, "c1-0", "ann", 1)
+    tables = world.tables.values()
+    await world.eventually(lambda: all(table.decision_of(first) == decided for table in tables))
+    await world.announce("c1")  # by its service it is enabled
+    builds = [world.request() for _ in range(6)]
+    await world.ask(*builds)
+    told = [await world.ended(one.instance_uuid, BuildState.SCHEDULED) for one in builds]
+    assert {one.host for one in told} == {"c1-1"}
+    record = (await hosts_of(world))["c1-0"]
+    assert not record.enabled and record.admin == decided
+    await world.stop("s1")
+    await world.stop("s2")
+    await world.scheduler("s3")
+    await world.announce("c1")
+    only = world.request(host="c1-0")
+    await world.ask(only)
+    failed = await world.ended(only.instance_uuid)
+    assert failed.state is BuildState.FAILED
+    assert [step.rejected for step in failed.funnel if step.step == "ComputeFilter"] == [{"host.disabled": 1}]
+    again = await decide(world, first, AdminState.ENABLED, reason="")
+    assert again.version == 2
+    back = world.request(host="c1-0")
+    await world.ask(back)
+    assert (await world.ended(back.instance_uuid, BuildState.SCHEDULED)).host == "c1-0"
+    assert second != first
+
+
+async def test_a_host_under_maintenance_takes_no_forced_request_either(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(forced_hosts_for=("demo",)))
+    await world.add_hosts("c1", 1)
+    await decide(world, "c1-0", AdminState.DISABLED)
+    forced = world.request(host="c1-0", forced=True)
+    await world.ask(forced)
+    await world.ended(forced.instance_uuid, BuildState.SCHEDULED)
+    await decide(world, "c1-0", AdminState.MAINTENANCE)
+    again = world.request(host="c1-0", forced=True)
+    await world.ask(again)
+    failed = await world.ended(again.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
+    assert failed.funnel[-1].rejected == {"host.maintenance": 1}
+    plain = world.request(host="c1-0")
+    await world.ask(plain)
+    funnel = (await world.ended(plain.instance_uuid)).funnel
+    assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{"host.maintenance": 1}]
+
+
+async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
+    """The process that handled it may die before it acknowledges."""
+    await world.scheduler()
+    (host,) = await world.add_hosts("c1", 1)
+    await decide(world, host, AdminState.DISABLED)
+    transport = world.buses[API].transport
+    sent: list[Outgoing] = []
+    publish = transport.publish
+
+    async def watch(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watch  # type: ignore[method-assign]
+    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
+    table = world.tables["s1"]
+    await world.eventually(lambda: (found := table.decision_of(host)) is not None and found.version == 2)
+    (copy,) = sent
+    await decide(world, host, AdminState.ENABLED)
+    await publish(copy)
+    last = await decide(world, host, AdminState.ENABLED, reason="last")
+    assert last.version == 4
+
+
+async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(hosts_warmup_s=0.001))
+    await world.add_hosts("c1", 1)
+    await world.add_hosts("c2", 1)
+    world.hosts["c2"] = {uuid: type(one)(uuid=uuid, name="c1-0") for uuid, one in world.hosts["c2"].items()}
+    await world.announce("c2")
+    await world.eventually(lambda: len(world.tables["s1"].find("c1-0")) == 2)
+    with pytest.raises(RequestRefused) as ambiguous:
+        await decide(world, "c1-0", AdminState.DISABLED)
+    assert ambiguous.value.code == "host.ambiguous"
+    assert (await decide(world, "c1-0", AdminState.DISABLED, cell="c2")).host_uuid in world.hosts["c2"]
+    with pytest.raises(RequestRefused) as unknown:
+        await decide(world, "nowhere", AdminState.DISABLED)
+    assert unknown.value.code == "host.unknown"
+
+
+async def test_a_decision_whose_announcement_is_lost_is_read_with_the_next_reading(world: World) -> None:
+    await world.scheduler("s1", SchedulerConfig(report_again_s=0.2))
+    (host,) = await world.add_hosts("c1", 1)
+    database = Database(world.url, "scheduler", pool_size=1)
+    await database.open()
+    async with database.raw() as connection:
+        await connection.execute(
+            "INSERT INTO host_admin_states VALUES ($1, 'c1-0', 'disabled', 'by hand', 'ann', 1.0, 7)", host
+        )
+    await database.close()
+    await world.eventually(lambda: world.tables["s1"].decision_of(host) is not None)
+
+
+async def test_compute_services_are_listed_with_their_hosts(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 3)
+    await world.add_hosts("c2", 1)
+    await decide(world, "c1-1", AdminState.DISABLED)
+    page = await world.buses[API].request(ServicesQuery(), ServicesPage, timeout_s=PATIENCE_S)
+    assert [(one.name, one.cell, one.up, one.hosts, one.enabled) for one in page.services] == [
+        ("compute-c1", "c1", True, 3, 2),
+        ("compute-c2", "c2", True, 1, 1),
+    ]
+    page = await world.buses[API].request(ServicesQuery(cell="c2", up=False), ServicesPage, timeout_s=PATIENCE_S)
+    assert page.services == ()
