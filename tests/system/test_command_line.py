@@ -227,6 +227,34 @@ def test_hosts_with_what_is_used_of_them(berth: Berth) -> None:
     assert 0 <= used <= capacity
 
 
+def test_a_disabled_host_takes_nothing_until_it_is_enabled(berth: Berth) -> None:
+    name = "cell2-c1-00001"
+    refused = boot(berth, "--host", name)[0]["host"]
+    assert refused == name
+    try:
+        said = berth("hosts", "disable", name, "--reason", "fan\n2", "--by", "ann")
+        assert (said.status, said.out) == (0, f"{name}: disabled, by ann\n")
+        (host,) = (one for one in berth("hosts", "--json").data if one["name"] == name)
+        assert (host["enabled"], host["admin"]["by"], host["admin"]["reason"]) == (False, "ann", "fan\n2")
+        (row,) = (line for line in berth("hosts").out.splitlines() if line.startswith(name))
+        assert "disabled" in row and row.endswith("ann: fan\\n2")
+        failed = berth("boot", "--flavor", "m1.tiny", "--host", name, "--wait", "--json")
+        assert (failed.status, failed.data[0]["code"]) == (NO, "no_valid_host")
+    finally:
+        assert berth("hosts", "enable", name).status == 0
+    boot(berth, "--host", name)
+    unknown = berth("hosts", "maintenance", "nowhere", "--reason", "x", "--json")
+    assert (unknown.status, unknown.data["refused"][0]["code"]) == (NO, "host.unknown")
+    assert berth("hosts", "disable", name).status == USAGE  # without a reason
+
+
+def test_compute_services_are_listed(berth: Berth) -> None:
+    services = berth("services", "--json")
+    assert services.status == 0 and {one["cell"] for one in services.data} == {"cell1", "cell2"}
+    assert sum(one["hosts"] for one in services.data) == len(berth("hosts", "--json").data)
+    assert berth("services", "--down").out.splitlines()[1:] == []
+
+
 def test_a_delete_ends_and_ends_again(berth: Berth) -> None:
     (build,) = boot(berth, "--project", "gone")
     found = build["instance_uuid"]
