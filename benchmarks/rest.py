@@ -53,7 +53,7 @@ async def provider(client: Client, number: int) -> str:
     """A flat host: four calls."""
     own = new()
     traits = ["HW_CPU_X86_AVX2", "COMPUTE_NODE"] if number % 10 == 0 else ["COMPUTE_NODE"]
-    stocks = {
+    inventories = {
         "VCPU": {"total": 64, "allocation_ratio": 16.0},
         "MEMORY_MB": {"total": 262_144, "reserved": 512},
         "DISK_GB": {"total": 4000},
@@ -61,7 +61,7 @@ async def provider(client: Client, number: int) -> str:
     path = f"/resource_providers/{own}"
     calls: list[tuple[str, str, object, int]] = [
         ("POST", "/resource_providers", {"uuid": own, "name": f"bench-{own}"}, 200),
-        ("PUT", f"{path}/inventories", {"resource_provider_generation": 0, "inventories": stocks}, 200),
+        ("PUT", f"{path}/inventories", {"resource_provider_generation": 0, "inventories": inventories}, 200),
         ("PUT", f"{path}/traits", {"resource_provider_generation": 1, "traits": traits}, 200),
         (
             "PUT",

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from bus.contracts.placement import Inventory
 from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import Provider, stock_of
+from placement_worker.domain.values import Provider, stored_inventory
 from placement_worker.operations import export
 
 BIG_HOSTS = 4  # of every flat book: so large that many writers never fill them
@@ -53,17 +53,17 @@ def flat(count: int) -> list[Host]:
 
 def flat_host(uuid: str, number: int, *, big: bool = False) -> Host:
     """One of them."""
-    stocks = {"VCPU": VCPU, "MEMORY_MB": MEMORY, "DISK_GB": DISK}
+    inventories = {"VCPU": VCPU, "MEMORY_MB": MEMORY, "DISK_GB": DISK}
     # No two hosts report the same memory and disk: what a search keeps by inventory is of little use then.
     for name in ("MEMORY_MB", "DISK_GB"):
-        stocks[name] = msgspec.structs.replace(stocks[name], total=stocks[name].total + number)
+        inventories[name] = msgspec.structs.replace(inventories[name], total=inventories[name].total + number)
     if big:
-        stocks = {name: msgspec.structs.replace(stock, total=100_000_000) for name, stock in stocks.items()}
+        inventories = {name: msgspec.structs.replace(one, total=100_000_000) for name, one in inventories.items()}
     return Host(
         uuid=uuid,
         name=f"host-{uuid}",
         root=uuid,
-        inventories=stocks,
+        inventories=inventories,
         traits=("COMPUTE_NODE", GOLD) if number % 10 == 0 else ("COMPUTE_NODE",),
         aggregates=(AGGREGATES[number % len(AGGREGATES)],),
     )
@@ -76,18 +76,18 @@ def nested(roots: int) -> list[Host]:
     for number in range(roots):
         for place, parent in places:
             if place == 0:
-                stocks, traits = {"DISK_GB": DISK}, ("COMPUTE_NODE",)
+                inventories, traits = {"DISK_GB": DISK}, ("COMPUTE_NODE",)
             elif place < 3:
-                stocks, traits = {"VCPU": VCPU, "MEMORY_MB": MEMORY}, (CELL,)
+                inventories, traits = {"VCPU": VCPU, "MEMORY_MB": MEMORY}, (CELL,)
             else:
-                stocks, traits = {"SRIOV_NET_VF": FUNCTIONS}, ("CUSTOM_NET",)
+                inventories, traits = {"SRIOV_NET_VF": FUNCTIONS}, ("CUSTOM_NET",)
             hosts.append(
                 Host(
                     uuid=uuid_of(10 * number + place),
                     name=f"host-{number}.{place}",
                     root=uuid_of(10 * number),
                     parent=None if parent is None else uuid_of(10 * number + parent),
-                    inventories=stocks,
+                    inventories=inventories,
                     traits=traits,
                 )
             )
@@ -114,7 +114,7 @@ def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
             root=host.root,
             generation=1,
             shape=1,
-            stocks={name: stock_of(inventory) for name, inventory in host.inventories.items()},
+            inventories={name: stored_inventory(inventory) for name, inventory in host.inventories.items()},
             used={},
             traits=host.traits,
             aggregates=host.aggregates,

@@ -214,7 +214,7 @@ async def _refuse_unless_empty(database: Database) -> None:
 
 
 async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
-    classes = {name for provider in what.providers.values() for name in provider.stocks}
+    classes = {name for provider in what.providers.values() for name in provider.inventories}
     traits = {name for provider in what.providers.values() for name in provider.traits}
     await store.names.ensure(what.classes | classes, what.traits | traits)
     async with database.raw() as connection:

@@ -154,17 +154,17 @@ def disagreements(
 
 def is_reported(provider: Provider) -> bool:
     """Whether a source reports any of its inventory: all of a removed provider in use is stranded."""
-    return any(not stock.stranded for stock in provider.stocks.values())
+    return any(not inventory.stranded for inventory in provider.inventories.values())
 
 
 def _differs(node: Mapping[str, Any], provider: Provider) -> str:
     name = "CUSTOM_" + str(node["resource_class"]).upper().replace("-", "_")
-    stock = provider.stocks.get(name)
-    if stock is None or stock.total != 1:
+    inventory = provider.inventories.get(name)
+    if inventory is None or inventory.total != 1:
         return f"no unit of {name}"
-    if (stock.reserved == 0) != free(node):
-        return f"reserved {stock.reserved}, and is {'free' if free(node) else 'not free'}"
-    others = [other for other, held in provider.stocks.items() if other != name and held.capacity > 0]
+    if (inventory.reserved == 0) != free(node):
+        return f"reserved {inventory.reserved}, and is {'free' if free(node) else 'not free'}"
+    others = [other for other, held in provider.inventories.items() if other != name and held.capacity > 0]
     if others:
         return f"offers {others} too"
     return "" if set(node["traits"]) <= set(provider.traits) else f"traits {sorted(provider.traits)}"

@@ -189,9 +189,9 @@ def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
         return "not in the book"
     said = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
     kept = {
-        name: (stock.total, stock.reserved, stock.allocation_ratio)
-        for name, stock in provider.stocks.items()
-        if not stock.stranded
+        name: (inventory.total, inventory.reserved, inventory.allocation_ratio)
+        for name, inventory in provider.inventories.items()
+        if not inventory.stranded
     }
     if said != kept:
         return f"says {said}, the book has {kept}"
@@ -205,7 +205,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         inventories=[
             InventoryFact(p.uuid, name, s.total, s.reserved, s.allocation_ratio, float(s.capacity), p.used.get(name, 0))
             for p in book.providers.values()
-            for name, s in p.stocks.items()
+            for name, s in p.inventories.items()
         ],
         allocations={
             uuid: {provider: dict(held) for provider, held in kept.consumer.holding.items()}
@@ -304,7 +304,7 @@ def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
         if row is None:
             return f"the replica has no {provider.name}"
         mine = {name: int(used) for name, (_, used, _) in replica.inventory_of(row).items() if used}
-        theirs = {name: used for name, used in provider.used.items() if used and name in provider.stocks}
+        theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
         if replica.generation_of(row) != provider.generation or mine != theirs:
             return f"{provider.name}: the replica has {mine}, the book {theirs}"
     return ""

@@ -69,8 +69,8 @@ class BookWatch:
     @staticmethod
     def _usage(provider: Provider, before: Provider | None) -> None:
         for name, used in provider.used.items():
-            stock = provider.stocks.get(name)
-            capacity = 0 if stock is None else stock.capacity
+            inventory = provider.inventories.get(name)
+            capacity = 0 if inventory is None else inventory.capacity
             risen = before is None or used > before.used.get(name, 0)
             if used < 0 or (used > capacity and risen):
                 raise Breach("capacity", f"{provider.name} {name}: {used} of {capacity}")

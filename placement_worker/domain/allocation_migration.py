@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bus.contracts.placement import ProviderReport
-from placement_worker.domain.values import Holding, Stock
+from placement_worker.domain.values import Holding, StoredInventory
 
 Used = Mapping[str, Mapping[str, int]]
-Stocks = Mapping[str, Mapping[str, Stock]]
+Inventories = Mapping[str, Mapping[str, StoredInventory]]
 
 
 def sources_of(reports: Sequence[ProviderReport]) -> list[str]:
@@ -30,16 +30,20 @@ def migrating_classes(reports: Sequence[ProviderReport]) -> list[tuple[str, str]
 
 
 def migrate_allocations(
-    reports: Sequence[ProviderReport], source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]
+    reports: Sequence[ProviderReport],
+    source: str,
+    inventories: Inventories,
+    used: Used,
+    holdings: Mapping[str, Holding],
 ) -> dict[str, Holding]:
     """What the consumers that move hold afterwards; those that stay as they are are left out.
 
-    stocks: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
+    inventories: of every reported provider; used: of every provider of the tree; holdings: of all consumers that hold
     something of `source`.
     """
-    moving = _Migration(source, stocks, used, holdings)
+    moving = _Migration(source, inventories, used, holdings)
     known = {report.uuid: frozenset(report.takes) for report in reports}
-    for classes, takers in _bundles(reports, source, stocks):
+    for classes, takers in _bundles(reports, source, inventories):
         for consumer in _in_order(holdings, source, classes, takers):
             named = [report.uuid for report in takers if consumer in known[report.uuid]]
             moving.move(consumer, classes, named or [report.uuid for report in takers])
@@ -59,10 +63,10 @@ def usage_after(
 
 
 def _bundles(
-    reports: Sequence[ProviderReport], source: str, stocks: Stocks
+    reports: Sequence[ProviderReport], source: str, inventories: Inventories
 ) -> Iterator[tuple[list[str], list[ProviderReport]]]:
     """(classes, who takes them): what the same providers take goes together (processors and memory)."""
-    kept = stocks.get(source, {})
+    kept = inventories.get(source, {})
     takers: dict[str, list[ProviderReport]] = {}
     for report in reports:
         if report.takes_from == source:
@@ -92,10 +96,10 @@ def _in_order(
 class _Migration:
     """Holdings and room as the moves so far have left them."""
 
-    def __init__(self, source: str, stocks: Stocks, used: Used, holdings: Mapping[str, Holding]) -> None:
+    def __init__(self, source: str, inventories: Inventories, used: Used, holdings: Mapping[str, Holding]) -> None:
         self.moved: dict[str, Holding] = {}
         self._source = source
-        self._stocks = stocks
+        self._inventories = inventories
         self._holdings = holdings
         self._used = {uuid: dict(amounts) for uuid, amounts in used.items()}
 
@@ -123,14 +127,14 @@ class _Migration:
 
     def _takes(self, consumer: str, taker: str, name: str, amount: int) -> int:
         """How much of an amount this taker can hold of this consumer, by its room and the inventory's constraints."""
-        stock = self._stocks[taker].get(name)
-        if stock is None:
+        inventory = self._inventories[taker].get(name)
+        if inventory is None:
             return 0
         has = self._held(consumer).get(taker, {}).get(name, 0)
-        free = max(0, stock.capacity - self._used.get(taker, {}).get(name, 0))
-        total = min(has + min(amount, free), stock.max_unit)
-        total -= total % stock.step_size
-        return total - has if total >= stock.min_unit and total > has else 0
+        free = max(0, inventory.capacity - self._used.get(taker, {}).get(name, 0))
+        total = min(has + min(amount, free), inventory.max_unit)
+        total -= total % inventory.step_size
+        return total - has if total >= inventory.min_unit and total > has else 0
 
     def _give(self, consumer: str, taker: str, name: str, amount: int) -> None:
         holding = {uuid: dict(resources) for uuid, resources in self._held(consumer).items()}

@@ -21,7 +21,7 @@ class Why(StrEnum):
     PROVIDER_IN_USE = "provider_in_use"
     IS_PARENT = "is_parent"
     BAD_PARENT = "bad_parent"
-    BAD_STOCK = "bad_stock"  # an inventory that leaves nothing
+    BAD_INVENTORY = "bad_inventory"  # an inventory that leaves nothing
     DOES_NOT_FIT = "does_not_fit"
 
 

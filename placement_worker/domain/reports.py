@@ -15,7 +15,15 @@ from msgspec.structs import replace
 from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.names import is_class, is_custom, suggestion
-from placement_worker.domain.values import ABOVE_CELLS, Holding, Provider, Stock, is_foreign, state_of, stock_of
+from placement_worker.domain.values import (
+    ABOVE_CELLS,
+    Holding,
+    Provider,
+    StoredInventory,
+    is_foreign,
+    state_of,
+    stored_inventory,
+)
 
 MAX_SHOWN = 64  # of a name that is refused
 NO_HOLDINGS: Mapping[str, Holding] = {}
@@ -185,7 +193,12 @@ class _Draft:
         for uuid in aside:
             touched[uuid] = _strand(replace(self.providers[uuid], used=used[uuid]))
         self._follow_moves(touched, gone)
-        classes = [f"{u}/{n}" for u in reported for n, stock in sorted(touched[u].stocks.items()) if stock.stranded]
+        classes = [
+            f"{u}/{n}"
+            for u in reported
+            for n, inventory in sorted(touched[u].inventories.items())
+            if inventory.stranded
+        ]
         self.moved.update(moved)
         return Applied(reported, (*aside, *classes), self._commit(touched, gone))
 
@@ -217,10 +230,10 @@ class _Draft:
         sources = [uuid for uuid in sources_of(update.providers) if uuid in own and uuid in self._holders]
         used: _Used = {uuid: self.providers[uuid].used if uuid in self.providers else {} for uuid in sorted(own)}
         moved: dict[str, Holding] = {}
-        stocks = {report.uuid: _stocks(report) for report in update.providers} if sources else {}
+        inventories = {report.uuid: _inventories(report) for report in update.providers} if sources else {}
         for source in sources:
             now = {consumer: moved.get(consumer) or self._held(consumer) for consumer in self._holders[source]}
-            then = migrate_allocations(update.providers, source, stocks, used, now)
+            then = migrate_allocations(update.providers, source, inventories, used, now)
             before = [now[consumer] for consumer in then]
             used = {uuid: usage_after(used[uuid], uuid, before, then.values()) for uuid in used}
             moved.update(then)
@@ -305,18 +318,18 @@ class _Draft:
         return changed
 
 
-def _stocks(report: ProviderReport) -> dict[str, Stock]:
-    return {name: stock_of(inventory) for name, inventory in report.inventories.items()}
+def _inventories(report: ProviderReport) -> dict[str, StoredInventory]:
+    return {name: stored_inventory(inventory) for name, inventory in report.inventories.items()}
 
 
 def _reported(
     before: Provider | None, used: dict[str, int], report: ProviderReport, *, root: str, cell: str | None
 ) -> Provider:
-    stocks = _stocks(report)
+    inventories = _inventories(report)
     if before is not None:
-        for name, stock in before.stocks.items():
-            if name not in stocks and used.get(name):
-                stocks[name] = _closed(stock)
+        for name, inventory in before.inventories.items():
+            if name not in inventories and used.get(name):
+                inventories[name] = _closed(inventory)
     aggregates = report.aggregates
     if aggregates is None:
         aggregates = before.aggregates if before is not None else ()
@@ -329,7 +342,7 @@ def _reported(
         root=root,
         generation=before.generation if before is not None else 0,
         shape=before.shape if before is not None else 0,
-        stocks=stocks,
+        inventories=inventories,
         used=used,
         traits=tuple(sorted({*report.traits, *lasting})),
         aggregates=tuple(sorted(set(aggregates))),
@@ -340,9 +353,11 @@ def _reported(
 
 def _strand(provider: Provider) -> Provider:
     """Nothing new goes to it. Classes that no consumer uses go at once."""
-    stocks = {name: _closed(stock) for name, stock in provider.stocks.items() if provider.used.get(name)}
-    return replace(provider, stocks=stocks)
+    inventories = {
+        name: _closed(inventory) for name, inventory in provider.inventories.items() if provider.used.get(name)
+    }
+    return replace(provider, inventories=inventories)
 
 
-def _closed(stock: Stock) -> Stock:
-    return replace(stock, reserved=stock.total, capacity=0, stranded=True)
+def _closed(inventory: StoredInventory) -> StoredInventory:
+    return replace(inventory, reserved=inventory.total, capacity=0, stranded=True)

@@ -12,13 +12,13 @@ from placement_worker.domain.causes import Caused
 from placement_worker.domain.claims import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, claimed_provider
 
 
 class Reshape(Caused, frozen=True):
     """{provider: (the generation it must have, its inventories)}, and what consumers hold afterwards."""
 
-    inventories: Mapping[str, tuple[int, Mapping[str, Stock]]]
+    inventories: Mapping[str, tuple[int, Mapping[str, StoredInventory]]]
     writes: tuple[ConsumerWrite, ...]
 
 
@@ -46,23 +46,23 @@ def reshape(
     if refusal is not None:
         return refusal
     interim = dict(providers)
-    for uuid, (_, stocks) in item.inventories.items():
+    for uuid, (_, inventories) in item.inventories.items():
         before = providers[uuid]
-        interim[uuid] = changed(before, stocks={**before.stocks, **stocks}, shape=shape)
-    ledger = AllocationLedger(consumers, {uuid: _claimed(p) for uuid, p in interim.items()}, known_classes)
+        interim[uuid] = changed(before, inventories={**before.inventories, **inventories}, shape=shape)
+    ledger = AllocationLedger(consumers, {uuid: claimed_provider(p) for uuid, p in interim.items()}, known_classes)
     refusal = replace(ledger, item.writes)
     if refusal is not None:
         return refusal
     final: dict[str, Provider] = {}
-    for uuid, (_, stocks) in item.inventories.items():
+    for uuid, (_, inventories) in item.inventories.items():
         used = {**interim[uuid].used, **ledger.used.get(uuid, {})}
-        left = [name for name in interim[uuid].stocks if name not in stocks and used.get(name)]
+        left = [name for name in interim[uuid].inventories if name not in inventories and used.get(name)]
         if left:
             return in_use(uuid, left)
         # As Placement counts: once for the interim inventory if there is any, once for allocations, once at the end.
-        generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(stocks) + 1
+        generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(inventories) + 1
         kept = {name: amount for name, amount in used.items() if amount}
-        final[uuid] = changed(interim[uuid], stocks=dict(stocks), used=kept, generation=generation)
+        final[uuid] = changed(interim[uuid], inventories=dict(inventories), used=kept, generation=generation)
     return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision(), final)
 
 
@@ -78,18 +78,8 @@ def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapp
                 f"resource provider generation conflict for provider {uuid}: "
                 f"actual: {provider.generation}, given: {generation}",
             )
-    for _, stocks in item.inventories.values():
-        for name in stocks:
+    for _, inventories in item.inventories.values():
+        for name in inventories:
             if name not in known_classes:
                 return no_such_class(name)
     return None
-
-
-def _claimed(provider: Provider) -> ClaimedProvider:
-    inventories = {
-        name: InventoryUsage(
-            stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0)
-        )
-        for name, stock in provider.stocks.items()
-    }
-    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)

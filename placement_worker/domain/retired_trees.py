@@ -13,6 +13,6 @@ def is_retired(tree: Iterable[Provider]) -> bool:
     A tree without inventory is not retired: a client may be about to add some.
     """
     providers = list(tree)
-    stocks = [stock for provider in providers for stock in provider.stocks.values()]
+    inventories = [inventory for provider in providers for inventory in provider.inventories.values()]
     unused = not any(any(provider.used.values()) for provider in providers)
-    return bool(stocks) and unused and all(stock.stranded for stock in stocks)
+    return bool(inventories) and unused and all(inventory.stranded for inventory in inventories)

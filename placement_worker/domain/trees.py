@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from placement_worker.domain.causes import Caused
 from placement_worker.domain.refusal import Why, WriteRefusal, generation_conflict, no_provider, no_such_class
-from placement_worker.domain.values import Provider, Stock
+from placement_worker.domain.values import Provider, StoredInventory
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
 
@@ -44,35 +44,35 @@ class DeleteProvider(Caused, frozen=True):
     uuid: str
 
 
-class SetStocks(Caused, frozen=True):
+class SetInventories(Caused, frozen=True):
     """These inventories and no others. generation None: any. flaw: what is wrong with one, or nothing."""
 
     uuid: str
-    stocks: Mapping[str, Stock]
+    inventories: Mapping[str, StoredInventory]
     generation: int | None = None
     flaw: str = ""
 
 
-class PutStock(Caused, frozen=True):
+class ReplaceInventory(Caused, frozen=True):
     """One inventory, there already, as it is to be now."""
 
     uuid: str
     resource_class: str
-    stock: Stock
+    inventory: StoredInventory
     generation: int
     flaw: str = ""
 
 
-class AddStock(Caused, frozen=True):
+class AddInventory(Caused, frozen=True):
     """One inventory that is not there yet."""
 
     uuid: str
     resource_class: str
-    stock: Stock
+    inventory: StoredInventory
     flaw: str = ""
 
 
-class DropStock(Caused, frozen=True):
+class DeleteInventory(Caused, frozen=True):
     """One inventory goes."""
 
     uuid: str
@@ -99,10 +99,10 @@ TreeWrite = (
     CreateProvider
     | UpdateProvider
     | DeleteProvider
-    | SetStocks
-    | PutStock
-    | AddStock
-    | DropStock
+    | SetInventories
+    | ReplaceInventory
+    | AddInventory
+    | DeleteInventory
     | SetTraits
     | SetAggregates
 )
@@ -113,9 +113,9 @@ def classes_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     """The resource classes that the writes name."""
     named: set[str] = set()
     for write in writes:
-        if isinstance(write, SetStocks):
-            named.update(write.stocks)
-        elif isinstance(write, PutStock | AddStock):
+        if isinstance(write, SetInventories):
+            named.update(write.inventories)
+        elif isinstance(write, ReplaceInventory | AddInventory):
             named.add(write.resource_class)
     return named
 
@@ -241,47 +241,47 @@ class ProviderTrees:
         self._names.pop(before.name, None)
         return before
 
-    def set_stocks(self, before: Provider, write: SetStocks) -> TreeOutcome:
+    def set_inventories(self, before: Provider, write: SetInventories) -> TreeOutcome:
         """Replace all inventories."""
         if write.generation is not None and write.generation != before.generation:
             return generation_conflict()
         if write.flaw:
-            return WriteRefusal(Why.BAD_STOCK, write.flaw)
-        for name in write.stocks:
+            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
+        for name in write.inventories:
             if name not in self._known_classes:
                 return no_such_class(name)
-        return stocked(before, self._shape, write.stocks)
+        return with_inventories(before, self._shape, write.inventories)
 
-    def put_stock(self, before: Provider, write: PutStock) -> TreeOutcome:
+    def replace_inventory(self, before: Provider, write: ReplaceInventory) -> TreeOutcome:
         """Change one inventory."""
         if write.generation != before.generation:
             return generation_conflict()
         if write.flaw:
-            return WriteRefusal(Why.BAD_STOCK, write.flaw)
+            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
-        if write.resource_class not in before.stocks:
+        if write.resource_class not in before.inventories:
             return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found.")
-        return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
+        return with_inventories(before, self._shape, {**before.inventories, write.resource_class: write.inventory})
 
-    def add_stock(self, before: Provider, write: AddStock) -> TreeOutcome:
+    def add_inventory(self, before: Provider, write: AddInventory) -> TreeOutcome:
         """Add one inventory."""
         if write.flaw:
-            return WriteRefusal(Why.BAD_STOCK, write.flaw)
+            return WriteRefusal(Why.BAD_INVENTORY, write.flaw)
         if write.resource_class not in self._known_classes:
             return no_such_class(write.resource_class)
-        if write.resource_class in before.stocks:
+        if write.resource_class in before.inventories:
             return WriteRefusal(Why.DUPLICATE, f"inventory of class {write.resource_class} already exists")
-        return stocked(before, self._shape, {**before.stocks, write.resource_class: write.stock})
+        return with_inventories(before, self._shape, {**before.inventories, write.resource_class: write.inventory})
 
-    def drop_stock(self, before: Provider, write: DropStock) -> TreeOutcome:
+    def delete_inventory(self, before: Provider, write: DeleteInventory) -> TreeOutcome:
         """Remove one inventory."""
         if write.resource_class not in self._known_classes:
             return WriteRefusal(Why.NO_INVENTORY, no_such_class(write.resource_class).words)
-        if write.resource_class not in before.stocks:
+        if write.resource_class not in before.inventories:
             return WriteRefusal(Why.NO_INVENTORY, f"No inventory of class {write.resource_class} found for delete")
-        return stocked(
-            before, self._shape, {name: s for name, s in before.stocks.items() if name != write.resource_class}
+        return with_inventories(
+            before, self._shape, {name: s for name, s in before.inventories.items() if name != write.resource_class}
         )
 
     def set_traits(self, before: Provider, write: SetTraits) -> TreeOutcome:
@@ -312,22 +312,22 @@ _CHANGED = "Resource provider's generation already changed. Please update the ge
 _APPLY: dict[type[TreeWrite], Callable[..., TreeOutcome]] = {
     UpdateProvider: ProviderTrees.update,
     DeleteProvider: ProviderTrees.delete,
-    SetStocks: ProviderTrees.set_stocks,
-    PutStock: ProviderTrees.put_stock,
-    AddStock: ProviderTrees.add_stock,
-    DropStock: ProviderTrees.drop_stock,
+    SetInventories: ProviderTrees.set_inventories,
+    ReplaceInventory: ProviderTrees.replace_inventory,
+    AddInventory: ProviderTrees.add_inventory,
+    DeleteInventory: ProviderTrees.delete_inventory,
     SetTraits: ProviderTrees.set_traits,
     SetAggregates: ProviderTrees.set_aggregates,
 }
 
 
-def stocked(before: Provider, shape: int, stocks: Mapping[str, Stock]) -> TreeOutcome:
+def with_inventories(before: Provider, shape: int, inventories: Mapping[str, StoredInventory]) -> TreeOutcome:
     """The provider with these inventories, and of this shape if they differ; or why it cannot lose one."""
-    missing = [name for name in before.stocks if name not in stocks and before.used.get(name)]
+    missing = [name for name in before.inventories if name not in inventories and before.used.get(name)]
     if missing:
         return in_use(before.uuid, missing)
-    shape = before.shape if before.stocks == stocks else shape
-    return replace(before, stocks=dict(stocks), generation=before.generation + 1, shape=shape)
+    shape = before.shape if before.inventories == inventories else shape
+    return replace(before, inventories=dict(inventories), generation=before.generation + 1, shape=shape)
 
 
 def in_use(provider: str, classes: Iterable[str]) -> WriteRefusal:

@@ -53,7 +53,7 @@ class ConsumerState(Struct, frozen=True):
     holding: Holding = NOTHING
 
 
-class Stock(Struct, frozen=True, gc=False):
+class StoredInventory(Struct, frozen=True, gc=False):
     """One inventory of one provider. capacity is computed here, once, and read everywhere after.
 
     stranded: its source no longer reports it, but it is in use: capacity 0 until the last user has gone.
@@ -84,7 +84,7 @@ class Provider(Struct, frozen=True):
     root: str
     generation: int
     shape: int
-    stocks: dict[str, Stock]
+    inventories: dict[str, StoredInventory]
     used: dict[str, int]
     traits: tuple[str, ...]
     aggregates: tuple[str, ...]
@@ -110,9 +110,9 @@ def capacity(total: int, reserved: int, allocation_ratio: float) -> int:
     return math.floor(product) if product < MAX_CAPACITY else MAX_CAPACITY
 
 
-def stock_of(inventory: Inventory) -> Stock:
+def stored_inventory(inventory: Inventory) -> StoredInventory:
     """A reported inventory with its capacity."""
-    return Stock(
+    return StoredInventory(
         inventory.total,
         inventory.reserved,
         inventory.min_unit,
@@ -134,17 +134,28 @@ def state_of(provider: Provider) -> ProviderState:
         shape=provider.shape,
         inventories={
             name: (
-                float(stock.capacity),
-                stock.min_unit,
-                stock.max_unit,
-                stock.step_size,
-                stock.total,
-                stock.reserved,
-                stock.allocation_ratio,
+                float(inventory.capacity),
+                inventory.min_unit,
+                inventory.max_unit,
+                inventory.step_size,
+                inventory.total,
+                inventory.reserved,
+                inventory.allocation_ratio,
             )
-            for name, stock in sorted(provider.stocks.items())
+            for name, inventory in sorted(provider.inventories.items())
         },
         used={name: amount for name, amount in sorted(provider.used.items()) if amount},
         traits=provider.traits,
         aggregates=provider.aggregates,
     )
+
+
+def claimed_provider(provider: Provider) -> ClaimedProvider:
+    """What a claim needs to know of a provider: what fits into it, and whether it has changed."""
+    inventories = {
+        name: InventoryUsage(
+            inventory.capacity, inventory.min_unit, inventory.max_unit, inventory.step_size, provider.used.get(name, 0)
+        )
+        for name, inventory in provider.inventories.items()
+    }
+    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)

@@ -18,7 +18,7 @@ from bus.clock import Clock, SystemClock
 from bus.faults import Transient
 from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import ConsumerState, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.rest.bodies import InventoryBody
 from placement_worker.rest.usages import UNKNOWN
@@ -102,7 +102,7 @@ class CopySource:
         aggregates = await self._get(f"{path}/aggregates", gone=True)
         if inventories is None or traits is None or aggregates is None:
             return None
-        stocks = {name: _stock(fields) for name, fields in inventories["inventories"].items()}
+        found = {name: _stored(fields) for name, fields in inventories["inventories"].items()}
         own_traits, own_aggregates = sorted(traits["traits"]), sorted(aggregates["aggregates"])
         # Of reads at different generations the oldest is said: the next pass then looks again.
         parts = (row, inventories, traits, aggregates)
@@ -114,7 +114,7 @@ class CopySource:
             row["root_provider_uuid"],
             generation,
             0,
-            stocks,
+            found,
             {},
             tuple(own_traits),
             tuple(own_aggregates),
@@ -176,8 +176,8 @@ class CopySource:
             raise InvalidExport(f"{answer.url}: {error}") from error
 
 
-def _stock(fields: Mapping[str, Any]) -> Stock:
-    return msgspec.convert(fields, InventoryBody).stock()
+def _stored(fields: Mapping[str, Any]) -> StoredInventory:
+    return msgspec.convert(fields, InventoryBody).inventory()
 
 
 def _custom(names: Iterable[str]) -> frozenset[str]:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from placement_worker.domain.server_groups import GroupMember
-from placement_worker.domain.values import ConsumerState, Provider, Stock, capacity
+from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, capacity
 from placement_worker.operations.export_flaws import flaw_of_consumer, flaw_of_member, flaw_of_names, flaw_of_provider
 
 FORMAT = "berth.placement.v3"
@@ -73,12 +73,12 @@ def checked(book: BookExport) -> BookExport:
 
 
 def _counted(provider: Provider) -> Provider:
-    stocks = {name: replace(stock, capacity=_capacity(stock)) for name, stock in provider.stocks.items()}
-    return provider if stocks == provider.stocks else replace(provider, stocks=stocks)
+    inventories = {name: replace(one, capacity=_capacity(one)) for name, one in provider.inventories.items()}
+    return provider if inventories == provider.inventories else replace(provider, inventories=inventories)
 
 
-def _capacity(stock: Stock) -> int:
-    return 0 if stock.stranded else capacity(stock.total, stock.reserved, stock.allocation_ratio)
+def _capacity(inventory: StoredInventory) -> int:
+    return 0 if inventory.stranded else capacity(inventory.total, inventory.reserved, inventory.allocation_ratio)
 
 
 def _check_together(book: BookExport) -> None:
@@ -97,7 +97,7 @@ def _check_together(book: BookExport) -> None:
             raise InvalidExport(f"{provider.uuid} is not under its root {provider.root}")
     for uuid, consumer in book.consumers.items():
         for name, resources in consumer.holding.items():
-            if name not in book.providers or not book.providers[name].stocks.keys() >= resources.keys():
+            if name not in book.providers or not book.providers[name].inventories.keys() >= resources.keys():
                 raise InvalidExport(f"{uuid} holds what {name} does not have")
 
 

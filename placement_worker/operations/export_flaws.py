@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.names import MAX_NAME
 from placement_worker.domain.server_groups import GroupMember
-from placement_worker.domain.values import ConsumerState, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 
 MAX_NUMBER = 2**62  # of generations and held amounts: far from what the database cannot add to
 
@@ -31,10 +31,10 @@ def flaw_of_provider(provider: Provider) -> str | None:
         return f"{provider.uuid} has no name"
     if not 0 <= provider.generation <= MAX_NUMBER or not 0 <= provider.shape <= MAX_NUMBER:
         return f"{provider.uuid} has a generation out of bounds"
-    for name, stock in provider.stocks.items():
-        for what in _flaws_of_stock(stock):
+    for name, inventory in provider.inventories.items():
+        for what in _flaws_of_inventory(inventory):
             return f"{name} of {provider.uuid}: {what}"
-    return flaw_of_names((*provider.stocks, *provider.traits, *provider.lasting))
+    return flaw_of_names((*provider.inventories, *provider.traits, *provider.lasting))
 
 
 def flaw_of_consumer(uuid: str, consumer: ConsumerState) -> str | None:
@@ -63,13 +63,13 @@ def flaw_of_member(member: GroupMember, consumers: Container[str]) -> str | None
     return None if member.consumer in consumers else f"{member.consumer} is in a group and holds nothing"
 
 
-def _flaws_of_stock(stock: Stock) -> Iterator[str]:
+def _flaws_of_inventory(inventory: StoredInventory) -> Iterator[str]:
     for name in ("total", "min_unit", "max_unit", "step_size"):
-        if not 1 <= getattr(stock, name) <= MAX_AMOUNT:
+        if not 1 <= getattr(inventory, name) <= MAX_AMOUNT:
             yield f"{name} is out of bounds"
-    if not 0 <= stock.reserved <= MAX_AMOUNT:
+    if not 0 <= inventory.reserved <= MAX_AMOUNT:
         yield "reserved is out of bounds"
-    if not -MAX_NUMBER <= stock.capacity <= MAX_NUMBER:
+    if not -MAX_NUMBER <= inventory.capacity <= MAX_NUMBER:
         yield "capacity is out of bounds"
 
 

@@ -99,12 +99,12 @@ async def assign(connection: asyncpg.Connection, wanted: BookExport, names: Name
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
     await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
     ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
-    stocked = {uuid: p for uuid, p in before.providers.items() if uuid in after}
+    with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # What goes, goes last: until the allocations have moved a consumer may hold it.
-    await _write_providers(connection, ids, stocked, _with_old_stocks(stocked, after), names)
+    await _write_providers(connection, ids, with_inventories, _with_old_inventories(with_inventories, after), names)
     await _write_consumers(connection, wanted, changed, ids, names)
     used = {row[0] for row in await connection.fetch(COUNT_USED)}
-    await write_providers(connection, ids, _with_old_stocks(stocked, after), after, names)
+    await write_providers(connection, ids, _with_old_inventories(with_inventories, after), after, names)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
     await write_providers(connection, ids, gone, {}, names)
     await connection.execute(limits.COUNT_ANEW)
@@ -139,12 +139,12 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
     return replace(same, shape=max(shape, new.shape))
 
 
-def _with_old_stocks(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """`after`, with what it no longer stocks still there."""
+def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
+    """`after`, with the inventories that it no longer has still there."""
     return {
         uuid: provider
-        if uuid not in before or before[uuid].stocks.keys() <= provider.stocks.keys()
-        else replace(provider, stocks={**before[uuid].stocks, **provider.stocks})
+        if uuid not in before or before[uuid].inventories.keys() <= provider.inventories.keys()
+        else replace(provider, inventories={**before[uuid].inventories, **provider.inventories})
         for uuid, provider in after.items()
     }
 

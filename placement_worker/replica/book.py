@@ -297,13 +297,13 @@ class Book(Trees):
         self.shape[row] = state.shape
         self.traits[row] = self.trait_sets.id_of(tuple(sorted(state.traits)))
         self.aggregates[row] = self.aggregate_sets.id_of(tuple(sorted(state.aggregates)))
-        self._stock(row, classes, state)
+        self._set_inventories(row, classes, state)
         if old_root not in {NO_ROW, self.root[row]}:
             self._moved(old_root, shape=True)
         self._moved(int(self.root[row]), shape=True)
         self._reached(state.uuid, state.generation)
 
-    def _stock(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
+    def _set_inventories(self, row: int, before: tuple[int, ...], state: ProviderState) -> None:
         """Set inventories and usage; classes it had before and has no more become nothing."""
         names = {**state.inventories, **state.used, **self.assumptions.sums_of(state.uuid)}
         numbers = [self._column(name).number for name in names]

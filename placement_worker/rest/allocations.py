@@ -104,8 +104,8 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
         if not is_canonical(uuid):
             words = f"Resource provider {uuid} in inventories not found: {no_provider(uuid).words}"
             raise HttpFault(400, words, PROVIDER_NOT_FOUND)
-        stocks = {name: inventory.stock() for name, inventory in asked.inventories.items()}
-        inventories[uuid] = (asked.resource_provider_generation, stocks)
+        offered = {name: inventory.inventory() for name, inventory in asked.inventories.items()}
+        inventories[uuid] = (asked.resource_provider_generation, offered)
     outcome = await api.reshape(Reshape(inventories, _writes(api, dict(body.allocations))))
     if outcome is not None:
         if outcome.why is Why.NO_PROVIDER and outcome.about in inventories:

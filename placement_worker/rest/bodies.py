@@ -16,7 +16,7 @@ from msgspec import Meta as Bound
 
 from bus.contracts.base import MAX_AMOUNT
 from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
-from placement_worker.domain.values import Stock, capacity
+from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
@@ -92,10 +92,10 @@ class InventoryBody(_Strict, frozen=True, kw_only=True):
         """What the capacity comes to before it is rounded and kept within bounds."""
         return (self.total - self.reserved) * self.allocation_ratio
 
-    def stock(self) -> Stock:
+    def inventory(self) -> StoredInventory:
         """As the book keeps it."""
         room = capacity(self.total, self.reserved, self.allocation_ratio)
-        return Stock(
+        return StoredInventory(
             self.total, self.reserved, self.min_unit, self.max_unit, self.step_size, self.allocation_ratio, room
         )
 

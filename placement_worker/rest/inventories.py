@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from placement_worker.domain.refusal import Why, WriteRefusal
-from placement_worker.domain.trees import AddStock, DropStock, PutStock, SetStocks
-from placement_worker.domain.values import Stock
+from placement_worker.domain.trees import AddInventory, DeleteInventory, ReplaceInventory, SetInventories
+from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import Body, InventoryBody, T
@@ -17,15 +17,15 @@ from placement_worker.store.rest_port import InventoryRecord
 SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 
-def shown(stock: Stock | InventoryRecord) -> dict[str, Any]:
+def shown(inventory: StoredInventory | InventoryRecord) -> dict[str, Any]:
     """An inventory as the API shows it."""
     return {
-        "total": stock.total,
-        "reserved": stock.reserved,
-        "min_unit": stock.min_unit,
-        "max_unit": stock.max_unit,
-        "step_size": stock.step_size,
-        "allocation_ratio": stock.allocation_ratio,
+        "total": inventory.total,
+        "reserved": inventory.reserved,
+        "min_unit": inventory.min_unit,
+        "max_unit": inventory.max_unit,
+        "step_size": inventory.step_size,
+        "allocation_ratio": inventory.allocation_ratio,
     }
 
 
@@ -79,22 +79,22 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
     uuid = request.parts[1]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
     flaws = [flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items()]
-    stocks = {name: inventory.stock() for name, inventory in body.inventories.items()}
+    stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
     flaw = next(filter(None, flaws), "")
-    outcome = await api.write_tree(SetStocks(uuid, stocks, body.resource_provider_generation, flaw))
+    outcome = await api.write_tree(SetInventories(uuid, stored, body.resource_provider_generation, flaw))
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_SUCH:
             raise refused(outcome, words=f"Unknown resource class in inventory for resource provider {uuid}: {{}}")
         if outcome.why is Why.IN_USE:
             raise refused(outcome, words="update conflict: {}")
-        if outcome.why is Why.BAD_STOCK:
+        if outcome.why is Why.BAD_INVENTORY:
             raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
     provider = written(outcome)
     data = {
         "resource_provider_generation": provider.generation,
-        "inventories": {name: shown(provider.stocks[name]) for name in body.inventories},
+        "inventories": {name: shown(provider.inventories[name]) for name in body.inventories},
     }
-    return json_response(data).modified(request, api.clock.time() if stocks else None)
+    return json_response(data).modified(request, api.clock.time() if stored else None)
 
 
 async def create(api: Api, request: HttpRequest) -> Response:
@@ -103,14 +103,14 @@ async def create(api: Api, request: HttpRequest) -> Response:
     body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
     name = body.resource_class
     flaw = flaw_of(name, body, uuid, request.version)
-    outcome = await api.write_tree(AddStock(uuid, name, body.stock(), flaw))
+    outcome = await api.write_tree(AddInventory(uuid, name, body.inventory(), flaw))
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.DUPLICATE:
             raise refused(outcome, words="Update conflict: {}", code=CONCURRENT_UPDATE)
-        if outcome.why in {Why.BAD_STOCK, Why.NO_SUCH}:
+        if outcome.why in {Why.BAD_INVENTORY, Why.NO_SUCH}:
             raise refused(outcome, words=f"Unable to create inventory for resource provider {uuid}: {{}}")
     provider = written(outcome)
-    data = {**shown(provider.stocks[name]), "resource_provider_generation": provider.generation}
+    data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
     return json_response(data, 201).location(path).modified(request, api.clock.time())
 
@@ -120,24 +120,26 @@ async def update(api: Api, request: HttpRequest) -> Response:
     uuid, name = request.parts[1], request.parts[3]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
     flaw = flaw_of(name, body, uuid, request.version)
-    outcome = await api.write_tree(PutStock(uuid, name, body.stock(), body.resource_provider_generation, flaw))
+    outcome = await api.write_tree(
+        ReplaceInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
+    )
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_INVENTORY:
             words = f"No inventory record with resource class for resource provider {uuid}: {{}}"
             raise refused(outcome, words=words, status=400)
-        if outcome.why is Why.BAD_STOCK:
+        if outcome.why is Why.BAD_INVENTORY:
             raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
         if outcome.why is Why.NO_SUCH:
             raise refused(outcome, status=404)
     provider = written(outcome)
-    data = {**shown(provider.stocks[name]), "resource_provider_generation": provider.generation}
+    data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     return json_response(data).modified(request, api.clock.time())
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE one."""
     uuid, name = request.parts[1], request.parts[3]
-    outcome = await api.write_tree(DropStock(uuid, name))
+    outcome = await api.write_tree(DeleteInventory(uuid, name))
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.IN_USE:
             words = f"Unable to delete inventory of class {name}: {{}}"
@@ -150,7 +152,7 @@ async def delete(api: Api, request: HttpRequest) -> Response:
 
 async def delete_all(api: Api, request: HttpRequest) -> Response:
     """DELETE all."""
-    outcome = await api.write_tree(SetStocks(request.parts[1], {}))
+    outcome = await api.write_tree(SetInventories(request.parts[1], {}))
     if isinstance(outcome, WriteRefusal) and outcome.why is Why.IN_USE:
         raise refused(outcome, code=INVENTORY_IN_USE)
     written(outcome)

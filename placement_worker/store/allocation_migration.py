@@ -114,6 +114,6 @@ async def _lock(connection: asyncpg.Connection, uuids: Sequence[str], names: Nam
 
 
 def _with_old(old: Provider | None, new: Provider) -> Provider:
-    if old is None or old.stocks.keys() <= new.stocks.keys():
+    if old is None or old.inventories.keys() <= new.inventories.keys():
         return new
-    return replace(new, stocks={**old.stocks, **new.stocks})
+    return replace(new, inventories={**old.inventories, **new.inventories})

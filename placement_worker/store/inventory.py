@@ -246,7 +246,7 @@ async def write_providers(
     )
     if gone:
         await connection.execute(DELETE_PROVIDERS, gone)
-    await _write_stocks(connection, ids, changed, names)
+    await _write_inventories(connection, ids, changed, names)
     trait_ids = names.trait_ids
     traits = [(ids[new.uuid], old.traits if old else (), new.traits) for old, new in changed]
     lost, won = _difference([(i, [trait_ids[t] for t in a], [trait_ids[t] for t in b]) for i, a, b in traits])
@@ -263,7 +263,7 @@ def _columns(provider: Provider, ids: Mapping[str, int]) -> tuple[object, ...]:
     return (ids[p.uuid], p.name, _id(ids, p.parent), ids[p.root], p.generation, p.shape, p.cell)
 
 
-async def _write_stocks(
+async def _write_inventories(
     connection: asyncpg.Connection,
     ids: Mapping[str, int],
     changed: Sequence[tuple[Provider | None, Provider]],
@@ -273,12 +273,12 @@ async def _write_stocks(
     stored: list[tuple[object, ...]] = []
     for old, new in changed:
         provider_id = ids[new.uuid]
-        stocks = old.stocks if old is not None else {}
-        dropped += [(provider_id, names.class_ids[name]) for name in stocks if name not in new.stocks]
+        inventories = old.inventories if old is not None else {}
+        dropped += [(provider_id, names.class_ids[name]) for name in inventories if name not in new.inventories]
         stored += [
-            (provider_id, names.class_ids[name], *astuple(stock))
-            for name, stock in new.stocks.items()
-            if stocks.get(name) != stock
+            (provider_id, names.class_ids[name], *astuple(inventory))
+            for name, inventory in new.inventories.items()
+            if inventories.get(name) != inventory
         ]
     await _execute_rows(connection, DELETE_STOCKS, dropped)
     await _execute_rows(connection, WRITE_STOCKS, stored)

@@ -46,8 +46,8 @@ from placement_worker.domain.values import (
     ABOVE_CELLS,
     ClaimedProvider,
     GroupKey,
-    InventoryUsage,
     Provider,
+    claimed_provider,
     is_closed,
     state_of,
 )
@@ -120,17 +120,17 @@ class MemoryBook:
         await transaction.statement()
         await transaction.lock([provider_key(uuid) for uuid in self.table.by_number(wanted)])
         await transaction.statement()
-        return {uuid: _claimed(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
+        return {uuid: claimed_provider(self.table.providers[uuid]) for uuid in self.table.by_number(wanted)}
 
     def write(self, transaction: MemoryDatabaseTransaction, decision: Decision) -> None:
         """Write a decision about what is locked, at the commit."""
         table = self.table
         for uuid, used in decision.used.items():
             for name, amount in used.items():
-                stock = table.providers[uuid].stocks.get(name)
+                inventory = table.providers[uuid].inventories.get(name)
                 before = table.providers[uuid].used.get(name, 0)
                 # The database's own guard (invariant 1): usage neither rises past capacity nor falls below nothing.
-                if stock is None or amount < 0 or (amount > stock.capacity and amount > before):
+                if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
                     raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
         def write() -> None:
@@ -370,13 +370,3 @@ def _forget_members(table: MemoryBookTable, gone: Sequence[tuple[GroupKey, str]]
 
 def _keys(updates: Sequence[InventoryUpdate]) -> list[Key]:
     return list(dict.fromkeys((update.root_uuid, update.source) for update in updates))
-
-
-def _claimed(provider: Provider) -> ClaimedProvider:
-    inventories = {
-        name: InventoryUsage(
-            stock.capacity, stock.min_unit, stock.max_unit, stock.step_size, provider.used.get(name, 0)
-        )
-        for name, stock in provider.stocks.items()
-    }
-    return ClaimedProvider(provider.generation, provider.shape, inventories, provider.root)

@@ -150,11 +150,11 @@ class MemoryBookTable(MemoryDatabase):
         self.number(uuid)
         self.providers[uuid] = provider
         self.written[provider_key(uuid)] = now
-        stocks = old.stocks if old is not None else {}
-        for name in stocks.keys() - provider.stocks.keys():
+        inventories = old.inventories if old is not None else {}
+        for name in inventories.keys() - provider.inventories.keys():
             del self.written["inventory", uuid, name]
-        for name, stock in provider.stocks.items():
-            if stocks.get(name) != stock:
+        for name, inventory in provider.inventories.items():
+            if inventories.get(name) != inventory:
                 self.written["inventory", uuid, name] = now
 
     def put_usage(self, generations: Mapping[str, int], used: Mapping[str, Mapping[str, int]]) -> None:
@@ -171,7 +171,10 @@ class MemoryBookTable(MemoryDatabase):
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
         for provider in gone:
             del self.providers[provider.uuid]
-            for key in (provider_key(provider.uuid), *(("inventory", provider.uuid, name) for name in provider.stocks)):
+            for key in (
+                provider_key(provider.uuid),
+                *(("inventory", provider.uuid, name) for name in provider.inventories),
+            ):
                 del self.written[key]
         for provider in changed:
             self.put_provider(provider)

@@ -179,7 +179,7 @@ class MemoryRest:
             await transaction.lock([TREES, ("name", name)])
             if name not in table.names(kind):
                 return False
-            if any(name in (p.stocks if kind is NameKind.CLASS else p.traits) for p in table.providers.values()):
+            if any(name in (p.inventories if kind is NameKind.CLASS else p.traits) for p in table.providers.values()):
                 raise NameInUse(name)
             transaction.will(lambda: table.forget_name(kind, name))
         return True
@@ -190,7 +190,7 @@ class MemoryRest:
         async with self._session.transaction() as transaction:
             await transaction.lock([TREES, *(("name", name) for name in sorted({old, new}))])
             await transaction.statement()
-            before = await self._lock(transaction, [p.uuid for p in table.providers.values() if old in p.stocks])
+            before = await self._lock(transaction, [p.uuid for p in table.providers.values() if old in p.inventories])
             if old not in table.classes:
                 return False
             if new in table.classes:
@@ -243,22 +243,24 @@ class MemoryRest:
             return provider.generation, [
                 InventoryRecord(
                     name,
-                    stock.total,
-                    stock.reserved,
-                    stock.min_unit,
-                    stock.max_unit,
-                    stock.step_size,
-                    stock.allocation_ratio,
+                    inventory.total,
+                    inventory.reserved,
+                    inventory.min_unit,
+                    inventory.max_unit,
+                    inventory.step_size,
+                    inventory.allocation_ratio,
                     table.written["inventory", uuid, name],
                 )
-                for name, stock in sorted(provider.stocks.items())
+                for name, inventory in sorted(provider.inventories.items())
             ]
 
     async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
         """(generation, {class: used}) of a provider, None when there is none."""
         async with self._session.transaction():
             provider = self._table.providers.get(uuid)
-            used = {} if provider is None else {name: provider.used.get(name, 0) for name in sorted(provider.stocks)}
+            used = (
+                {} if provider is None else {name: provider.used.get(name, 0) for name in sorted(provider.inventories)}
+            )
             return None if provider is None else (provider.generation, used)
 
     async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
@@ -370,8 +372,8 @@ def _write_reshaped(table: MemoryBookTable, old: Mapping[str, Provider], outcome
 
 
 def _renamed(provider: Provider, old: str, new: str) -> Provider:
-    stocks = renamed_key(provider.stocks, old, new)
-    return replace(provider, stocks=stocks, used=renamed_key(provider.used, old, new))
+    inventories = renamed_key(provider.inventories, old, new)
+    return replace(provider, inventories=inventories, used=renamed_key(provider.used, old, new))
 
 
 def _is_listed(p: Provider, listing: Listing) -> bool:
@@ -388,10 +390,10 @@ def _is_listed(p: Provider, listing: Listing) -> bool:
 
 
 def _has_left(provider: Provider, name: str, amount: int) -> bool:
-    stock = provider.stocks.get(name)
+    inventory = provider.inventories.get(name)
     return (
-        stock is not None
-        and stock.capacity - provider.used.get(name, 0) >= amount
-        and stock.min_unit <= amount <= stock.max_unit
-        and amount % stock.step_size == 0
+        inventory is not None
+        and inventory.capacity - provider.used.get(name, 0) >= amount
+        and inventory.min_unit <= amount <= inventory.max_unit
+        and amount % inventory.step_size == 0
     )

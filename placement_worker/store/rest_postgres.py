@@ -51,7 +51,7 @@ class PostgresRest:
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """One reshape."""
-        await self._know_classes(name for _, stocks in item.inventories.values() for name in stocks)
+        await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
         return await self._write(lambda connection: rest_allocations.apply_reshape(connection, item, self._names))
 
     async def _write(self, apply: Callable[[asyncpg.Connection], Awaitable[Written]]) -> Written:

@@ -21,7 +21,7 @@ from placement_worker.domain.trees import (
     TreeWrite,
     UpdateProvider,
 )
-from placement_worker.domain.values import Provider, Stock
+from placement_worker.domain.values import Provider, StoredInventory
 from placement_worker.store import feed
 from placement_worker.store.names import NameTable
 
@@ -35,7 +35,7 @@ READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 UNSETTLE = "UPDATE sources SET settled = false WHERE root = ANY($1::uuid[]) AND settled"
 
 
-_StockRow = tuple[str, int, int, int, int, int, float, int, bool, int]
+_InventoryRow = tuple[str, int, int, int, int, int, float, int, bool, int]
 _ProviderRow = tuple[
     int,
     str,
@@ -47,7 +47,7 @@ _ProviderRow = tuple[
     int,
     int,
     str | None,
-    list[_StockRow] | None,
+    list[_InventoryRow] | None,
     list[str] | None,
     list[str] | None,
 ]
@@ -78,7 +78,9 @@ def rows_of(
     created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
     kept = [_columns(ids, new) for old, new in changed if old is not None]
     renamed = any(old is not None and old.name != new.name for old, new in changed)
-    dropped, stocks = _stocks([(ids[n.uuid], o.stocks if o else _NO_STOCKS, n.stocks) for o, n in changed], names)
+    dropped, inventories = _inventories(
+        [(ids[n.uuid], o.inventories if o else _NO_INVENTORIES, n.inventories) for o, n in changed], names
+    )
     trait_ids = names.trait_ids
     lost, won = difference([(ids[n.uuid], o.traits if o else (), n.traits) for o, n in changed], trait_ids.__getitem__)
     left, joined = difference([(ids[n.uuid], o.aggregates if o else (), n.aggregates) for o, n in changed], str)
@@ -88,7 +90,7 @@ def rows_of(
         "kept": kept,
         "gone": gone,
         "dropped": dropped,
-        "stocks": stocks,
+        "inventories": inventories,
         "lost": lost,
         "won": won,
         "left": left,
@@ -100,7 +102,7 @@ def rows_of(
     return {kind: value for kind, value in rows.items() if value}
 
 
-_NO_STOCKS: Mapping[str, Stock] = {}
+_NO_INVENTORIES: Mapping[str, StoredInventory] = {}
 
 
 def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
@@ -116,8 +118,8 @@ def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
     }
 
 
-def _stocks(
-    rows: Iterable[tuple[int, Mapping[str, Stock], Mapping[str, Stock]]], names: NameTable
+def _inventories(
+    rows: Iterable[tuple[int, Mapping[str, StoredInventory], Mapping[str, StoredInventory]]], names: NameTable
 ) -> tuple[list[object], list[object]]:
     """(inventories that go, those that are new or others than before)."""
     class_ids = names.class_ids
@@ -126,9 +128,9 @@ def _stocks(
     for number, before, after in rows:
         dropped += [{"provider_id": number, "class_id": class_ids[name]} for name in before if name not in after]
         stored += [
-            {"provider_id": number, "class_id": class_ids[name], **asdict(stock)}
-            for name, stock in after.items()
-            if before.get(name) != stock
+            {"provider_id": number, "class_id": class_ids[name], **asdict(inventory)}
+            for name, inventory in after.items()
+            if before.get(name) != inventory
         ]
     return dropped, stored
 
@@ -203,7 +205,7 @@ async def _load(
 
 
 def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -> None:
-    number, uuid, name, parent_id, parent, root_id, root, generation, shape, cell, stocks, traits, aggregates = row
+    number, uuid, name, parent_id, parent, root_id, root, generation, shape, cell, inventories, traits, aggregates = row
     ids[uuid] = number
     ids[root] = root_id
     if parent is not None and parent_id is not None:
@@ -215,8 +217,8 @@ def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -
         root,
         generation,
         shape,
-        {stock[0]: Stock(*stock[1:9]) for stock in stocks or ()},
-        {stock[0]: stock[9] for stock in stocks or () if stock[9]},
+        {inventory[0]: StoredInventory(*inventory[1:9]) for inventory in inventories or ()},
+        {inventory[0]: inventory[9] for inventory in inventories or () if inventory[9]},
         tuple(traits or ()),
         tuple(aggregates or ()),
         cell,

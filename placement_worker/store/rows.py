@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import asyncpg
 
-from placement_worker.domain.values import Provider, Stock
+from placement_worker.domain.values import Provider, StoredInventory
 
 _PROVIDER = """
 SELECT p.id, p.uuid, p.name, parent.uuid, root.uuid, p.generation, p.shape, p.cell
@@ -37,10 +37,10 @@ async def read_providers(
     """({uuid: id}, {uuid: provider}) of the rows that one of the statements above selects, in its order."""
     rows = await connection.fetch(statement, *arguments)
     numbers = [row[0] for row in rows]
-    stocks: dict[int, dict[str, Stock]] = {number: {} for number in numbers}
+    inventories: dict[int, dict[str, StoredInventory]] = {number: {} for number in numbers}
     used: dict[int, dict[str, int]] = {number: {} for number in numbers}
-    for number, name, *stock, amount in await connection.fetch(READ_STOCKS, numbers):
-        stocks[number][name] = Stock(*stock)
+    for number, name, *inventory, amount in await connection.fetch(READ_STOCKS, numbers):
+        inventories[number][name] = StoredInventory(*inventory)
         if amount:
             used[number][name] = amount
     traits: dict[int, list[str]] = {number: [] for number in numbers}
@@ -58,7 +58,7 @@ async def read_providers(
             root=row[4],
             generation=row[5],
             shape=row[6],
-            stocks=stocks[row[0]],
+            inventories=inventories[row[0]],
             used=used[row[0]],
             traits=tuple(traits[row[0]]),
             aggregates=tuple(aggregates[row[0]]),

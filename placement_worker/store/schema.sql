@@ -287,10 +287,10 @@ BEGIN
         USING jsonb_to_recordset(it -> 'dropped') AS n (provider_id bigint, class_id integer)
         WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id;
     END IF;
-    IF it ? 'stocks' THEN
+    IF it ? 'inventories' THEN
         INSERT INTO inventories (provider_id, class_id, total, reserved, min_unit, max_unit, step_size,
             allocation_ratio, capacity, stranded)
-        SELECT * FROM jsonb_to_recordset(it -> 'stocks') AS n (provider_id bigint, class_id integer, total integer,
+        SELECT * FROM jsonb_to_recordset(it -> 'inventories') AS n (provider_id bigint, class_id integer, total integer,
             reserved integer, min_unit integer, max_unit integer, step_size integer, allocation_ratio float8,
             capacity bigint, stranded boolean)
         ON CONFLICT (provider_id, class_id) DO UPDATE SET total = EXCLUDED.total, reserved = EXCLUDED.reserved,

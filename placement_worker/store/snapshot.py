@@ -32,4 +32,4 @@ async def page(connection: asyncpg.Connection, after: str | None, limit: int) ->
 
 def _size(provider: Provider) -> int:
     names = len(provider.traits) + len(provider.aggregates)
-    return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.stocks) + BYTES_A_NAME * names
+    return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.inventories) + BYTES_A_NAME * names

@@ -98,8 +98,8 @@ def command_life(run: OpenStackCommand) -> None:
     host = run("resource", "provider", "create", "osc-host")
     device = run("resource", "provider", "create", "osc-device", "--parent-provider", host["uuid"])
     expect("the device's root", device["root_provider_uuid"], host["uuid"])
-    stocks = ["--resource", "VCPU=8", "--resource", "VCPU:allocation_ratio=2.0", "--resource", "MEMORY_MB=4096"]
-    run("resource", "provider", "inventory", "set", host["uuid"], *stocks)
+    inventories = ["--resource", "VCPU=8", "--resource", "VCPU:allocation_ratio=2.0", "--resource", "MEMORY_MB=4096"]
+    run("resource", "provider", "inventory", "set", host["uuid"], *inventories)
     run("resource", "provider", "inventory", "set", device["uuid"], "--resource", f"{kind}=1")
     found = run("resource", "provider", "inventory", "show", host["uuid"], "VCPU")
     expect("the ratio", found["allocation_ratio"], 2.0)
@@ -140,10 +140,10 @@ def sdk_life(url: str) -> int:
     host = api.create_resource_provider(name="sdk-host")
     child = api.create_resource_provider(name="sdk-child", parent_provider_uuid=host.id)
     expect("the child's root", child.root_provider_id or child.to_dict().get("root_provider_uuid"), host.id)
-    stock = api.create_resource_provider_inventory(host, "VCPU", total=16)
-    expect("the total", stock.total, 16)
-    stock = api.update_resource_provider_inventory(stock, host, total=32, resource_provider_generation=1)
-    expect("the new total", stock.total, 32)
+    inventory = api.create_resource_provider_inventory(host, "VCPU", total=16)
+    expect("the total", inventory.total, 16)
+    inventory = api.update_resource_provider_inventory(inventory, host, total=32, resource_provider_generation=1)
+    expect("the new total", inventory.total, 32)
     expect("the classes", [row.id or row.resource_class for row in api.resource_provider_inventories(host)], ["VCPU"])
     host = api.get_resource_provider(host.id)  # its generation has moved
     api.set_resource_provider_aggregates(host, str(uuid.uuid4()))

@@ -45,6 +45,6 @@ async def books(request: pytest.FixtureRequest, clock: Clock | None = None) -> A
 
 def roomy_host(uuid: str) -> InventoryUpdate:
     """A host with plenty of room."""
-    stock = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
-    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
+    inventory = {name: Inventory(total=100) for name in ("VCPU", "DISK_GB")}
+    root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
     return InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))

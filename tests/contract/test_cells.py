@@ -57,9 +57,9 @@ async def postgres(postgres_url: str) -> AsyncIterator[PostgresStore]:
 
 
 def host(root: str, version: int, *children: str, source: str = "compute", vcpus: int = 4) -> InventoryUpdate:
-    stock = {"VCPU": Inventory(total=vcpus)}
-    reports = [ProviderReport(uuid=root, name=root, inventories=stock)]
-    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=stock) for child in children]
+    inventory = {"VCPU": Inventory(total=vcpus)}
+    reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
+    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
     return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
 
 

@@ -54,8 +54,8 @@ async def store(make: Books) -> PlacementStore:
     made = make()
     await made.open()
     for uuid in (*HOSTS[:4], POOL):
-        stock = {"DISK_GB": Inventory(total=20)} if uuid == POOL else {"VCPU": Inventory(total=8)}
-        root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=stock)
+        inventory = {"DISK_GB": Inventory(total=20)} if uuid == POOL else {"VCPU": Inventory(total=8)}
+        root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
         await made.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))])
     return made
 

@@ -235,9 +235,9 @@ async def test_a_member_follows_its_device_to_another_host(store: PlacementStore
     device = "d0000000-0000-4000-8000-000000000000"
 
     def report(host: int, version: int, *, has_it: bool) -> InventoryUpdate:
-        stock = {"VCPU": Inventory(total=100)}
-        root = ProviderReport(uuid=HOSTS[host], name=f"host-{HOSTS[host][0]}", inventories=stock)
-        child = ProviderReport(uuid=device, name="device", parent_uuid=HOSTS[host], inventories=stock)
+        inventory = {"VCPU": Inventory(total=100)}
+        root = ProviderReport(uuid=HOSTS[host], name=f"host-{HOSTS[host][0]}", inventories=inventory)
+        child = ProviderReport(uuid=device, name="device", parent_uuid=HOSTS[host], inventories=inventory)
         parts = (root, child) if has_it else (root,)
         return InventoryUpdate(source="s", version=version, root_uuid=HOSTS[host], providers=parts)
 

@@ -46,9 +46,9 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]
 
 
 async def say(store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False) -> str:
-    stock = {"VCPU": Inventory(total=4)}
-    reports = [ProviderReport(uuid=root, name=root, inventories=stock)]
-    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=stock) for child in children]
+    inventory = {"VCPU": Inventory(total=4)}
+    reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
+    reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
     update = InventoryUpdate(source=source, version=version, root_uuid=root, providers=() if gone else tuple(reports))
     (result,) = await store.report([update])
     assert isinstance(result, InventoryResult)

@@ -79,8 +79,8 @@ def without_order(data: Any) -> Any:
 def not_negative(answer: Any) -> Any:
     """Candidates without the negative capacities that the real one shows where berth shows 0 (see known.py)."""
     for summary in answer["provider_summaries"].values():
-        for stock in summary["resources"].values():
-            stock["capacity"] = max(0, stock["capacity"])
+        for inventory in summary["resources"].values():
+            inventory["capacity"] = max(0, inventory["capacity"])
     return answer
 
 

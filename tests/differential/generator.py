@@ -142,10 +142,10 @@ class Generator:
         draw = rng.random()
         if draw < 0.6:
             names = rng.sample(CLASSES, rng.randint(1, 4))
-            stocks = {
+            inventories = {
                 name: {"total": rng.choice([4, 8, 16, 100]), "max_unit": rng.choice([2, 8, 100])} for name in names
             }
-            return self._put(uuid_, "inventories", stocks, "1.39")
+            return self._put(uuid_, "inventories", inventories, "1.39")
         if draw < 0.8:
             return self._put(uuid_, "aggregates", rng.sample(AGGREGATES, rng.randint(1, 2)), "1.39")
         traits = rng.sample(CUSTOM_TRAITS, rng.randint(1, 2)) + ([SHARES] if rng.random() < 0.4 else [])
@@ -328,8 +328,8 @@ class Generator:
         for uuid_ in chosen:
             known = sorted(self.world.providers.get(uuid_, ()))
             kept = {name: {"total": rng.choice([8, 100, 1000])} for name in known if rng.random() < 0.7}
-            stocks = {**kept, **(self._inventories(2) if rng.random() < 0.5 else {})}
-            inventories[uuid_] = {"resource_provider_generation": self._generation(uuid_), "inventories": stocks}
+            chosen_ones = {**kept, **(self._inventories(2) if rng.random() < 0.5 else {})}
+            inventories[uuid_] = {"resource_provider_generation": self._generation(uuid_), "inventories": chosen_ones}
         consumers = rng.sample(CONSUMERS, rng.choice([0, 1, 2]))
         allocations = {c: self._holding(max(minor, 28), c, may_be_empty=True) for c in consumers}
         return Call("POST", "/reshaper", version, {"inventories": inventories, "allocations": allocations})

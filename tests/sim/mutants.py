@@ -159,7 +159,7 @@ def replica_gap_ignored() -> AbstractContextManager[Any]:
 
 def capacity_off_by_one() -> AbstractContextManager[Any]:
     """One unit more than there is may be claimed; the store's own guard is all that is left."""
-    claimed = book_store._claimed
+    claimed = book_store.claimed_provider
 
     def with_one_more(provider: Any) -> Any:
         found = claimed(provider)
@@ -171,7 +171,7 @@ def capacity_off_by_one() -> AbstractContextManager[Any]:
         }
         return replace(found, inventories=inventories)
 
-    return patch.object(book_store, "_claimed", with_one_more)
+    return patch.object(book_store, "claimed_provider", with_one_more)
 
 
 def group_locks_in_any_order() -> AbstractContextManager[Any]:

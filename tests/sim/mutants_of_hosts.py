@@ -122,7 +122,7 @@ def half_built_is_kept() -> AbstractContextManager[Any]:
 
 def capacity_unguarded() -> AbstractContextManager[Any]:
     """Three units more than there are may be claimed, and the store has no guard of its own."""
-    claimed, write = book_store._claimed, book_store.MemoryBook.write
+    claimed, write = book_store.claimed_provider, book_store.MemoryBook.write
 
     def with_more(provider: Any) -> Any:
         found = claimed(provider)
@@ -137,7 +137,10 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
     def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
         providers = self.table.providers
         roomy = {
-            uuid: replace(one, stocks={name: replace(stock, capacity=10**9) for name, stock in one.stocks.items()})
+            uuid: replace(
+                one,
+                inventories={name: replace(held, capacity=10**9) for name, held in one.inventories.items()},
+            )
             for uuid, one in providers.items()
         }
         self.table.providers = roomy
@@ -149,7 +152,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
     @contextmanager
     def both() -> Any:
         with (
-            patch.object(book_store, "_claimed", with_more),
+            patch.object(book_store, "claimed_provider", with_more),
             patch.object(book_store.MemoryBook, "write", unguarded),
         ):
             yield

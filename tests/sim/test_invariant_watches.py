@@ -27,7 +27,7 @@ from bus.wire import pack, single
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from placement_worker.domain.values import ConsumerState, Provider, stock_of
+from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 
 INSTANCE = "00000000-0000-4000-9000-000000000001"
@@ -74,9 +74,9 @@ async def test_nobody_is_led_to_a_host_that_has_left_for_good(message: Message, 
 async def test_what_was_taken_out_stays_only_while_it_is_in_use(*, stranded: bool, used: int, breaks: bool) -> None:
     world = World(replace(plan_of(1), metal=None), EventLog())
     world.fleets.clear()
-    stock = replace(stock_of(Inventory(total=4)), stranded=stranded)
+    inventory = replace(stored_inventory(Inventory(total=4)), stranded=stranded)
     world.book.providers[LEFT] = Provider(
-        uuid=LEFT, name="h", parent=None, root=LEFT, generation=1, shape=1, stocks={"VCPU": stock},
+        uuid=LEFT, name="h", parent=None, root=LEFT, generation=1, shape=1, inventories={"VCPU": inventory},
         used={"VCPU": used} if used else {}, traits=(), aggregates=(),
     )  # fmt: skip
     world.left[LEFT] = "drained"
@@ -111,7 +111,7 @@ async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota
     for project, breaks in (("theirs", False), ("red", True)):
         consumer = ConsumerState(1, 1, project, "u", "INSTANCE", {HERE: {"VCPU": 7}})
         world.book.providers[HERE] = Provider(
-            uuid=HERE, name="h", parent=None, root=HERE, generation=1, shape=1, stocks={}, used={}, traits=(),
+            uuid=HERE, name="h", parent=None, root=HERE, generation=1, shape=1, inventories={}, used={}, traits=(),
             aggregates=(),
         )  # fmt: skip
         world.book.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0)

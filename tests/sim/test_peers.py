@@ -13,7 +13,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Inventory
-from placement_worker.domain.values import ConsumerState, Provider, stock_of
+from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
@@ -45,8 +45,8 @@ class PeerWorld:
     def __init__(self, quota: dict[str, int] | None = None) -> None:
         self.clock = Clock()
         self.book = MemoryBookTable(self.clock)
-        stocks = {"VCPU": stock_of(Inventory(total=100))}
-        self.book.providers = {uuid: Provider(uuid, uuid, None, uuid, 1, 1, stocks, {}, (), ()) for uuid in HOSTS}
+        inventories = {"VCPU": stored_inventory(Inventory(total=100))}
+        self.book.providers = {uuid: Provider(uuid, uuid, None, uuid, 1, 1, inventories, {}, (), ()) for uuid in HOSTS}
         self.watch = PeerWatch(replace(plan_of(3), quota=quota or {}), self.book, {}, self.clock.time)
 
     def ask(self, vm: int, **fields: object) -> None:

@@ -200,12 +200,12 @@ async def test_names_of_a_transaction_that_was_lost_are_not_believed(
 
 async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random) -> None:
     root, cell, device = (new_uuid(rng) for _ in range(3))
-    stock = {"SRIOV_NET_VF": Inventory(total=8)}
+    inventory = {"SRIOV_NET_VF": Inventory(total=8)}
     places = tuple(
         ProviderReport(uuid=uuid, name="x", parent_uuid=parent, theirs=True)
         for uuid, parent in ((root, None), (cell, root))
     )
-    mine = ProviderReport(uuid=device, name=f"d-{device}", parent_uuid=cell, inventories=stock)
+    mine = ProviderReport(uuid=device, name=f"d-{device}", parent_uuid=cell, inventories=inventory)
 
     def agent(version: int, *reports: ProviderReport) -> InventoryUpdate:
         return InventoryUpdate(source="agent", version=version, root_uuid=root, providers=(*places, *reports))

@@ -145,8 +145,8 @@ async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
 async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placement, tmp_path: Path) -> None:
     host, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
 
-    async def report(version: int, **stock: int) -> Sequence[str]:
-        inventories = {name: Inventory(total=total) for name, total in stock.items()}
+    async def report(version: int, **totals: int) -> Sequence[str]:
+        inventories = {name: Inventory(total=total) for name, total in totals.items()}
         reports = (ProviderReport(uuid=host, name="host", inventories=inventories),)
         update = InventoryUpdate(source="s", version=version, root_uuid=host, providers=reports)
         [result] = await placement.store.report([update])

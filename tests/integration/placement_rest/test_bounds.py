@@ -54,11 +54,11 @@ def is_cut_off(sock: socket.socket) -> bool:
 async def devices(placement: Placement, count: int) -> str:
     """A host with so many like devices."""
     root = new_uuid(placement.rng)
-    stock = {"SRIOV_NET_VF": Inventory(total=8)}
+    inventory = {"SRIOV_NET_VF": Inventory(total=8)}
     reports = [ProviderReport(uuid=root, name=f"host-{root}")]
     for number in range(count):
         uuid = new_uuid(placement.rng)
-        reports.append(ProviderReport(uuid=uuid, name=f"{number}-{uuid}", parent_uuid=root, inventories=stock))
+        reports.append(ProviderReport(uuid=uuid, name=f"{number}-{uuid}", parent_uuid=root, inventories=inventory))
     await placement.store.report([InventoryUpdate(source="t", version=1, root_uuid=root, providers=tuple(reports))])
     return root
 

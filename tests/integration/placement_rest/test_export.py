@@ -109,8 +109,8 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
         assert await assign(copy, await source.read()) == 0
         ours, theirs = await read(copy), await read(placement.postgres)
         assert ours.consumers == theirs.consumers
-        assert {u: (p.generation, p.stocks, p.used, p.traits, p.root) for u, p in ours.providers.items()} == {
-            u: (p.generation, p.stocks, p.used, p.traits, p.root) for u, p in theirs.providers.items()
+        assert {u: (p.generation, p.inventories, p.used, p.traits, p.root) for u, p in ours.providers.items()} == {
+            u: (p.generation, p.inventories, p.used, p.traits, p.root) for u, p in theirs.providers.items()
         }
         assert await findings(copy) == []
         await source.close()

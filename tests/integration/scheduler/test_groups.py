@@ -29,7 +29,7 @@ FLAVOR = Flavor(
 )
 
 
-def stock(**amounts: int) -> dict[str, Inventory]:
+def inventory(**amounts: int) -> dict[str, Inventory]:
     return {name: Inventory(total=total, max_unit=total) for name, total in amounts.items()}
 
 
@@ -44,13 +44,13 @@ async def add_tree(world: World, rack: str) -> dict[str, str]:
         parts |= {numa: f"numa{cell}", device: f"nic{cell}"}
         providers += [
             ProviderReport(
-                uuid=numa, name=f"{name}-numa{cell}", parent_uuid=root, inventories=stock(VCPU=4, MEMORY_MB=4096)
+                uuid=numa, name=f"{name}-numa{cell}", parent_uuid=root, inventories=inventory(VCPU=4, MEMORY_MB=4096)
             ),
             ProviderReport(
                 uuid=device,
                 name=f"{name}-nic{cell}",
                 parent_uuid=numa,
-                inventories=stock(SRIOV_NET_VF=3),
+                inventories=inventory(SRIOV_NET_VF=3),
                 traits=("CUSTOM_PHYSNET_A",),
             ),
         ]
@@ -64,7 +64,7 @@ async def add_pool(world: World, rack: str, disk_gb: int) -> str:
     provider = ProviderReport(
         uuid=pool,
         name=f"pool-{rack[:8]}",
-        inventories=stock(DISK_GB=disk_gb),
+        inventories=inventory(DISK_GB=disk_gb),
         traits=("MISC_SHARES_VIA_AGGREGATE",),
         aggregates=(rack,),
     )

@@ -12,9 +12,9 @@ ROOT, LEFT, RIGHT, OTHER = (f"{letter * 8}-0000-4000-8000-000000000000" for lett
 ONE, TWO, THREE = (f"{number * 8}-0000-4000-8000-000000000000" for number in "123")
 
 
-def node(uuid: str, parent: str | None = None, takes: tuple[str, ...] = (), **stock: int) -> ProviderReport:
-    inventories = {name: Inventory(total=total) for name, total in stock.items()}
-    source = parent if parent is not None and stock else None
+def node(uuid: str, parent: str | None = None, takes: tuple[str, ...] = (), **totals: int) -> ProviderReport:
+    inventories = {name: Inventory(total=total) for name, total in totals.items()}
+    source = parent if parent is not None and totals else None
     return ProviderReport(
         uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, takes_from=source, takes=takes
     )
@@ -63,7 +63,7 @@ def test_who_fits_moves_whole_the_largest_first() -> None:
     # One would have fitted beside Two by its processors, not by its memory.
     assert planned.moved == {TWO: {LEFT: large}, ONE: {ROOT: {"DISK_GB": 5}, RIGHT: small}}
     assert (result.stranded, result.changed) == ((), True)
-    assert planned.after[ROOT].stocks.keys() == {"DISK_GB", "VGPU"}
+    assert planned.after[ROOT].inventories.keys() == {"DISK_GB", "VGPU"}
     for change in changes_of(book, planned.after):
         assert change.state is not None
         known = book.get(change.provider)
@@ -81,10 +81,10 @@ def test_what_finds_no_room_stays_set_aside_and_goes_with_a_later_report() -> No
     result, planned, _ = upgrade(holdings, smaller)
     assert planned.moved == {ONE: {LEFT: {"VCPU": 2}}}
     assert result.stranded == (f"{ROOT}/VCPU",)
-    assert planned.after[ROOT].stocks["VCPU"].capacity == 0
+    assert planned.after[ROOT].inventories["VCPU"].capacity == 0
     again = plan([smaller], [[ROOT, LEFT]], held(planned.after, {TWO: holdings[TWO]}), {TWO: holdings[TWO]}, shape=3)
     assert again.moved == {TWO: {LEFT: {"VCPU": 1}}}
-    assert again.after[ROOT].stocks.keys() == {"DISK_GB", "VGPU"}
+    assert again.after[ROOT].inventories.keys() == {"DISK_GB", "VGPU"}
 
 
 def test_whose_place_is_known_goes_there() -> None:

@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from placement_worker.domain.server_groups import GroupMember
-from placement_worker.domain.values import ConsumerState, Provider, Stock
+from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 from placement_worker.operations.export import BookExport, InvalidExport, checked, lines, parse
 
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
-STOCK = Stock(8, 0, 1, 8, 1, 2.0, 16)
-HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": STOCK}, {}, ("HW_CPU_X86_VMX",), (C,))
+INVENTORY = StoredInventory(8, 0, 1, 8, 1, 2.0, 16)
+HOST = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": INVENTORY}, {}, ("HW_CPU_X86_VMX",), (C,))
 HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
 
 MEMBER = GroupMember("p", C, B)
@@ -46,13 +46,13 @@ def held(**changes: Any) -> BookExport:
         book(traits=("lower",)),
         book(traits=("CUSTOM_A\n",)),
         book(aggregates=("x",)),
-        book(stocks={"vcpu": STOCK}),
-        book(stocks={"VCPU": replace(STOCK, total=0)}),
-        book(stocks={"VCPU": replace(STOCK, total=2**31)}),
-        book(stocks={"VCPU": replace(STOCK, reserved=-1)}),
-        book(stocks={"VCPU": replace(STOCK, min_unit=0)}),
-        book(stocks={"VCPU": replace(STOCK, step_size=0)}),
-        book(stocks={"VCPU": replace(STOCK, capacity=2**70)}),
+        book(inventories={"vcpu": INVENTORY}),
+        book(inventories={"VCPU": replace(INVENTORY, total=0)}),
+        book(inventories={"VCPU": replace(INVENTORY, total=2**31)}),
+        book(inventories={"VCPU": replace(INVENTORY, reserved=-1)}),
+        book(inventories={"VCPU": replace(INVENTORY, min_unit=0)}),
+        book(inventories={"VCPU": replace(INVENTORY, step_size=0)}),
+        book(inventories={"VCPU": replace(INVENTORY, capacity=2**70)}),
         held(uuid="x"),
         held(generation=-1),
         held(attempt=2**40),
@@ -79,19 +79,23 @@ def test_what_is_no_book_is_refused_with_its_reason(bad: BookExport) -> None:
 
 
 def test_unusual_books_are_books() -> None:
-    full = replace(STOCK, reserved=8, capacity=0)
-    closed = replace(STOCK, stranded=True, reserved=8, capacity=0)
-    over = replace(STOCK, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
-    for stock in (full, closed, over):
-        good = BookExport(frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, stocks={"VCPU": stock})}, {B: HOLDER})
+    full = replace(INVENTORY, reserved=8, capacity=0)
+    closed = replace(INVENTORY, stranded=True, reserved=8, capacity=0)
+    over = replace(INVENTORY, total=1, reserved=2, allocation_ratio=0.05, capacity=0)
+    for inventory in (full, closed, over):
+        good = BookExport(
+            frozenset({"CUSTOM_X"}), frozenset(), {A: replace(HOST, inventories={"VCPU": inventory})}, {B: HOLDER}
+        )
         assert checked(good) == good
     assert checked(held(consumer_type="")).consumers[B].consumer_type == ""
 
 
-@pytest.mark.parametrize(("stock", "capacity"), [(STOCK, 16), (replace(STOCK, stranded=True), 0)])
-def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(stock: Stock, capacity: int) -> None:
-    edited = checked(book(stocks={"VCPU": replace(stock, capacity=10_000)}))
-    assert edited.providers[A].stocks["VCPU"].capacity == capacity
+@pytest.mark.parametrize(("inventory", "capacity"), [(INVENTORY, 16), (replace(INVENTORY, stranded=True), 0)])
+def test_a_capacity_that_does_not_follow_from_the_rest_is_counted_anew(
+    inventory: StoredInventory, capacity: int
+) -> None:
+    edited = checked(book(inventories={"VCPU": replace(inventory, capacity=10_000)}))
+    assert edited.providers[A].inventories["VCPU"].capacity == capacity
 
 
 HOSTILE = {

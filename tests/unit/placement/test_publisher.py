@@ -87,8 +87,8 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
         sent.extend(change.sequence for change in changes)
 
     async def report(version: int) -> None:
-        stock = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
-        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(stock,))])
+        inventory = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=version)})
+        await store.report([InventoryUpdate(source="s", version=version, root_uuid=HOST, providers=(inventory,))])
 
     publisher._send = note  # type: ignore[method-assign]
     async with asyncio.timeout(20):

@@ -149,9 +149,9 @@ def test_a_provider_in_use_is_set_aside_with_its_parents_and_goes_when_unused() 
     book = using(book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD))), GRANDCHILD, VCPU=2)
     result, planned = after(book, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert result.stranded == (GRANDCHILD, CHILD)
-    stock = planned.after[GRANDCHILD].stocks["VCPU"]
-    assert (stock.capacity, stock.reserved, stock.total, stock.stranded) == (0, 4, 4, True)
-    assert planned.after[CHILD].stocks == {}
+    inventory = planned.after[GRANDCHILD].inventories["VCPU"]
+    assert (inventory.capacity, inventory.reserved, inventory.total, inventory.stranded) == (0, 4, 4, True)
+    assert planned.after[CHILD].inventories == {}
     freed = using(planned.after, GRANDCHILD)
     result, planned = after(freed, update(node(ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
     assert result.stranded == ()
@@ -162,17 +162,17 @@ def test_a_class_in_use_is_set_aside_and_comes_back_when_reported_again() -> Non
     book = using(book_of(update(node(ROOT))), ROOT, VCPU=2)
     result, planned = after(book, update(node(ROOT, total=0)))
     assert result.stranded == (f"{ROOT}/VCPU",)
-    assert planned.after[ROOT].stocks["VCPU"].capacity == 0
+    assert planned.after[ROOT].inventories["VCPU"].capacity == 0
     result, planned = after(planned.after, update(node(ROOT, total=8)))
     assert result.stranded == ()
-    assert planned.after[ROOT].stocks["VCPU"].capacity == 8
+    assert planned.after[ROOT].inventories["VCPU"].capacity == 8
 
 
 def test_an_inventory_may_shrink_under_what_is_used() -> None:
     book = using(book_of(update(node(ROOT, total=8))), ROOT, VCPU=6)
     result, planned = after(book, update(node(ROOT, total=2)))
     assert result.stranded == ()
-    assert planned.after[ROOT].stocks["VCPU"].capacity == 2
+    assert planned.after[ROOT].inventories["VCPU"].capacity == 2
     assert planned.after[ROOT].used == {"VCPU": 6}
 
 
@@ -219,7 +219,7 @@ def test_reserving_everything_takes_a_node_out_and_leaves_its_allocation_alone()
     assert flaw(taken, TRAITS) is None
     result, planned = after(book, taken)
     assert result.stranded == ()
-    assert (planned.after[ROOT].stocks["VCPU"].capacity, planned.after[ROOT].used) == (0, {"VCPU": 1})
+    assert (planned.after[ROOT].inventories["VCPU"].capacity, planned.after[ROOT].used) == (0, {"VCPU": 1})
 
 
 def place(uuid: str, parent: str | None = None) -> ProviderReport:

@@ -36,10 +36,10 @@ def test_it_is_not_while_a_consumer_uses_it() -> None:
 
 def test_it_is_not_once_it_has_inventory_to_offer() -> None:
     tree = taken_out()
-    live = {name: replace(stock, stranded=False) for name, stock in tree[CHILD].stocks.items()}
-    assert not is_retired({**tree, CHILD: replace(tree[CHILD], stocks=live)}.values())
+    live = {name: replace(inventory, stranded=False) for name, inventory in tree[CHILD].inventories.items()}
+    assert not is_retired({**tree, CHILD: replace(tree[CHILD], inventories=live)}.values())
 
 
 def test_a_bare_provider_is_none_for_it_may_be_about_to_be_filled() -> None:
-    assert not is_retired([replace(taken_out()[ROOT], stocks={})])
+    assert not is_retired([replace(taken_out()[ROOT], inventories={})])
     assert not is_retired([])

@@ -39,7 +39,7 @@ def test_trees_stay_a_forest_and_nothing_in_use_is_lost(steps: list[tuple[Invent
     reported: dict[str, tuple[str, ...]] = {}
     for shape, (update, usage) in enumerate(steps, 1):
         for uuid, amount in usage.items():
-            if uuid in book and "VCPU" in book[uuid].stocks:
+            if uuid in book and "VCPU" in book[uuid].inventories:
                 book[uuid] = replace(book[uuid], used={"VCPU": amount} if amount else {})
         planned = plan([update], [reported.get(update.root_uuid, ())], book, shape=shape)
         (result,) = planned.results
@@ -71,7 +71,7 @@ def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) 
     for uuid, provider in before.items():
         if provider.used:
             assert after[uuid].used == provider.used
-            assert provider.used.keys() <= after[uuid].stocks.keys()
+            assert provider.used.keys() <= after[uuid].inventories.keys()
 
 
 def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> None:

@@ -29,7 +29,7 @@ NOBODY = ("nobody", "nobody")
     st.floats(max_value=3.4e38, allow_nan=False, allow_infinity=False),
 )
 def test_a_capacity_is_a_whole_number_within_bounds(total: int, reserved: int, ratio: float) -> None:
-    room = InventoryBody(total=total, reserved=reserved, allocation_ratio=ratio).stock().capacity
+    room = InventoryBody(total=total, reserved=reserved, allocation_ratio=ratio).inventory().capacity
     assert 0 <= room <= MAX_CAPACITY
     if 0 < (total - reserved) * ratio < MAX_CAPACITY:
         assert room <= (total - reserved) * ratio < room + 1

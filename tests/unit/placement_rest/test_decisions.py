@@ -16,18 +16,18 @@ from placement_worker.domain.trees import (
     DeleteProvider,
     ProviderTrees,
     SetAggregates,
-    SetStocks,
+    SetInventories,
     SetTraits,
     UpdateProvider,
 )
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, Provider, Stock
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, Provider, StoredInventory
 
 CLASSES = {"VCPU": 1, "DISK_GB": 2}
 TRAITS = {"CUSTOM_T": 1}
 
 
-def stock(total: int, **fields: Any) -> Stock:
-    return Stock(
+def inventory(total: int, **fields: Any) -> StoredInventory:
+    return StoredInventory(
         **{
             "total": total,
             "reserved": 0,
@@ -47,7 +47,7 @@ def provider(uuid: str, **fields: Any) -> Provider:
         "root": uuid,
         "generation": 5,
         "shape": 5,
-        "stocks": {},
+        "inventories": {},
         "used": {},
         "traits": (),
         "aggregates": (),
@@ -69,11 +69,11 @@ def moved(outcome: object, before: Provider) -> tuple[int, bool]:
 
 
 def test_generations_move_as_placement_moves_them() -> None:
-    a = provider("a", stocks={"VCPU": stock(4)}, traits=("CUSTOM_T",), aggregates=("g",))
-    same = SetStocks("a", {"VCPU": stock(4)}, 5)
+    a = provider("a", inventories={"VCPU": inventory(4)}, traits=("CUSTOM_T",), aggregates=("g",))
+    same = SetInventories("a", {"VCPU": inventory(4)}, 5)
     assert moved(grove(a).apply(same), a) == (1, False)
-    assert moved(grove(a).apply(SetStocks("a", {"VCPU": stock(5)}, 5)), a) == (1, True)
-    assert moved(grove(a).apply(SetStocks("a", {})), a) == (1, True)
+    assert moved(grove(a).apply(SetInventories("a", {"VCPU": inventory(5)}, 5)), a) == (1, True)
+    assert moved(grove(a).apply(SetInventories("a", {})), a) == (1, True)
     assert moved(grove(a).apply(SetTraits("a", ["CUSTOM_T"], 5)), a) == (0, False)
     assert moved(grove(a).apply(SetTraits("a", [], 5)), a) == (1, True)
     assert moved(grove(a).apply(SetAggregates("a", ["g"], 5)), a) == (1, False)
@@ -96,7 +96,7 @@ def test_a_parent_may_be_given_once_and_changed_from_1_37() -> None:
 
 def test_a_group_sees_what_it_has_done() -> None:
     trees = grove()
-    assert why(trees.apply(SetStocks("a", {}))) is Why.NO_PROVIDER
+    assert why(trees.apply(SetInventories("a", {}))) is Why.NO_PROVIDER
     assert isinstance(trees.apply(CreateProvider("a", "n")), Provider)
     assert why(trees.apply(CreateProvider("b", "n"))) is Why.DUPLICATE
     assert isinstance(trees.apply(UpdateProvider("a", "m")), Provider)
@@ -109,26 +109,28 @@ def test_a_group_sees_what_it_has_done() -> None:
 
 
 def test_what_is_held_stays() -> None:
-    a = provider("a", stocks={"VCPU": stock(4), "DISK_GB": stock(4)}, used={"DISK_GB": 1, "VCPU": 1})
-    outcome = grove(a).apply(SetStocks("a", {}))
+    a = provider("a", inventories={"VCPU": inventory(4), "DISK_GB": inventory(4)}, used={"DISK_GB": 1, "VCPU": 1})
+    outcome = grove(a).apply(SetInventories("a", {}))
     assert isinstance(outcome, WriteRefusal)
     assert (outcome.why, "'VCPU, DISK_GB'" in outcome.words) == (Why.IN_USE, True)
     assert why(grove(a).apply(DeleteProvider("a"))) is Why.PROVIDER_IN_USE
-    assert isinstance(grove(a).apply(SetStocks("a", {"VCPU": stock(1), "DISK_GB": stock(1, capacity=0)})), Provider)
+    assert isinstance(
+        grove(a).apply(SetInventories("a", {"VCPU": inventory(1), "DISK_GB": inventory(1, capacity=0)})), Provider
+    )
 
 
 def test_a_reshape_leaves_nothing_behind_that_is_held() -> None:
-    a = provider("a", stocks={"VCPU": stock(4)}, used={"VCPU": 2})
+    a = provider("a", inventories={"VCPU": inventory(4)}, used={"VCPU": 2})
     b = provider("b")
     held = ConsumerState(1, 0, "p", "u", "X", {"a": {"VCPU": 2}})
-    inventories = {"a": (5, {}), "b": (5, {"VCPU": stock(4)})}
+    inventories = {"a": (5, {}), "b": (5, {"VCPU": inventory(4)})}
     book = {"a": a, "b": b}
     left = reshape(Reshape(inventories, ()), {"c": held}, book, CLASSES, shape=6)
     assert why(left) is Why.IN_USE
     move = ConsumerWrite("c", {"b": {"VCPU": 2}}, "p", "u", "X", 1)
     done = reshape(Reshape(inventories, (move,)), {"c": held}, book, CLASSES, shape=6)
     assert not isinstance(done, WriteRefusal)
-    assert {u: (p.generation, p.used, set(p.stocks)) for u, p in done.final.items()} == {
+    assert {u: (p.generation, p.used, set(p.inventories)) for u, p in done.final.items()} == {
         "a": (6, {}, set()),
         "b": (8, {"VCPU": 2}, {"VCPU"}),
     }

@@ -14,12 +14,12 @@ from placement_worker.domain.trees import (
     DeleteProvider,
     ProviderTrees,
     SetAggregates,
-    SetStocks,
+    SetInventories,
     SetTraits,
     TreeWrite,
     UpdateProvider,
 )
-from placement_worker.domain.values import Provider, Stock, state_of
+from placement_worker.domain.values import Provider, StoredInventory, state_of
 from placement_worker.replica.book import Book
 from tests.unit.replica.dumps import dump, loaded
 
@@ -28,8 +28,8 @@ SOME = st.sampled_from(UUIDS)
 CLASSES, TRAITS = {"VCPU": 0}, ("CUSTOM_X", "CUSTOM_Y")
 
 
-def stock(total: int) -> Stock:
-    return Stock(total, 0, 1, total, 1, 1.0, total)
+def inventory(total: int) -> StoredInventory:
+    return StoredInventory(total, 0, 1, total, 1, 1.0, total)
 
 
 def created(uuid: str, parent: str | None = None) -> CreateProvider:
@@ -42,7 +42,7 @@ WRITES: st.SearchStrategy[list[TreeWrite]] = st.one_of(
     st.builds(lambda uuid: [DeleteProvider(uuid), created(uuid)], SOME),
     st.builds(lambda uuid: [DeleteProvider(uuid)], SOME),
     st.builds(lambda uuid, parent: [UpdateProvider(uuid, f"name-{uuid[0]}", parent, True)], SOME, st.none() | SOME),
-    st.builds(lambda uuid, total: [SetStocks(uuid, {"VCPU": stock(total)})], SOME, st.integers(1, 3)),
+    st.builds(lambda uuid, total: [SetInventories(uuid, {"VCPU": inventory(total)})], SOME, st.integers(1, 3)),
     st.builds(lambda uuid, trait: [SetTraits(uuid, [trait])], SOME, st.sampled_from(TRAITS)),
     st.builds(lambda uuid, other: [SetAggregates(uuid, [other])], SOME, SOME),
 )
@@ -76,7 +76,7 @@ def test_the_feed_tells_what_a_group_of_writes_comes_to(groups: list[list[TreeWr
 def test_deleted_and_created_again_in_one_group_is_told_as_both() -> None:
     """Its generation starts from 0 as Placement's does; replicas kept the old one, whose generation was higher."""
     first = ProviderTrees({}, CLASSES, TRAITS, shape=1)
-    for write in (CreateProvider(A, "a"), SetTraits(A, ["CUSTOM_X"]), SetStocks(A, {"VCPU": stock(2)})):
+    for write in (CreateProvider(A, "a"), SetTraits(A, ["CUSTOM_X"]), SetInventories(A, {"VCPU": inventory(2)})):
         first.apply(write)
     second = ProviderTrees(first.providers, CLASSES, TRAITS, shape=2)
     for write in (DeleteProvider(A), CreateProvider(A, "a")):

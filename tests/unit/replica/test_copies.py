@@ -10,7 +10,7 @@ from placement_worker.replica.candidates import CandidatesRequest, Group, candid
 from placement_worker.replica.copies import copy_of
 from placement_worker.replica.time_budget import TimeBudget, TooLong
 
-STOCK = (8.0, 1, 8, 1, 8, 0, 1.0)
+INVENTORY = (8.0, 1, 8, 1, 8, 0, 1.0)
 
 
 def uuid(number: int) -> str:
@@ -26,7 +26,7 @@ def state(number: int, parent: int | None = None, *, generation: int = 1, **amou
         parent_uuid=None if parent is None else uuid(parent),
         generation=generation,
         shape=generation,
-        inventories=dict.fromkeys(amounts, STOCK),
+        inventories=dict.fromkeys(amounts, INVENTORY),
         used=amounts,
         traits=(f"CUSTOM_{number % 3}",),
         aggregates=(uuid(900 + number % 2),),
@@ -52,10 +52,10 @@ REQUEST = CandidatesRequest(
 
 def answers(book: Book) -> list[object]:
     rows = [book.row_of(uuid(number)) for number in (*range(40), *range(100, 140), 200)]
-    stocks = [None if row is None else (book.inventory_of(row), book.traits_of(row)) for row in rows]
+    inventories = [None if row is None else (book.inventory_of(row), book.traits_of(row)) for row in rows]
     return [
         [candidate.allocations for candidate in candidates(book, REQUEST)],
-        stocks,
+        inventories,
         [book.uuids_of(book.members(book.rows_of_roots())[0])],
         len(book),
     ]
