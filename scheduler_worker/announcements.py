@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.build import BuildEvent, StoryLine
+from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
-from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, story_lines
+from scheduler_worker.domain.builds import BuildUpdate, apply_announcement, timeline_entries
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ class AnnouncementHandler:
         """Write what the events change, and publish them on the API bus."""
         now = self._clock.time()
         builds = await unit.lock([event.instance_uuid for event in events])
-        stories: dict[str, list[StoryLine]] = {}
+        timelines: dict[str, list[TimelineEntry]] = {}
         applied = AppliedAnnouncements([], [], [])
         for event in events:
             found = builds.get(event.instance_uuid)
@@ -76,16 +76,18 @@ class AnnouncementHandler:
             if announced is None:
                 # Outdated or repeated: it changes nothing, but it happened. A line told twice is read once.
                 applied.ignored.append((event, "late"))
-                stories.setdefault(event.instance_uuid, []).extend(story_lines(event, len(event.history), now))
+                timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
                 continue
             if announced.stamps is not None:
                 applied.ended.append(replace(announced.stamps, announced=now))
                 announced = replace(announced, stamps=applied.ended[-1])
             builds[event.instance_uuid] = after
             applied.announced.append(announced)
-            stories.setdefault(event.instance_uuid, []).extend(story_lines(announced, len(found.history), now))
+            timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
-        await unit.update([BuildUpdate(build=builds[uuid], story=tuple(lines)) for uuid, lines in stories.items()], now)
+        await unit.update(
+            [BuildUpdate(build=builds[uuid], timeline=tuple(lines)) for uuid, lines in timelines.items()], now
+        )
         return applied
 
     def _log_ignored(self, event: BuildEvent, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Queue `scheduler.queries`: builds with their story, hosts, and compute services."""
+"""Queue `scheduler.queries`: builds with their timeline, hosts, and compute services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, StoryLine
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
@@ -36,7 +36,7 @@ class QueryHandler:
                 found = await self._store.builds(message)
             except DatabaseUnavailable as fault:  # answered now: the requester does not wait until it is back
                 return Refuse(fault.code, fault.reason)
-            return Done(reply=BuildPage(builds=tuple(map(_with_sorted_story, found))))
+            return Done(reply=BuildPage(builds=tuple(map(_with_sorted_timeline, found))))
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
         assert isinstance(message, HostsQuery)
@@ -119,9 +119,9 @@ class QueryHandler:
         return query.cell in (None, cell) and query.up in (None, up)
 
 
-def _with_sorted_story(build: BuildRecord) -> BuildRecord:
-    """The story in order of time: announcements arrive late, out of order, and sometimes twice."""
-    lines: dict[tuple[float, str, str, str], StoryLine] = {}
-    for line in build.story:  # a repeated line differs only in when it was passed on
+def _with_sorted_timeline(build: BuildRecord) -> BuildRecord:
+    """The timeline in order of time: announcements arrive late, out of order, and sometimes twice."""
+    lines: dict[tuple[float, str, str, str], TimelineEntry] = {}
+    for line in build.timeline:  # a repeated line differs only in when it was passed on
         lines.setdefault((line.at, line.who, line.what, line.detail), line)
-    return replace(build, story=tuple(sorted(lines.values(), key=lambda line: line.at)))
+    return replace(build, timeline=tuple(sorted(lines.values(), key=lambda line: line.at)))

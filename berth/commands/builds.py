@@ -123,7 +123,7 @@ def delete(
 def show(
     context: typer.Context,
     uuid: Instance,
-    history: Annotated[bool, typer.Option("--history", help="The whole story, a line each.")] = False,
+    history: Annotated[bool, typer.Option("--history", help="The whole timeline, a line each.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one build: where it stands, and why."""
@@ -243,15 +243,15 @@ def _show_record(record: BuildRecord, *, history: bool) -> None:
         if value:
             out.print(Text(f"  {name:8} {printable(value)}"), soft_wrap=True)
     render_funnel(record.funnel, out)
-    render_scores([line.scores for line in record.story if line.scores][-1:], out)
+    render_scores([line.scores for line in record.timeline if line.scores][-1:], out)
     for attempt in record.history:
         outcome = " ".join(part for part in (attempt.outcome, attempt.code, attempt.reason) if part)
         out.print(Text(printable(f"  attempt {attempt.attempt} on {attempt.host}: {outcome}")), soft_wrap=True)
     if history:
         out.print()
-        rows = [[_when(line.at), line.who, line.what, line.detail] for line in record.story]
+        rows = [[_when(line.at), line.who, line.what, line.detail] for line in record.timeline]
         render_rows(out, ["at (UTC)", "who", "what", ""], rows)
-        render_stages([line.stamps for line in record.story if line.stamps is not None][-1:], out)
+        render_stages([line.stamps for line in record.timeline if line.stamps is not None][-1:], out)
 
 
 _COLOURS = {"active": "green", "failed": "red", "refused": "red", "deleted": "dim"}

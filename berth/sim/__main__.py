@@ -1,4 +1,4 @@
-"""`scripts/simulate`: run seeds, replay one with its story, or run fresh ones for a while."""
+"""`scripts/simulate`: run seeds, replay one with a trace, or run fresh ones for a while."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(
     *,
     first_seed: Annotated[int, typer.Option(help="The first of the seeds to run.")] = 1,
     seeds: Annotated[int, typer.Option(help="How many seeds, one after the other.")] = 100,
-    seed: Annotated[int | None, typer.Option(help="Only this seed; with --trace, its story.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Only this seed; with --trace, every event of it.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Fresh seeds for so long.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Tell what happened, from the first fault on.")] = False,
     shrink: Annotated[bool, typer.Option("--shrink/--no-shrink", help="Make failing seeds smaller.")] = True,
@@ -99,13 +99,13 @@ def _compare(others: list[str], first: int, count: int) -> None:
 
 
 def redirect_logs(event_log: EventLog | None = None) -> None:
-    """Workers' logs go into the story, or nowhere."""
+    """Workers' logs go into the trace, or nowhere."""
     logging.disable(logging.CRITICAL)
     level = logging.CRITICAL if event_log is None else logging.INFO
 
     def keep(_logger: Any, method: str, event: Any) -> Any:
         assert event_log is not None
-        from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a story needs to know who speaks)
+        from berth.sim.loop import PROCESS  # noqa: PLC0415  (only a trace needs to know who speaks)
 
         process = PROCESS.get()
         words = " ".join(f"{key}={value}" for key, value in event.items() if key != "event")
@@ -121,7 +121,7 @@ def redirect_logs(event_log: EventLog | None = None) -> None:
 
 
 def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool) -> Result:
-    """One seed, with its story if it is wanted; a failing one is told as small as it gets."""
+    """One seed, with its trace if it is wanted; a failing one is told as small as it gets."""
     plan = plan_of(seed, kinds)
     result = run(plan)
     if result.breach and smaller:
@@ -138,7 +138,7 @@ def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool
 
 
 def readable(result: Result) -> Iterator[str]:
-    """The story from the first fault to the breach: every fault, and whatever concerns who the breach names."""
+    """The trace from the first fault to the breach: every fault, and whatever concerns who the breach names."""
     about = frozenset(UUID.findall(result.detail))
     lines = list(result.lines)
     first = next((at for at, line in enumerate(lines) if line.split(maxsplit=2)[1] in ("fault", "kill", "store")), 0)

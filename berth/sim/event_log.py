@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter, deque
 from typing import Any
 
-# Lines kept for the story of a run; a longer one keeps its end, where the breach is.
+# Lines kept for the trace of a run; a longer one keeps its end, where the breach is.
 MAX_LINES = 200_000
 
 

@@ -61,7 +61,7 @@ class NetworkFaults:
 
 
 class Broker(MemoryBroker):
-    """A memory broker whose every message is an event of the story."""
+    """A memory broker whose every message is an event of the trace."""
 
     bus = ""
     event_log: EventLog

@@ -126,7 +126,7 @@ class WebApi:
         return json_response(Builds(page.builds, following))
 
     async def show_build(self, request: Request) -> Response:
-        """One build with its story."""
+        """One build with its timeline."""
         return json_response(await self.build(uuid_of(request), caller_of(request)))
 
     async def delete_build(self, request: Request) -> Response:

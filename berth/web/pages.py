@@ -240,7 +240,7 @@ class Pages:
         )
 
     async def build(self, request: Request) -> Response:
-        """One build's story."""
+        """One build's timeline."""
         caller = caller_of(request)
         found = await self._api.build(uuid_of(request), caller)
         return self._page(
@@ -312,7 +312,7 @@ def _by_frequency(hosts: Sequence[HostRecord]) -> list[str]:
 
 def stages_of(build: BuildRecord) -> list[tuple[str, float, float]]:
     """(stage, its begin, its end) in seconds since the request, for the waterfall; empty while the build goes on."""
-    stamps = next((line.stamps for line in reversed(build.story) if line.stamps is not None), None)
+    stamps = next((line.stamps for line in reversed(build.timeline) if line.stamps is not None), None)
     rows: list[tuple[str, float, float]] = []
     at = 0.0
     for stage, seconds in durations(stamps).items() if stamps is not None else ():

@@ -125,7 +125,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
 
 
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
-    """Ask the scheduler for one build (with its story), or for a page of them, newest first."""
+    """Ask the scheduler for one build (with its timeline), or for a page of them, newest first."""
 
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
@@ -150,7 +150,7 @@ class BuildRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     updated_at: float = 0.0
     funnel: tuple[FunnelStep, ...] = ()
     history: tuple[AttemptRecord, ...] = ()
-    story: tuple[StoryLine, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
 
 
 class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -160,7 +160,7 @@ class HostScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
     weights: dict[str, float] = {}
 
 
-class StoryLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a build, in order: `what` is a stable word, `detail` for a person.
 
     stamps: with the end of the build, when each of its stages ended. scores: with the choice, of the chosen host and

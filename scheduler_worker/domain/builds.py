@@ -15,7 +15,7 @@ from bus.contracts.build import (
     BuildRequest,
     BuildState,
     FunnelStep,
-    StoryLine,
+    TimelineEntry,
 )
 
 # The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
@@ -27,14 +27,14 @@ ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELET
 
 
 class Author(Struct, frozen=True):
-    """The process that writes a build's story, and the time."""
+    """The process that writes a build's timeline, and the time."""
 
     who: str
     at: float
 
-    def line(self, what: str, detail: str = "") -> StoryLine:
-        """One line of the story."""
-        return StoryLine(at=self.at, who=self.who, what=what, detail=detail)
+    def entry(self, what: str, detail: str = "") -> TimelineEntry:
+        """One entry of the timeline, written now by this process."""
+        return TimelineEntry(at=self.at, who=self.who, what=what, detail=detail)
 
 
 class RecordedBuild(Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class NewBuild(Struct, frozen=True, kw_only=True):
     request: BuildRequest
     digest: bytes
     build: RecordedBuild
-    story: tuple[StoryLine, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
 
 
 class BuildDecision(Struct, frozen=True, kw_only=True):
@@ -91,14 +91,14 @@ class BuildDecision(Struct, frozen=True, kw_only=True):
     build: RecordedBuild
     host_uuid: str | None = None
     funnel: tuple[FunnelStep, ...] = ()
-    story: tuple[StoryLine, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
 
 
 class BuildUpdate(Struct, frozen=True, kw_only=True):
-    """The new record of a build that was read under a lock, and the lines to add to its story."""
+    """The new record of a build that was read under a lock, and the lines to add to its timeline."""
 
     build: RecordedBuild
-    story: tuple[StoryLine, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
 
 
 def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tuple[RecordedBuild, BuildEvent | None]:
@@ -126,18 +126,18 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
     return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id)
 
 
-def story_lines(event: BuildEvent, known: int, now: float) -> tuple[StoryLine, ...]:
-    """One announcement as lines of the build's story: the attempts that it reports for the first time, then itself.
+def timeline_entries(event: BuildEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
+    """One announcement as lines of the build's timeline: the attempts that it reports for the first time, then itself.
 
-    known: how many attempts are on record already. Each line has its own time, so that the sorted story reads in order.
+    known: how many attempts are on record already. Each entry has its own time, by which the timeline is sorted.
     """
     who = f"conductor {event.cell}" if event.cell else "conductor"
     attempts = tuple(
-        StoryLine(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
+        TimelineEntry(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
         for tried in event.history[known:]
         if tried.outcome != "active"  # the announcement itself tells it
     )
-    itself = StoryLine(
+    itself = TimelineEntry(
         at=event.at or now,
         who=who,
         what=event.state.value,

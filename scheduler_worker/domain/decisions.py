@@ -99,11 +99,11 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             host=main.host,
         ),
         host_uuid=main.host_uuid,
-        story=(
-            *(author.line("not_claimed", lost) for lost in claimed.lost),
-            replace(author.line("chosen", chosen), scores=claimed.scores),
-            author.line("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
-            author.line("dispatched", f"to cell {claimed.cell}"),
+        timeline=(
+            *(author.entry("not_claimed", lost) for lost in claimed.lost),
+            replace(author.entry("chosen", chosen), scores=claimed.scores),
+            author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
+            author.entry("dispatched", f"to cell {claimed.cell}"),
         ),
     )
 
@@ -122,14 +122,14 @@ def _failed(
             reason=reason[:MAX_REASON],
         ),
         funnel=funnel,
-        story=(author.line("failed", f"{code}: {reason}"),),
+        timeline=(author.entry("failed", f"{code}: {reason}"),),
     )
 
 
 def with_stages(one: BuildDecision, stamps: Stamps) -> BuildDecision:
-    """A failure that the scheduler decides: how long the stages took goes with the last line of the story."""
-    *before, last = one.story
-    return replace(one, story=(*before, replace(last, stamps=stamps)))
+    """A failure that the scheduler decides: how long the stages took goes with the last line of the timeline."""
+    *before, last = one.timeline
+    return replace(one, timeline=(*before, replace(last, stamps=stamps)))
 
 
 def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:

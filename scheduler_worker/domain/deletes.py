@@ -92,14 +92,16 @@ def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
         if build.delete_requested:
             return None
         return BuildEnd(
-            BuildUpdate(build=replace(build, delete_requested=True), story=(author.line("delete_requested"),))
+            BuildUpdate(build=replace(build, delete_requested=True), timeline=(author.entry("delete_requested"),))
         )
     if build.cell is None:
         return end_unbuilt(build, author, "it was never built")
     command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id)
-    line = author.line("delete_requested", f"passed to cell {build.cell}")
+    line = author.entry("delete_requested", f"passed to cell {build.cell}")
     deleting = replace(build, state=BuildState.DELETING, delete_requested=True)
-    return BuildEnd(BuildUpdate(build=deleting, story=(line,)), OutboxMessage(build.cell, command, build.instance_uuid))
+    return BuildEnd(
+        BuildUpdate(build=deleting, timeline=(line,)), OutboxMessage(build.cell, command, build.instance_uuid)
+    )
 
 
 def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
@@ -113,7 +115,7 @@ def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
         at=author.at,
     )
     deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
-    update = BuildUpdate(build=deleted, story=(author.line("deleted", detail),))
+    update = BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),))
     return BuildEnd(update, OutboxMessage(API, event, build.instance_uuid))
 
 
@@ -149,7 +151,7 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
             code=UNKNOWN,
             reason=UNKNOWN_REASON,
         ),
-        story=(author.line("refused", "a delete came, and no build"),),
+        timeline=(author.entry("refused", "a delete came, and no build"),),
     )
 
 

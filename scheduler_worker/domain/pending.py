@@ -92,7 +92,7 @@ def pending_build(
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:
     """What goes on record of a new request: accepted, or refused at once."""
     request, refusal = pending.request, pending.refusal
-    requested = author.line("requested", f"{request.flavor} for {request.project_id}")
+    requested = author.entry("requested", f"{request.flavor} for {request.project_id}")
     return NewBuild(
         request=request,
         digest=pending.digest,
@@ -105,7 +105,7 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
             code=refusal.code if refusal else "",
             reason=refusal.reason if refusal else "",
         ),
-        story=(requested, author.line("refused", refusal.reason)) if refusal else (requested,),
+        timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildQuery, BuildRecord, StoryLine
+from bus.contracts.build import BuildQuery, BuildRecord, TimelineEntry
 from bus.contracts.operations import HostAdminState
 from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
@@ -113,7 +113,7 @@ class MemoryBuildUnit:
             await self._transaction.statement()
             for update in updates:
                 key = _key(update.build.instance_uuid)
-                self._transaction.will(partial(_update, self._table, update.build, update.story, now), key)
+                self._transaction.will(partial(_update, self._table, update.build, update.timeline, now), key)
 
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""
@@ -289,19 +289,19 @@ def _insert(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
         created_at=now,
         updated_at=now,
     )
-    _update(table, new.build, new.story, now)
+    _update(table, new.build, new.timeline, now)
 
 
 def _decide(table: MemoryBuildTable, decision: BuildDecision, now: float) -> None:
     uuid, cell = decision.build.instance_uuid, decision.build.cell
-    _update(table, decision.build, decision.story, now)
+    _update(table, decision.build, decision.timeline, now)
     table.records[uuid] = replace(table.records[uuid], funnel=decision.funnel)
     if decision.host_uuid is not None and cell is not None and table.cells.setdefault(uuid, cell) != cell:
         log.error("instance.already_mapped", instances=[uuid])
 
 
-def _update(table: MemoryBuildTable, build: RecordedBuild, story: tuple[StoryLine, ...], now: float) -> None:
-    """A build as it is now, with more of its story."""
+def _update(table: MemoryBuildTable, build: RecordedBuild, timeline: tuple[TimelineEntry, ...], now: float) -> None:
+    """A build as it is now, with more of its timeline."""
     record = table.records[build.instance_uuid]
     table.recorded[build.instance_uuid] = build
     table.records[build.instance_uuid] = replace(
@@ -312,7 +312,7 @@ def _update(table: MemoryBuildTable, build: RecordedBuild, story: tuple[StoryLin
         code=build.code,
         reason=build.reason,
         history=build.history,
-        story=(*record.story, *story),
+        timeline=(*record.timeline, *timeline),
         updated_at=now,
     )
 

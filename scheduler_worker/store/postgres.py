@@ -281,7 +281,7 @@ class PostgresBuilds:
         await self._database.flush()
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
-        """One build with its whole story; a page of many comes with it too, at most `limit`."""
+        """One build with its whole timeline; a page of many comes with it too, at most `limit`."""
         state = query.state.value if query.state is not None else None
         async with self._database.raw() as connection:
             found = await connection.fetch(

@@ -8,20 +8,20 @@ from typing import Any
 import asyncpg
 import msgspec
 
-from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, StoryLine
+from bus.contracts.build import AttemptRecord, BuildRecord, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.operations import AdminState, HostAdminState
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
 _funnels = msgspec.json.Decoder(tuple[FunnelStep, ...])
-_stories = msgspec.json.Decoder(StoryLine)
+_timelines = msgspec.json.Decoder(TimelineEntry)
 
 Columns = tuple[Sequence[Any], ...]
 
 INSERT = """
 INSERT INTO build_requests (instance_uuid, project_id, flavor, name, request, digest, state, sequence, terminal,
-                            code, reason, story, created_at, updated_at)
+                            code, reason, timeline, created_at, updated_at)
 SELECT n.*, t.now, t.now
 FROM unnest({}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[], {}::bytea[], {}::text[], {}::bigint[],
             {}::boolean[], {}::text[], {}::text[], {}::text[]) n, (SELECT {}::float8 AS now) t
@@ -34,10 +34,11 @@ RETURNING instance_uuid
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,
-    reason = n.reason, funnel = n.funnel, story = build_requests.story || n.story, updated_at = t.now
+    reason = n.reason, funnel = n.funnel, timeline = build_requests.timeline || n.timeline, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[],
             {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, cell, host, code, reason, funnel, story), (SELECT {}::float8 AS now) t
+     n(instance_uuid, state, sequence, terminal, cell, host, code, reason, funnel, timeline),
+     (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
   AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
 RETURNING build_requests.instance_uuid
@@ -50,7 +51,7 @@ ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
 
-RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, story,
+RECORD = """instance_uuid, project_id, flavor, name, state, cell, host, code, reason, funnel, history, timeline,
        created_at, updated_at"""
 
 BUILD = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
@@ -59,10 +60,10 @@ UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, delete_requested = n.delete_requested,
     cell = n.cell, host = n.host, code = n.code, reason = n.reason, history = n.history,
-    story = build_requests.story || n.story, updated_at = t.now
+    timeline = build_requests.timeline || n.timeline, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::boolean[], {}::text[], {}::text[], {}::text[],
             {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, delete_requested, cell, host, code, reason, history, story),
+     n(instance_uuid, state, sequence, terminal, delete_requested, cell, host, code, reason, history, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
@@ -100,8 +101,8 @@ def _columns(found: Iterable[tuple[Any, ...]]) -> Columns:
     return tuple(zip(*found, strict=True))
 
 
-def story_text(lines: Sequence[StoryLine]) -> str:
-    """Story lines as they are appended."""
+def timeline_text(lines: Sequence[TimelineEntry]) -> str:
+    """Timeline lines as they are appended."""
     return "".join(_encode(line).decode() + "\n" for line in lines)
 
 
@@ -119,7 +120,7 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
         build.terminal,
         build.code,
         clean(build.reason),
-        story_text(new.story),
+        timeline_text(new.timeline),
     )
 
 
@@ -135,7 +136,7 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         clean(build.code),
         clean(build.reason),
         _encode(decision.funnel).decode(),
-        story_text(decision.story),
+        timeline_text(decision.timeline),
     )
 
 
@@ -152,7 +153,7 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         clean(build.code),
         clean(build.reason),
         _encode(build.history).decode(),
-        story_text(update.story),
+        timeline_text(update.timeline),
     )
 
 
@@ -194,7 +195,7 @@ def record(row: asyncpg.Record) -> BuildRecord:
         updated_at=row["updated_at"],
         funnel=_funnels.decode(row["funnel"]),
         history=_histories.decode(row["history"]),
-        story=tuple(_stories.decode_lines(row["story"])) if row["story"] else (),
+        timeline=tuple(_timelines.decode_lines(row["timeline"])) if row["timeline"] else (),
     )
 
 

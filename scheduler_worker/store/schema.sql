@@ -4,7 +4,7 @@
 -- connection's search_path is the schema.
 
 -- request: the message as it came, and digest: a digest of it. A repeat is told from a clash, and a decision can be run
--- again. story: JSON lines, only ever appended to, so that one statement appends without reading.
+-- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
 -- created_at, updated_at: seconds since the epoch.
 -- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
 -- Nothing that changes is indexed, for the same reason.
@@ -25,7 +25,7 @@ CREATE TABLE build_requests (
     reason text NOT NULL DEFAULT '',
     funnel text NOT NULL DEFAULT '[]',
     history text NOT NULL DEFAULT '[]',
-    story text NOT NULL DEFAULT '',
+    timeline text NOT NULL DEFAULT '',
     created_at double precision NOT NULL,
     updated_at double precision NOT NULL
 ) WITH (fillfactor = 50);

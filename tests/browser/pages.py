@@ -137,7 +137,7 @@ def now_shows_what_happens(person: Person) -> None:
 
 
 def now_shows_a_failure(person: Person) -> None:
-    """A build that is refused appears by itself, and leads to its story."""
+    """A build that is refused appears by itself, and leads to its timeline."""
     person.open("/")
     try:
         person.boot(flavor="nope")
@@ -145,7 +145,7 @@ def now_shows_a_failure(person: Person) -> None:
         expect("it is refused with its code", json.load(error)["code"] == "flavor.unknown")
     person.until("the failure is listed", lambda: "flavor.unknown" in person.text("#failures"))
     person.driver.find_element(By.CSS_SELECTOR, "#failures a").click()
-    person.until("its story is told", lambda: "there is no flavor nope" in person.text())
+    person.until("its timeline is shown", lambda: "there is no flavor nope" in person.text())
 
 
 def fleet_shows_every_host(person: Person) -> None:
@@ -167,7 +167,7 @@ def fleet_is_searched(person: Person) -> None:
 
 
 def build_is_followed_and_deleted(person: Person) -> None:
-    """A story, its waterfall, and the delete with its question asked first."""
+    """A timeline, its waterfall, and the delete with its question asked first."""
     instance = person.boot(name="mine")
     person.open(f"/builds/{instance}")
     person.until("it becomes active", lambda: person.text("#state") == "active")

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, StoryLine
+from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.operations import AdminState, AdminStatesChanged, HostAdminState
 from bus.faults import DatabaseUnavailable
 from bus.persistence.conflict import Conflict
@@ -75,9 +75,9 @@ async def store(make: Make) -> SchedulerStore:
 
 def new(uuid: str, digest: bytes = b"1") -> NewBuild:
     request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
-    line = StoryLine(at=1.0, who="w", what="requested")
+    line = TimelineEntry(at=1.0, who="w", what="requested")
     build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
-    return NewBuild(request=request, digest=digest, build=build, story=(line,))
+    return NewBuild(request=request, digest=digest, build=build, timeline=(line,))
 
 
 def ended(new_build: NewBuild, state: BuildState = BuildState.REFUSED) -> NewBuild:
@@ -155,15 +155,15 @@ async def test_what_a_unit_says_is_published_when_it_has_committed(store: Schedu
 
 async def test_a_record_tells_its_story(store: SchedulerStore) -> None:
     await insert(store, new(A))
-    await decide(store, replace(placed(A), story=(StoryLine(at=2.0, who="w", what="chosen"),)))
+    await decide(store, replace(placed(A), timeline=(TimelineEntry(at=2.0, who="w", what="chosen"),)))
     async with store.unit() as unit:
         kept = (await unit.lock([A]))[A]
         active = replace(kept, state=BuildState.ACTIVE, sequence=12, terminal=True)
-        line = StoryLine(at=3.0, who="conductor", what="active")
-        await unit.update([BuildUpdate(build=active, story=(line,))], 3.0)
+        line = TimelineEntry(at=3.0, who="conductor", what="active")
+        await unit.update([BuildUpdate(build=active, timeline=(line,))], 3.0)
     (record,) = await store.builds(BuildQuery(instance_uuid=A))
     assert (record.state, record.cell, record.host, record.reason) == (BuildState.ACTIVE, "c1", "h", "r")
-    assert [told.what for told in record.story] == ["requested", "chosen", "active"]
+    assert [told.what for told in record.timeline] == ["requested", "chosen", "active"]
     assert (record.created_at, record.updated_at) == (1.0, 3.0)
 
 

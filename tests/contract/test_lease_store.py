@@ -14,7 +14,7 @@ from cell_conductor.domain.leases import Lease, Standing
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from tests.unit.conductor.story import SPEC, selection
+from tests.unit.conductor.scenario import SPEC, selection
 
 UP = Lease(service="a", epoch=7, every_s=1.0, since=5.0)
 SILENT = Lease(service="b", epoch=2**62, every_s=0.5, standing=Standing.SILENT, since=6.0, reason="nothing was heard")

@@ -11,7 +11,7 @@ from berth.sim.__main__ import redirect_logs
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """A run's log is its story; nothing of it is printed."""
+    """A run's log is its trace; nothing of it is printed."""
     configured = structlog.get_config()
     redirect_logs()
     yield

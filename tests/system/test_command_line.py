@@ -135,15 +135,15 @@ def boot(berth: Berth, *arguments: str) -> list[dict[str, Any]]:
     return builds
 
 
-def story_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str, str]]:
-    """A build's story (what, detail), once it ends as expected: what was overtaken is written down after the end."""
+def timeline_of(berth: Berth, instance: str, last: list[str]) -> list[tuple[str, str]]:
+    """A build's timeline (what, detail), once it ends as expected: what was overtaken is written down after the end."""
     deadline = time.monotonic() + STORY_TIMEOUT_S
     while True:
-        lines = berth("show", instance, "--json").data["story"]
-        story = [(line["what"], line.get("detail", "")) for line in lines]
-        if [what for what, _ in story][-len(last) :] == last:
-            return story
-        assert time.monotonic() < deadline, story
+        lines = berth("show", instance, "--json").data["timeline"]
+        timeline = [(line["what"], line.get("detail", "")) for line in lines]
+        if [what for what, _ in timeline][-len(last) :] == last:
+            return timeline
+        assert time.monotonic() < deadline, timeline
 
 
 def parked(berth: Berth, instance: str) -> list[dict[str, Any]]:
@@ -172,14 +172,14 @@ def test_fifty_machines_with_one_command(berth: Berth) -> None:
 
 def test_a_build_tells_its_whole_story(berth: Berth) -> None:
     """Request, candidates, choice, claim, each attempt, end; the same for people and for programs."""
-    (build,) = boot(berth, "--host", "cell2-c1-00001", "--name", "one", "--project", "story")
+    (build,) = boot(berth, "--host", "cell2-c1-00001", "--name", "one", "--project", "timeline")
     shown = berth("show", build["instance_uuid"], "--history", "--json").data
     assert (shown["state"], shown["host"], shown["name"]) == ("active", "cell2-c1-00001", "one")
     whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
-    story = story_of(berth, build["instance_uuid"], whole)
-    assert dict(story)["chosen"].startswith("cell2-c1-00001 of 1 candidates")
+    timeline = timeline_of(berth, build["instance_uuid"], whole)
+    assert dict(timeline)["chosen"].startswith("cell2-c1-00001 of 1 candidates")
     told = berth("show", build["instance_uuid"], "--history").out
-    assert all(what in told and detail in told for what, detail in story)
+    assert all(what in told and detail in told for what, detail in timeline)
     stages = re.findall(r"(\w+) [0-9.]+ ms", told)
     assert stages == ["queued", "decided", "claimed", "dispatched", "built", "announced"]
 
@@ -188,8 +188,8 @@ def test_the_story_of_a_build_that_needed_an_alternate(berth: Berth) -> None:
     """Fifty builds at once on sixteen hosts spread over all of them, the one that always fails included."""
     records = berth("list", "--limit", "1000", "--json").data
     retried = next(one for one in records if len(one.get("history", ())) > 1)
-    story = story_of(berth, retried["instance_uuid"], ["building", "failed", "building", "active"])
-    assert dict(story)["failed"].startswith("cell1-c1-00000 (attempt 1); sim.")
+    timeline = timeline_of(berth, retried["instance_uuid"], ["building", "failed", "building", "active"])
+    assert dict(timeline)["failed"].startswith("cell1-c1-00000 (attempt 1); sim.")
 
 
 def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:

@@ -152,7 +152,7 @@ def test_a_build_is_asked_for_followed_shown_and_deleted(web: Web) -> None:
         assert last["state"] == "active" and (name == "build" or last["terminal"])
         shown = client.get(f"/api/v1/builds/{instance}").json()
         assert (shown["state"], shown["name"], shown["project_id"]) == ("active", "first", "p")
-        assert {line["what"] for line in shown["story"]} >= {"requested", "chosen", "claimed", "active"}
+        assert {line["what"] for line in shown["timeline"]} >= {"requested", "chosen", "claimed", "active"}
         assert client.delete(f"/api/v1/builds/{instance}").status_code == 202
         assert follow(client, instance, "deleted")[-1][1]["state"] == "deleted"
         assert client.get(f"/api/v1/builds/{instance}").json()["state"] == "deleted"

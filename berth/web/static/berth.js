@@ -156,7 +156,7 @@ function followBuild(uuid, until = "end") {
     event(event, source) {
       byId("state").textContent = event.state;
       byId("state").className = "state " + event.state;
-      byId("story").append(row([when(event.at), event.cell ?? "", event.state, event.reason ?? ""]));
+      byId("timeline").append(row([when(event.at), event.cell ?? "", event.state, event.reason ?? ""]));
       if (event.terminal && (until === "end" || event.state !== "active")) { source.close(); location.reload(); }
     },
     build(build, source) { if (build.state !== byId("state").textContent) { source.close(); location.reload(); } },

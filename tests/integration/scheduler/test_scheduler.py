@@ -63,7 +63,7 @@ async def test_a_request_is_claimed_dispatched_and_told(world: World) -> None:
     assert world.states(request.instance_uuid) == ["accepted", "scheduled", "building", "active"]
     record = await world.show(request.instance_uuid)
     assert record is not None and record.state is BuildState.ACTIVE and record.host == scheduled.host
-    assert [line.what for line in record.story] == [
+    assert [line.what for line in record.timeline] == [
         "requested", "chosen", "claimed", "dispatched", "building", "active",
     ]  # fmt: skip
 
@@ -84,7 +84,7 @@ async def test_what_a_cell_tells_late_or_twice_is_in_the_story_once_and_in_its_p
     async def told() -> list[str]:
         record = await world.show(request.instance_uuid)
         assert record is not None and record.state is BuildState.ACTIVE
-        return [line.what for line in record.story]
+        return [line.what for line in record.timeline]
 
     async with asyncio.timeout(PATIENCE_S):
         whole = ["requested", "chosen", "claimed", "dispatched", "building", "active"]
@@ -102,7 +102,7 @@ async def test_a_decision_keeps_the_scores_of_its_host_and_its_alternates(world:
     told = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     record = await world.show(request.instance_uuid)
     assert record is not None
-    (scores,) = (line.scores for line in record.story if line.what == "chosen")
+    (scores,) = (line.scores for line in record.timeline if line.what == "chosen")
     assert scores[0].host == told.host and len(scores) == 3
     assert scores[0].weights["ram"] == 1.0 and scores[2].host == "c1-2" and scores[2].weights["ram"] == 0.5
 
@@ -185,8 +185,8 @@ async def test_no_host_is_explained(world: World) -> None:
     assert steps["MEMORY_MB"].left == 2, failed.funnel
     assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
     record = await world.show(request.instance_uuid)
-    assert record is not None and record.funnel == failed.funnel and record.story[-1].what == "failed"
-    for stamps in (failed.stamps, record.story[-1].stamps):  # said, and on record
+    assert record is not None and record.funnel == failed.funnel and record.timeline[-1].what == "failed"
+    for stamps in (failed.stamps, record.timeline[-1].stamps):  # said, and on record
         assert stamps is not None and 0 < stamps.asked <= stamps.queued <= stamps.decided and not stamps.claimed
     zoned = world.request(availability_zone="mars")
     await world.ask(zoned)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from tests.unit.conductor.story import DELETE, RELEASED, asked, destroys, failed, host, run, spawned
+from tests.unit.conductor.scenario import DELETE, RELEASED, asked, destroys, failed, host, run, spawned
 
 MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0)
 GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))

@@ -9,7 +9,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
     SILENT,

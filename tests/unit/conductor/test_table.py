@@ -10,7 +10,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
 from cell_conductor.domain.render import render
 from cell_conductor.domain.table import TABLE, IllegalStep, step, wanted
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,

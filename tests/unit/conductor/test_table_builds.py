@@ -13,7 +13,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,

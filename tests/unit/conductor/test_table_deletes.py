@@ -7,7 +7,7 @@ from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.table import step, wanted
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,

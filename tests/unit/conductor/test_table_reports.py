@@ -11,7 +11,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Look, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     DEPLOYMENT,
     PATIENCE,

@@ -12,7 +12,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, Standing
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
-from tests.unit.conductor.story import (
+from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.wire import Malformed
-from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, story_lines
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, timeline_entries
 from scheduler_worker.domain.decisions import refused_event
 
 UUID = "00000000-0000-4000-8000-000000000001"
@@ -122,7 +122,7 @@ def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.ACTIVE, sequence=13, cell="c1", host="h3", attempt=2,
         history=tries, at=4.0,
     )  # fmt: skip
-    assert [(line.at, line.what, line.detail) for line in story_lines(up, 0, 9.0)] == [
+    assert [(line.at, line.what, line.detail) for line in timeline_entries(up, 0, 9.0)] == [
         (2.0, "failed", "h1 (attempt 1); spawn.failed: no disk"),
         (2.5, "not_claimed", "h2 (attempt 2); full"),
         (4.0, "active", "h3 (attempt 2)"),
@@ -131,11 +131,11 @@ def test_a_story_tells_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.FAILED, sequence=13, host="h1", attempt=1,
         code="max_retries_exceeded", history=tries[:1], at=3.0,
     )  # fmt: skip
-    assert [line.detail for line in story_lines(down, 0, 9.0)] == [
+    assert [line.detail for line in timeline_entries(down, 0, 9.0)] == [
         "h1 (attempt 1); spawn.failed: no disk",
         "h1 (attempt 1); max_retries_exceeded",
     ]
     gone = BuildEvent(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETED, sequence=15, cell="c1", history=tries, at=8.0
     )
-    assert [line.what for line in story_lines(gone, 3, 9.0)] == ["deleted"]
+    assert [line.what for line in timeline_entries(gone, 3, 9.0)] == ["deleted"]

@@ -136,7 +136,7 @@ async def test_full_or_gone_goes_to_the_next_host(cluster: Cluster) -> None:
     assert len({cluster.host_of(claim) for claim in cluster.claims}) == 3
     assert placed.selections[0].host == cluster.host_of(cluster.claims[2])
     first, second, _ = map(cluster.host_of, cluster.claims)
-    assert placed.lost == (f"{first}: full", f"{second}: gone"), "a build's story names each claim's outcome"
+    assert placed.lost == (f"{first}: full", f"{second}: gone"), "a build's timeline names each claim's outcome"
     assert not {s.host for s in placed.selections} & {cluster.host_of(claim) for claim in cluster.claims[:2]}
 
 
