@@ -185,8 +185,8 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         drop_head=private,
         delivery_limit=row.delivery_limit if durable else None,
         ttl_s=row.ttl_s,
-        dead_exchange=DEAD if durable else None,
-        dead_key=name if durable else "",
+        dead_exchange=DEAD if durable and not row.takes_letters else None,
+        dead_key=name if durable and not row.takes_letters else "",
         bindings=(*bindings, (RETURN, name)) if durable else tuple(bindings),
     )
 

@@ -19,9 +19,9 @@ import structlog
 from msgspec import Struct, structs
 
 from bus.contracts.base import MAX_REASON, Message, Meta, encode, tag_of
-from bus.contracts.catalogue import BY_TYPE, MESSAGES, REPLIES, RETURN, may_come_under, routing_key
+from bus.contracts.catalogue import BY_TYPE, DEAD, MESSAGES, REPLIES, RETURN, may_come_under, routing_key
 from bus.port import Delivery, Outgoing
-from bus.topology import FOREIGN
+from bus.topology import FOREIGN, delayed_it
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +34,8 @@ ATTEMPT = "berth-attempt"
 DEADLINE = "berth-deadline-ms"
 ORIGINAL_KEY = "berth-key"
 TRACEPARENT = "traceparent"
+CODE = "berth-code"  # on a dead letter: why it was given up
+BROKERS = "broker."  # how the code of a letter begins that the broker itself gave up
 # The broker's record of how a message died. It adds to one that a publisher has written, so that nothing in it could be
 # believed (tried on 3.10: an entry for the same queue and reason keeps the publisher's exchange and routing key).
 BROKERS_OWN = frozenset({"x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason"})
@@ -198,7 +200,8 @@ class Codec:
             return [self._malformed(delivery.body, MALFORMED, type(error).__name__, Meta(id=new_id), key)]
 
     def _read(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
-        forged = bool(key) and not BROKERS_OWN.isdisjoint(delivery.headers)
+        # A dead letter brings the broker's record along.
+        forged = bool(key) and delivery.exchange != DEAD and not BROKERS_OWN.isdisjoint(delivery.headers)
         if delivery.content_type == BATCH and len(delivery.body) <= MAX_BODY_BYTES and not forged:
             return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
@@ -376,10 +379,42 @@ def published_key(delivery: Delivery) -> str:
     """
     if delivery.exchange == RETURN:
         return ""
+    if delivery.exchange == DEAD:
+        return letters_key(delivery)
     if delivery.exchange:
         return delivery.routing_key
     key = delivery.headers.get(ORIGINAL_KEY)
     return key if isinstance(key, str) else ""
+
+
+def letters_key(delivery: Delivery) -> str:
+    """The routing key that a dead letter was first published with, against which it is read again; empty: unknown.
+
+    A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
+    record tells. A message that was read cannot have brought one along (`Codec`). One that no consumer has read can,
+    and the broker (3.10) goes on with it: of a request that expired unread nothing may follow but that its end is told.
+    """
+    if delivery.headers.keys().isdisjoint(("x-death", "x-first-death-reason")):
+        key = delivery.headers.get(ORIGINAL_KEY)
+        return key if isinstance(key, str) else ""
+    deaths = delivery.headers.get("x-death")
+    first = deaths[-1] if isinstance(deaths, list) and deaths else None
+    exchange = first.get("exchange") if isinstance(first, dict) else None
+    if not isinstance(first, dict) or not isinstance(exchange, str) or not exchange or delayed_it(exchange):
+        return ""
+    keys = first.get("routing-keys")
+    return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
+
+
+def letters_code(delivery: Delivery) -> str:
+    """Why a dead letter was given up: the code its consumer wrote, or `broker.<reason>`; empty: it is none."""
+    deaths = delivery.headers.get("x-death")
+    last = deaths[0] if isinstance(deaths, list) and deaths else None
+    reason = last.get("reason") if isinstance(last, dict) else delivery.headers.get("x-first-death-reason")
+    if isinstance(reason, str) and reason:
+        return BROKERS + reason
+    code = delivery.headers.get(CODE)
+    return code if isinstance(code, str) else ""
 
 
 def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:

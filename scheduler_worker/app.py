@@ -236,4 +236,14 @@ def _requests(
             paced=True,
         )
     )
+    service.consumer(
+        bus.consumer(
+            "scheduler.given_up",
+            requests.given_up,
+            max_batch=16,
+            concurrency=1,
+            prefetch=32,
+            on_malformed=refused_event,
+        )
+    )
     service.check_bus("bus api", bus)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.attempt import FIRST_ATTEMPT, unavailable_after
 from scheduler_worker.domain.builds import Author
-from scheduler_worker.domain.deletes import PendingDelete, end_unbuilt, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.domain.deletes import (
+    PendingDelete,
+    end_unbuilt,
+    plan_deletes,
+    refusal_of,
+    refuse_unknown,
+    tombstones,
+)
 from scheduler_worker.domain.pending import PendingBuild, accepted, is_unused
 from scheduler_worker.store.port import SchedulerStore
 
@@ -44,6 +54,18 @@ class Cancellations:
         metrics.count_requests("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
         metrics.count_requests("delete", "unknown", len(refused))
         return plan.outcomes | refused, plan.accepted
+
+    async def refuse(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
+        """Tell that these deletes will not be carried out, where they are not under way or over already."""
+        if not deletes:
+            return
+        author = self._author()
+        async with self._store.unit() as unit:
+            builds = await unit.lock([request.instance_uuid for request, _ in deletes])
+            for request, why in deletes:
+                event = refusal_of(request, why, builds.get(request.instance_uuid), author)
+                if event is not None:
+                    unit.emit(OutboxMessage(API, event, request.instance_uuid))
 
     async def cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
         """Deleted, or decided by another scheduler first: release the claim, unless a cell has the build.

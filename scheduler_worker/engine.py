@@ -24,6 +24,8 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Retry
+from bus.contracts.base import Refusal
+from bus.contracts.build import DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.contracts.stages import Stamps
@@ -53,7 +55,7 @@ from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import (
     decision,
-    exhausted,
+    given_up,
     may_hold_claim,
     messages_of,
     retry_of,
@@ -171,6 +173,10 @@ class SchedulingEngine:
         for pending in builds:
             self._in_hand.pop(pending.instance_uuid, None)
         return outcomes
+
+    async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
+        """Tell the end of deletes that their queue has given up and that nothing has carried out."""
+        await self._cancellations.refuse(deletes)
 
     # --- record
 
@@ -397,8 +403,8 @@ class SchedulingEngine:
         scheduled: list[ScheduledBuild] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         for pending, first_run in builds:
-            if pending.exhausted:  # an earlier delivery may have claimed for it, and ended its process
-                failed = exhausted(pending.request, author)
+            if pending.given_up is not None:  # an earlier delivery may have claimed for it, and ended its process
+                failed = given_up(pending.request, pending.given_up, author)
                 scheduled.append(ScheduledBuild(pending=pending, decision=failed, may_hold_claim=True))
                 continue
             ahead = chosen.get(pending.instance_uuid)

@@ -1,21 +1,23 @@
-"""Queue `scheduler.requests`: build and delete requests, a batch in and an outcome for each message out."""
+"""Build and delete requests, a batch in and an outcome for each message out; those too that their queue gave up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from bus.clock import Clock
-from bus.consuming.outcome import Outcome, Received
-from bus.contracts.build import BuildRequest
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import BuildRequest, DeleteRequest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import pending_delete
-from scheduler_worker.domain.pending import pending_build
+from scheduler_worker.domain.pending import GIVEN_UP_UNSAID, PendingBuild, given_up_of, pending_build
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.retention import max_request_age_s
 
 
 class RequestHandler:
-    """Handles queue `scheduler.requests`."""
+    """Handles queue `scheduler.requests`, and what that one gives up."""
 
     def __init__(
         self, engine: SchedulingEngine, flavors: Sequence[str], *, clock: Clock, config: SchedulerConfig
@@ -28,11 +30,7 @@ class RequestHandler:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """All of a batch together."""
         now = self._clock.time()
-        builds = [
-            pending_build(received, position, now=now, flavors=self._flavors, max_age_s=self._max_age_s)
-            for position, received in enumerate(batch)
-            if isinstance(received.message, BuildRequest)
-        ]
+        builds = self._builds(batch, now)
         deletes = [
             pending_delete(received, position)
             for position, received in enumerate(batch)
@@ -40,3 +38,30 @@ class RequestHandler:
         ]
         outcomes = await self._engine.process(builds, deletes)
         return [outcomes[position] for position in range(len(batch))]
+
+    async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue `scheduler.given_up`: a request that was given up ends with one terminal event, and is not done.
+
+        What its dead letter says is no proof of who published it (`bus.wire.letters_key`), so nothing follows from it
+        but that end.
+        """
+        why = [given_up_of(received) or GIVEN_UP_UNSAID for received in batch]
+        builds = [
+            structs.replace(build, given_up=why[build.position], redelivered=True)
+            for build in self._builds(batch, self._clock.time())
+        ]
+        deletes = [
+            (received.message, why[position])
+            for position, received in enumerate(batch)
+            if isinstance(received.message, DeleteRequest)
+        ]
+        await self._engine.end_deletes(deletes)
+        outcomes = await self._engine.process(builds, ())
+        return [outcomes.get(position, Done()) for position in range(len(batch))]
+
+    def _builds(self, batch: Sequence[Received], now: float) -> list[PendingBuild]:
+        return [
+            pending_build(received, position, now=now, flavors=self._flavors, max_age_s=self._max_age_s)
+            for position, received in enumerate(batch)
+            if isinstance(received.message, BuildRequest)
+        ]

@@ -123,7 +123,7 @@ def replay(
             raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
         if back.too_old:
             shown = ", ".join(back.too_old[:MAX_NAMED]) + (", ..." if len(back.too_old) > MAX_NAMED else "")
-            reason = "older than deletes and releases are remembered, so left where they are (--old sends them, too)"
+            reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
             raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {shown}")
 
     run(body)

@@ -18,6 +18,7 @@ from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
 from bus.port import Transport
+from scheduler_worker.domain.pending import EXPIRED
 from scheduler_worker.retention import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {
@@ -67,7 +68,13 @@ async def send_back(
 
 
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
-    """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be."""
+    """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
+
+    What expired in its queue was to be done by then or not at all; its requester was told so, and what its letter says
+    of its publisher is no proof (`bus.wire.letters_key`).
+    """
+    if letter.code == EXPIRED:
+        return True
     for name, sent_at in _messages(letter):
         if name in KEPT_S:
             keep_s = KEPT_S[name](settings)

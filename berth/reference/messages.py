@@ -86,9 +86,12 @@ workers of two versions understand each other (in an `inventory.update`, too: sp
 What cannot be understood is answered by `refusal.v1` (`code`, `reason`) when `reply-to` is set. With or without it, a
 build or delete request whose `instance_uuid` could be read is answered on the event stream of the project in its
 routing key, by state `refused`; so is one under a uuid that is on record with other content (`request.duplicate`). The
-`sequence` of such an event is 0: outdated for a client that follows the request on record. What no requester was told
-of is parked in the bus's queue `{DEAD_LETTERS}` with the headers `berth-code` and `berth-reason` (`berth dead-letters
-list`); its routing key there is the name of the queue that gave it up.
+`sequence` of such an event is 0: outdated for a client that follows the request on record. A request that was accepted
+and then given up ends with an event as well: `broker.expired` (its publisher set an `expiration`), `delivery.exhausted`
+(each scheduler that took it ended), `delivery.given_up` (a scheduler could not handle it); a build has then `failed`, a
+delete is `refused` with `sequence` 0 and the machine stays. What is given up is parked in the
+bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up
+(`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 

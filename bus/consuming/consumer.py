@@ -31,7 +31,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
-from bus.wire import Codec, Malformed
+from bus.wire import Codec, Malformed, letters_code
 
 __all__ = ["Consumer", "Malformed"]
 
@@ -234,11 +234,14 @@ class Consumer:
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
         exhausted = delivery.delivery_count > self._row.delivery_limit - LAST_DELIVERIES
+        given_up = letters_code(delivery) if self._row.takes_letters else ""
         for read in reads:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            received = Received(read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted)
+            received = Received(
+                read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up
+            )
             opened.append(InFlightMessage(in_flight, received, self._until(read.meta)))
 
     def _until(self, meta: Meta) -> float | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import structlog
 
 from bus import metrics
-from bus.consuming.dead_letters import CODE, REASON
+from bus.consuming.dead_letters import REASON
 from bus.consuming.port import ConsumedBus
 from bus.port import Outgoing, PublishRefused
-from bus.wire import CAUSE, shown
+from bus.wire import CAUSE, CODE, shown
 
 log = structlog.get_logger(__name__)
 

@@ -18,13 +18,25 @@ from msgspec import Struct
 from bus import metrics
 from bus.contracts.catalogue import DEAD, DEAD_LETTERS, RETURN
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.topology import delayed_it
-from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, ORIGINAL_KEY, SENT_AT, TRACEPARENT, shown
+from bus.wire import (
+    ATTEMPT,
+    BATCH,
+    BROKERS,
+    CAUSE,
+    DEADLINE,
+    JSON,
+    MAX_TIME_S,
+    ORIGINAL_KEY,
+    SENT_AT,
+    TRACEPARENT,
+    letters_code,
+    letters_key,
+    shown,
+)
 
 log = structlog.get_logger(__name__)
 
 # Why a message was given up, on the dead letter.
-CODE = "berth-code"
 REASON = "berth-reason"
 EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
@@ -208,18 +220,16 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: _published_key(delivery), ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: letters_key(delivery), ATTEMPT: 0, **headers},
         mandatory=True,
     )
 
 
 def read_letter(position: int, delivery: Delivery) -> DeadLetter:
     """A letter as a person wants to see it."""
-    broker_says = _last_death(delivery)
-    code, reason = _text(delivery, CODE) or "unknown", _text(delivery, REASON)
-    if broker_says:  # then it has the headers of its publisher, who may have written any
+    code, reason = letters_code(delivery) or "unknown", _text(delivery, REASON)
+    if code.startswith(BROKERS):  # then it has the headers of its publisher, who may have written any
         gone = delivery.exchange == RETURN
-        code = f"broker.{broker_says}"
         reason = "its queue was gone when its retry was due" if gone else "given up by the broker"
     return DeadLetter(
         position=position,
@@ -229,7 +239,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         reason=reason,
         type=shown(delivery.type or ""),
         exchange=_text(delivery, EXCHANGE) or delivery.exchange,
-        routing_key=shown(_published_key(delivery) or delivery.routing_key),
+        routing_key=shown(letters_key(delivery) or delivery.routing_key),
         cause=_text(delivery, CAUSE),
         died_at=_died_at(delivery.headers),
         sent_at=_sent_at(delivery.headers),
@@ -239,37 +249,11 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
     )
 
 
-def _last_death(delivery: Delivery) -> str:
-    """Why the broker gave it up; empty: a consumer did. The last death comes first, and is the broker's word alone."""
-    deaths = delivery.headers.get("x-death")
-    last = deaths[0] if isinstance(deaths, list) and deaths else None
-    reason = last.get("reason") if isinstance(last, dict) else None
-    return reason if isinstance(reason, str) else _text(delivery, "x-first-death-reason")
-
-
 def _origin(delivery: Delivery) -> str:
     """The queue that gave it up."""
     if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
         return shown(delivery.routing_key)
     return UNKNOWN
-
-
-def _published_key(delivery: Delivery) -> str:
-    """The routing key that it was first published with, against which it is read again; empty: none is known.
-
-    A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
-    record tells, which a message that is read cannot have brought along (`bus.wire.Codec`). What was delayed had been
-    read before.
-    """
-    if not delivery.headers.keys() & {"x-death", "x-first-death-reason"}:
-        return _text(delivery, ORIGINAL_KEY)
-    deaths = delivery.headers.get("x-death")
-    first = deaths[-1] if isinstance(deaths, list) and deaths else None
-    exchange = first.get("exchange") if isinstance(first, dict) else None
-    if not isinstance(first, dict) or not isinstance(exchange, str) or not exchange or delayed_it(exchange):
-        return ""
-    keys = first.get("routing-keys")
-    return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
 
 
 def _text(delivery: Delivery, name: str) -> str:

@@ -37,7 +37,7 @@ class Received(Struct, frozen=True):
 
     exhausted: it was delivered so often without an end that the broker is about to give it up. A handler that must tell
     its client of every end reports it now, and does nothing else for it: what it did before may be what ended its
-    process.
+    process. given_up: why another queue gave it up, the code of its dead letter; empty: this is none.
     """
 
     message: Message
@@ -46,6 +46,7 @@ class Received(Struct, frozen=True):
     queue: str
     redelivered: bool = False
     exhausted: bool = False
+    given_up: str = ""
 
 
 # A handler gets all that has gathered (at least one) and answers for each, in the same order.

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from bus.clock import new_uuid
 from bus.consuming.dead_lettering import park
-from bus.consuming.dead_letters import CODE, DIED_AT, EXCHANGE, REASON
+from bus.consuming.dead_letters import DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.consuming.port import ConsumedBus
@@ -19,6 +19,7 @@ from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
 from bus.topology import delay_exchange
 from bus.wire import (
+    CODE,
     JSON,
     ORIGINAL_KEY,
     REPLY_PREFIX,
@@ -95,12 +96,15 @@ class OutcomeHandler:
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
 
     def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
-        """A Refusal to the requester, else a dead letter; a queue without dead letters loses it, and logs that."""
+        """A Refusal to the requester, else a dead letter; a queue without dead letters loses it, and logs that.
+
+        Where it is a copy of a dead letter, that one stays.
+        """
         received = item.received
         if received.meta.reply_to is not None:
             self._reply(received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
             return []
-        if self._row.kind is not QueueKind.DURABLE:
+        if self._row.kind is not QueueKind.DURABLE or self._row.takes_letters:
             log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
             return []
         return [self._dead_letter(item, code, reason)]
@@ -137,7 +141,7 @@ class OutcomeHandler:
         """Dead-letter one message whose outcome could not be carried out, with its body and nothing else of its own."""
         received, reason = item.received, f"{type(error).__name__}: {error}"
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
-        if self._row.kind is not QueueKind.DURABLE:
+        if self._row.kind is not QueueKind.DURABLE or self._row.takes_letters:
             return
         letter = Outgoing(
             exchange=DEAD,

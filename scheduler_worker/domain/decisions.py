@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.consuming.outcome import Retry
-from bus.contracts.base import MAX_REASON
+from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
@@ -34,7 +34,6 @@ from scheduler_worker.domain.selector import NoValidHost
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
-EXHAUSTED = "delivery.exhausted"
 STRANDED = "claim.stranded"
 
 
@@ -79,10 +78,9 @@ def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author:
     return _failed(request, NO_HOST, reason, author, funnel=(funnel_step(why.step, hosts, {why.code: hosts}),))
 
 
-def exhausted(request: BuildRequest, author: Author) -> BuildDecision:
-    """A request that was delivered again and again without an end: its client is told before the broker gives it up."""
-    reason = "it was delivered to several schedulers, and none of them finished it"
-    return _failed(request, EXHAUSTED, reason, author)
+def given_up(request: BuildRequest, why: Refusal, author: Author) -> BuildDecision:
+    """A request that its queue has given up, or is about to."""
+    return _failed(request, why.code, why.reason, author)
 
 
 def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> BuildDecision:

@@ -18,7 +18,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import DELETED, Author, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import DELETED, MALFORMED, Author, BuildUpdate, NewBuild, RecordedBuild
 
 # A delete may overtake its build request on the way to another scheduler: so often the record is looked for again.
 DELETE_RETRIES = 2
@@ -136,6 +136,30 @@ def refuse_unknown(
     return refused, [
         OutboxMessage(API, _no_such_instance(one.request, author), one.request.instance_uuid) for one in final
     ]
+
+
+def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None, author: Author) -> BuildEvent | None:
+    """The end of a delete that its queue has given up; None: it has one, or gets it, or the project has no such build.
+
+    Sequence 0: the build goes on as it is, and its events with it.
+    """
+    if build is not None and (
+        build.project_id != request.project_id
+        or build.delete_requested
+        or build.code == UNKNOWN
+        or build.state in (BuildState.DELETING, BuildState.DELETED)
+    ):
+        return None
+    return BuildEvent(
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        state=BuildState.REFUSED,
+        sequence=MALFORMED,
+        terminal=True,
+        code=why.code,
+        reason=why.reason,
+        at=author.at,
+    )
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:

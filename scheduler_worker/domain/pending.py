@@ -12,10 +12,15 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.contracts.stages import Stamps
+from bus.wire import BROKERS
 from scheduler_worker.domain.attempt import CONSUMER_CHANGED, HostClaimed
 from scheduler_worker.domain.builds import ACCEPTED, DECIDED, MALFORMED, Author, BuildStatus, NewBuild, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 
+EXPIRED = f"{BROKERS}expired"
+EXHAUSTED = "delivery.exhausted"
+GIVEN_UP = "delivery.given_up"
+GIVEN_UP_UNSAID = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter tells why")
 TOO_OLD = "request.too_old"
 DUPLICATE = "request.duplicate"
 
@@ -26,8 +31,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet.
 
     position: in its batch. asked_at, taken_at: when it was sent, and when this batch was taken. redelivered: an earlier
-    delivery may have come as far as its claim. delivery: how often its queue has retried it. exhausted: the
-    broker is about to give it up. refusal: why it is to be refused at once, if it is new.
+    delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why
+    its queue has given it up, or is about to; None: it has not. refusal: why it is refused at once, if it is new.
     """
 
     position: int
@@ -37,7 +42,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     taken_at: float
     redelivered: bool = False
     delivery: int = 0
-    exhausted: bool = False
+    given_up: Refusal | None = None
     refusal: Refusal | None = None
 
     @property
@@ -84,9 +89,20 @@ def pending_build(
         taken_at=now,
         redelivered=received.redelivered or meta.attempt > 0,
         delivery=meta.attempt,
-        exhausted=received.exhausted,
+        given_up=given_up_of(received),
         refusal=refusal,
     )
+
+
+def given_up_of(received: Received) -> Refusal | None:
+    """Why the queue of a request has given it up, or is about to; None: it does not."""
+    if received.given_up == EXPIRED:
+        return Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
+    if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
+        return Refusal(code=EXHAUSTED, reason="it was delivered to several schedulers, and none of them finished it")
+    if received.given_up:
+        return Refusal(code=GIVEN_UP, reason=f"a scheduler gave it up; its dead letter tells why ({received.given_up})")
+    return None
 
 
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:

@@ -11,7 +11,7 @@ from typing import Any
 from bus.contracts.base import Message
 from bus.contracts.catalogue.messages import MESSAGES
 from bus.contracts.catalogue.queues import QUEUES
-from bus.contracts.catalogue.rows import COMMANDS, MessageRow, QueueRow
+from bus.contracts.catalogue.rows import COMMANDS, DEAD, MessageRow, QueueRow
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
@@ -63,7 +63,8 @@ def taken_by(queue: str) -> tuple[MessageRow, ...]:
         message
         for message in MESSAGES
         if any(
-            exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key)
+            (exchange == message.exchange and (_admits(pattern, message.key) or pattern == message.batch_key))
+            or (exchange == DEAD and message in taken_by(pattern))
             for exchange, pattern in row.bindings
         )
     )

@@ -44,7 +44,8 @@ class QueueKind(StrEnum):
 class QueueRow(Struct, frozen=True, kw_only=True):
     """One queue: its name (a template), the binding keys on an exchange, and its bounds.
 
-    consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...). retry_s: delays of the
+    consumer: the package of a worker, or "operator". bindings: ((exchange, key pattern), ...); on the exchange of dead
+    letters the key is the name of the queue whose letters it gets as well. retry_s: delays of the
     first, second, ... retry, each one of the bus's; after the last the message is a dead letter. delivery_limit:
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
@@ -63,6 +64,11 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     max_bytes: int = 0
     ttl_s: float | None = None
     declared_by: tuple[str, ...] = ()
+
+    @property
+    def takes_letters(self) -> bool:
+        """Whether it gets copies of dead letters. What it gives up itself is no second letter: the first one stays."""
+        return any(exchange == DEAD for exchange, _ in self.bindings)
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):

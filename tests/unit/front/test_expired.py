@@ -22,11 +22,11 @@ BUILD, CLAIM, REQUEST, DELETE = "cell.build.v1", "placement.claim.v1", "build.re
 QUEUE = "conductor.requests"
 
 
-def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False) -> DeadLetter:
+def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False, code: str = "c") -> DeadLetter:
     sent_at = None if age_s is None else NOW - age_s
     return DeadLetter(
         queue=QUEUE,
-        position=0, id="m", code="c", reason="", type="" if batch else kind, exchange="", routing_key="", cause="",
+        position=0, id="m", code=code, reason="", type="" if batch else kind, exchange="", routing_key="", cause="",
         died_at=NOW, sent_at=sent_at, batch=batch, body=body, headers={},
     )  # fmt: skip
 
@@ -44,6 +44,7 @@ def items(*ages_s: float) -> bytes:
         pytest.param(letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
         pytest.param(letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
         pytest.param(letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
+        pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester was told that it is not done"),
         pytest.param(letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
         pytest.param(letter("", 30 * HOUR_S, body=b'{"type": "cell.build.v1"}'), True, id="named in its body only"),
         pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),

@@ -1,0 +1,164 @@
+"""Whoever gives a request up, the broker or a scheduler, it ends with one terminal event, and is not carried out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from bus.bus import API
+from bus.consuming.dead_letters import list_dead
+from bus.contracts.base import Message, encode
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.port import Transport
+from bus.rabbitmq import RabbitTransport
+from scheduler_worker.cancellations import Cancellations
+from scheduler_worker.domain.attempt import Attempt
+from scheduler_worker.engine import SchedulingEngine
+from tests.integration.scheduler.world import World
+from tests.kit.raw_amqp import long, raw_publisher, table
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(300)]
+
+AT_ONCE = b"0"  # expires unless a consumer takes it at once
+
+
+class Brokered(World):
+    """A world whose API bus is a RabbitMQ."""
+
+    amqp_url = ""
+    prefix = ""
+
+    def transport(self, bus: str) -> Transport:
+        return RabbitTransport(self.amqp_url, name=API, prefix=self.prefix) if bus == API else super().transport(bus)
+
+    async def expired(self, message: Message, *, key: str = "", headers: bytes = b"") -> None:
+        """Publish what no scheduler takes before it expires."""
+        async with raw_publisher(self.amqp_url) as raw:
+            properties = {"expiration": AT_ONCE, **({"headers": headers} if headers else {})}
+            await raw.publish(self.prefix + COMMANDS, key or routing_key(message), encode(message), **properties)
+
+    def ends(self, uuid: str) -> list[BuildEvent]:
+        return [event for event in self.events if event.instance_uuid == uuid and event.terminal]
+
+    async def letters(self) -> list[str]:
+        found = await list_dead(self.buses[API].transport)
+        return [letter.code for letter in found]
+
+
+@pytest.fixture
+async def brokered(postgres_url: str, amqp: tuple[str, str]) -> AsyncIterator[Brokered]:
+    """A scheduler that has declared its queues and is gone."""
+    made = Brokered(postgres_url)
+    made.amqp_url, made.prefix = amqp
+    await made.open()
+    try:
+        await made.placement()
+        await made.scheduler("before")
+        await made.add_hosts("c1", 1)
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.rabbitmq
+async def test_a_request_that_expired_in_the_broker_ends_with_one_event(brokered: Brokered) -> None:
+    await brokered.stop("before")
+    request = brokered.request()
+    await brokered.expired(request)
+    await brokered.scheduler("after")
+    failed = await brokered.ended(request.instance_uuid, BuildState.FAILED)
+    assert (failed.code, failed.terminal) == ("broker.expired", True)
+    other = brokered.request()
+    await brokered.ask(other, request)  # sent again, it is the same request
+    await brokered.ended(other.instance_uuid, BuildState.SCHEDULED)
+    assert len(brokered.ends(request.instance_uuid)) == 1
+    assert [build.spec.instance_uuid for _, build in brokered.builds] == [other.instance_uuid]
+    assert await brokered.letters() == ["broker.expired"], "the letter stays, and there is one"
+
+
+@pytest.mark.rabbitmq
+async def test_a_delete_that_expired_in_the_broker_is_refused_and_deletes_nothing(brokered: Brokered) -> None:
+    request = brokered.request()
+    await brokered.ask(request)
+    await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await brokered.stop("before")
+    await brokered.expired(DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo"))
+    await brokered.scheduler("after")
+    refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.code, refused.terminal, refused.sequence) == ("broker.expired", True, 0)
+    await brokered.delete(request)  # asked again it is carried out
+    await brokered.until(lambda: brokered.deletes)
+    assert await brokered.letters() == ["broker.expired"]
+
+
+@pytest.mark.rabbitmq
+async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(brokered: Brokered) -> None:
+    """The broker (3.10) goes on with a record of its own kind that a publisher has written."""
+    request = brokered.request()
+    await brokered.ask(request)
+    await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await brokered.stop("before")
+    text = b"S"
+    death = table(
+        {
+            b"count": b"l" + bytes(8),
+            b"exchange": text + long((brokered.prefix + COMMANDS).encode()),
+            b"queue": text + long((brokered.prefix + "scheduler.requests").encode()),
+            b"reason": text + long(b"expired"),
+            b"routing-keys": b"A" + long(text + long(b"build.delete.demo")),
+        }
+    )
+    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo")
+    await brokered.expired(delete, key="build.delete.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
+    await brokered.scheduler("after")
+    await brokered.ended(request.instance_uuid, BuildState.REFUSED)  # that it was forged is not to be seen
+    other = brokered.request()
+    await brokered.ask(other)
+    await brokered.ended(other.instance_uuid, BuildState.SCHEDULED)
+    assert not brokered.deletes
+    shown = await brokered.show(request.instance_uuid)
+    assert shown is not None
+    assert shown.state is BuildState.SCHEDULED
+
+
+async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    bad, good = world.request(), world.request()
+    place = SchedulingEngine.place
+
+    async def crashes(engine: SchedulingEngine, asking: Sequence[object], ahead: dict[str, Attempt]) -> object:
+        if any(getattr(one, "request", bad).instance_uuid == bad.instance_uuid for one in asking):
+            raise RuntimeError("planted")
+        return await place(engine, asking, ahead)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SchedulingEngine, "place", crashes)
+    await world.ask(bad, good)
+    failed = await world.ended(bad.instance_uuid, BuildState.FAILED)
+    assert (failed.code, failed.terminal) == ("delivery.given_up", True)
+    assert "handler.crashed" in failed.reason
+    await world.ended(good.instance_uuid, BuildState.SCHEDULED)
+    assert [event.instance_uuid for event in world.events if event.terminal] == [bad.instance_uuid]
+
+
+async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+
+    async def crashes(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cancellations, "delete", crashes)
+        await world.delete(request)
+        refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.code, refused.terminal) == ("delivery.given_up", True)
+    await world.delete(request)
+    await world.until(lambda: world.deletes)
