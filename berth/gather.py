@@ -219,7 +219,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
             one.verdict == KEEP,
         )
         for cell, database in cells.items()
-        for one in await PostgresSafety(database).noted()
+        for one in await PostgresSafety(database).records()
         if one.machine.kind is UnexplainedKind.QUARANTINED
     ]
 

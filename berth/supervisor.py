@@ -32,10 +32,10 @@ class Supervisor:
     async def watch(self) -> None:
         """Until cancelled. Raises ServerFailed when a worker dies again and again."""
         while True:
-            self.look()
+            self.check_workers()
             await self._clock.sleep(LOOK_S)
 
-    def look(self) -> None:
+    def check_workers(self) -> None:
         """Note who died, start again whose pause is over."""
         now = self._clock.monotonic()
         for name, worker in list(self._processes.workers.items()):

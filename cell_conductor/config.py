@@ -27,7 +27,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     report_every_s: between two requests for reports from all hosts (they also report by themselves).
     deleted_keep_s: how long a deleted instance stays on record, so that a late message about it is recognised; longer
     than any message can be under way. failed_keep_s: the same of a failed one; longer than the schedulers keep its
-    request (ended_keep_s), because who deletes it there waits for our word. purge_every_s: between two looks for those
+    request (ended_keep_s), because who deletes it there waits for our word. purge_every_s: how often it looks for those
     that are older. progress_linger_s: an event that is not a build's end leaves with the next message, or after this.
     """
 

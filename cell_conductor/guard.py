@@ -22,12 +22,12 @@ from bus.contracts.cell import (
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, ReportLook, assess
+from .domain.breaker import Finding, ScanFindings, assess
 from .domain.events import Event
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .engine import InstanceEvent
 from .store.port import InstanceStore
-from .store.safety import DESTROY, Noted, Place
+from .store.safety import DESTROY, Place, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -51,47 +51,47 @@ class Guard:
         self._bus = bus
         self._clock = clock
         self._limit = config.breaker_limit
-        self._looks: dict[str, ReportLook] = {}
+        self._scans: dict[str, ScanFindings] = {}
         self._known: dict[Unexplained, None] = {}
-        self._noted: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
+        self._recorded: dict[Place, str] | None = None  # what is on record, and of which service; None: not read yet
 
     async def assess(self, report: ComputeHosts, found: Differences) -> Sequence[tuple[str, Event]]:
-        """What may be done of what this page, with those of the same look before it, found to be harmful."""
+        """What may be done of what this page, with those of the same scan before it, found to be harmful."""
         self._log(report.service, found.unexplained)
         new = await self._note(report, found.unexplained)
-        look = self._look(report)
-        look.pages += 1
-        look.findings += [Finding(uuid, event) for uuid, event in found.harmful]
-        look.quarantined += new
-        is_whole = bool(report.look and report.began)
-        if is_whole and look.pages < report.pages:
-            return ()  # judged with the last page; should one be lost, the next look brings it all again
-        del self._looks[report.service]
-        if not look.findings and not look.quarantined:
+        scan = self._scan_of(report)
+        scan.pages += 1
+        scan.findings += [Finding(uuid, event) for uuid, event in found.harmful]
+        scan.quarantined += new
+        is_whole = bool(report.scan and report.began)
+        if is_whole and scan.pages < report.pages:
+            return ()  # judged with the last page; should one be lost, the next scan brings it all again
+        del self._scans[report.service]
+        if not scan.findings and not scan.quarantined:
             return ()
-        return await self._decide(report, look)
+        return await self._decide(report, scan)
 
-    def _look(self, report: ComputeHosts) -> ReportLook:
-        key = (report.epoch, report.look, report.began)
-        look = self._looks.pop(report.service, None)
-        if look is None or look.key != key or not report.look:
-            look = ReportLook(key)
-        self._looks[report.service] = look
-        if len(self._looks) > MAX_SERVICES:
-            del self._looks[next(iter(self._looks))]
-        return look
+    def _scan_of(self, report: ComputeHosts) -> ScanFindings:
+        key = (report.epoch, report.scan, report.began)
+        scan = self._scans.pop(report.service, None)
+        if scan is None or scan.key != key or not report.scan:
+            scan = ScanFindings(key)
+        self._scans[report.service] = scan
+        if len(self._scans) > MAX_SERVICES:
+            del self._scans[next(iter(self._scans))]
+        return scan
 
-    async def _decide(self, report: ComputeHosts, look: ReportLook) -> Sequence[tuple[str, Event]]:
+    async def _decide(self, report: ComputeHosts, scan: ScanFindings) -> Sequence[tuple[str, Event]]:
         # The comparison read without locks, and a busy cell's records are ahead of its reports: what the table would
-        # ignore (a machine that came up after the look) is no loss, and must not open a breaker.
-        if look.findings:
-            meant = {one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in look.findings])}
-            look.findings = [finding for finding in look.findings if finding.uuid in meant]
-        if not look.findings and not look.quarantined:
+        # ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
+        if scan.findings:
+            meant = {one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])}
+            scan.findings = [finding for finding in scan.findings if finding.uuid in meant]
+        if not scan.findings and not scan.quarantined:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
-        verdict = assess(service, look.findings, look.quarantined, breaker, limit=self._limit, now=now)
+        verdict = assess(service, scan.findings, scan.quarantined, breaker, limit=self._limit, now=now)
         if verdict.tripped is not None:
             await safety.trip(verdict.tripped)
             metrics.TRIPPED.labels(service).inc()
@@ -120,32 +120,32 @@ class Guard:
 
     async def _note(self, report: ComputeHosts, machines: Sequence[Unexplained]) -> list[Unexplained]:
         """Keep what is unexplained on record, and carry out an operator's word; returns what is new in quarantine."""
-        if self._noted is None:
-            self._noted = {noted.place: noted.service for noted in await self._store.safety.noted()}
+        if self._recorded is None:
+            self._recorded = {record.place: record.service for record in await self._store.safety.records()}
         here = {(one.host_uuid, one.uuid) for one in machines}
         seen = {host.uuid for host in report.hosts if host.running is not None}
-        gone = [place for place in self._noted if place[0] in seen and place not in here] if self._noted else []
+        gone = [place for place in self._recorded if place[0] in seen and place not in here] if self._recorded else []
         if gone:
             await self._store.safety.forget(gone)
             for place in gone:
-                del self._noted[place]
-        room = MAX_FOREIGN - sum(service == report.service for service in self._noted.values())
+                del self._recorded[place]
+        room = MAX_FOREIGN - sum(service == report.service for service in self._recorded.values())
         kept: list[Unexplained] = []
         for one in machines:
-            if one.kind is UnexplainedKind.FOREIGN and (one.host_uuid, one.uuid) not in self._noted:
+            if one.kind is UnexplainedKind.FOREIGN and (one.host_uuid, one.uuid) not in self._recorded:
                 room -= 1
                 if room < 0:
                     continue
             kept.append(one)
         if not kept:
             return []
-        noted = await self._store.safety.note(report.service, kept, self._clock.time())
-        self._noted.update({row.place: report.service for row in noted})
-        quarantined = [row for row in noted if row.machine.kind is UnexplainedKind.QUARANTINED]
+        records = await self._store.safety.record(report.service, kept, self._clock.time())
+        self._recorded.update({row.place: report.service for row in records})
+        quarantined = [row for row in records if row.machine.kind is UnexplainedKind.QUARANTINED]
         for row in quarantined:
             if row.verdict == DESTROY:
                 await self._destroy(row)
-        await self._announce(report, [row.machine for row in noted if row.is_new])
+        await self._announce(report, [row.machine for row in records if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:
             metrics.QUARANTINED.labels(report.service).inc(len(new))
@@ -170,21 +170,21 @@ class Guard:
         )
         await self._bus.publish(alarm, cause=report.service)
 
-    async def _destroy(self, noted: Noted) -> None:
+    async def _destroy(self, record: UnexplainedRecord) -> None:
         """An operator has released it to be destroyed: said with every report, until its host has taken the order."""
-        machine = noted.machine
+        machine = record.machine
         log.warning(
             "quarantine.destroyed",
             instance=machine.uuid,
             host=machine.host_uuid,
-            by=noted.decided_by,
+            by=record.decided_by,
             cause=machine.uuid,
         )
         order = Destroy(
             instance_uuid=machine.uuid,
             attempt=machine.attempt,
             host_uuid=machine.host_uuid,
-            service=noted.service,
+            service=record.service,
             deployment=self._store.deployment,
         )
         await self._bus.publish(order, cause=machine.uuid)

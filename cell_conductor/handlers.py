@@ -14,7 +14,7 @@ from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutco
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import BuildAsked, DeleteAsked, Destroyed, Event, HostRuns, Spawned, SpawnFailed
-from .domain.instance import Look
+from .domain.instance import ScanId
 from .domain.report import Differences, Newest, differences
 from .engine import Engine, InstanceEvent
 from .guard import Guard
@@ -145,7 +145,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 service=message.service,
                 begun_at=message.begun_at,
                 ended_at=message.at,
-                look=Look(message.epoch, message.look) if message.epoch else None,
+                scan=ScanId(message.epoch, message.scan) if message.epoch else None,
             )
         case ComputeOutcome.FAILED:
             return SpawnFailed(

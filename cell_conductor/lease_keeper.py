@@ -27,7 +27,7 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 0.25  # between two looks at the leases; what changed within it is told together
+TICK_S = 0.25  # between two checks of the leases; what changed within it is told together
 DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
 KEEP_S = 5.0  # a keeper that does not say so again is replaced after this
 KEEP_AGAIN_S = 1.0

@@ -18,11 +18,11 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-AWAY_PAUSE_S = 2.0  # what we depend on is away: the next look may wait
+AWAY_PAUSE_S = 2.0  # what the cell depends on is unavailable: the next sweep may wait
 
 
 async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
-    """Look for passed deadlines every `sweep_every_s`; a full batch is followed by the next at once.
+    """ScanId for passed deadlines every `sweep_every_s`; a full batch is followed by the next at once.
 
     Conductors share the work: each takes what no other has locked.
     """

@@ -68,6 +68,6 @@ class Answers:
                 final=final,
                 begun_at=begun_at,
                 epoch=self._records.epoch,
-                look=self._records.looks,
+                scan=self._records.scans,
             )
         )

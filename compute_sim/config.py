@@ -56,7 +56,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     A node with an instance of ours stays with the service that its mark names. takes_over: names of services of this
     cell that run no more, whose marked nodes are this service's now.
-    watch_s: between two looks for nodes that came, or went into maintenance; longer when a look takes long.
+    watch_s: between two scans for nodes that came, or went into maintenance; longer when a scan takes long.
     """
 
     url: str = "http://127.0.0.1:6385"

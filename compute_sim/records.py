@@ -70,7 +70,7 @@ class Records:
         self.epoch = 0
         self.version = 0
         self.starts = 0
-        self.looks = 0  # at the hosts, begun in this process: what orders results and reports, whatever clocks do
+        self.scans = 0  # of the hosts, begun in this process: orders results and reports, whatever clocks do
         self.accepted = 0  # builds accepted since the first start in this process
 
     def open(self) -> None:
@@ -159,10 +159,10 @@ class Records:
         self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
         return self.epoch
 
-    def look(self) -> int:
-        """A look at the hosts begins; returns its number."""
-        self.looks += 1
-        return self.looks
+    def begin_scan(self) -> int:
+        """Count one more scan of the hosts; returns its number."""
+        self.scans += 1
+        return self.scans
 
     def versions(self, count: int, now_s: float) -> int:
         """Reserve `count` inventory versions, higher than all before; returns the first."""

@@ -210,7 +210,7 @@ class Reporter:
 
     async def _publish_hosts(self, hosts: list[str] | None) -> None:
         # Before looking: a slow driver must not prove a young machine missing.
-        look, seen_at = self._records.look(), self._clock.time()
+        scan, seen_at = self._records.begin_scan(), self._clock.time()
         # Asked once: a host that is announced is one whose builds are taken.
         known = await self._work.load_hosts()
         running = await self._work.running(hosts)
@@ -237,7 +237,7 @@ class Reporter:
                         seen_at=seen_at,
                         began=began,
                         pages=len(pages),
-                        look=look,
+                        scan=scan,
                     )
                 )
             metrics.ANNOUNCED.labels(self._service).inc(len(page))
@@ -280,7 +280,7 @@ class Reporter:
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
             if not trees:
                 continue
-            # Versions are taken after the driver looked and written down before they are used: a later look has a
+            # Versions are taken after the driver looked and written down before they are used: a later scan has a
             # higher one, also after a restart.
             first = self._records.versions(len(trees), self._clock.time())
             cause = f"{self._service}:{self._records.epoch}"

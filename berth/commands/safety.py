@@ -31,7 +31,7 @@ from berth.render import printable, render_rows
 from berth.site import Site
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import DESTROY, KEEP, Noted, PostgresSafety, Safety
+from cell_conductor.store.safety import DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
 
 quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an operator decides about them.")
 breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost in one report.")
@@ -139,19 +139,21 @@ def reset(
     run(body)
 
 
-async def unexplained(here: Site, cell: str | None, kinds: Sequence[UnexplainedKind]) -> list[tuple[str, Noted]]:
+async def unexplained(
+    here: Site, cell: str | None, kinds: Sequence[UnexplainedKind]
+) -> list[tuple[str, UnexplainedRecord]]:
     """The machines of these kinds that are on record, with their cells."""
-    found: list[tuple[str, Noted]] = []
+    found: list[tuple[str, UnexplainedRecord]] = []
     for name in _cells(here, cell):
         async with _safety(here, name) as safety:
-            found += [(name, one) for one in await safety.noted() if one.machine.kind in kinds]
+            found += [(name, one) for one in await safety.records() if one.machine.kind in kinds]
     return found
 
 
-def show_unexplained(found: Sequence[tuple[str, Noted]], as_json: bool) -> None:
+def show_unexplained(found: Sequence[tuple[str, UnexplainedRecord]], as_json: bool) -> None:
     """As JSON, or as a table."""
     if as_json:
-        print_json([{"cell": name, "noted": one} for name, one in found])
+        print_json([{"cell": name, "record": one} for name, one in found])
         return
     rows = [
         [

@@ -72,14 +72,14 @@ class Sampler:
         self._heat_period_s = HEAT_S
 
     async def watch(self) -> None:
-        """Look, again and again, until cancelled or told to stop."""
+        """ScanId, again and again, until cancelled or told to stop."""
         while not self.stopping:
             await self._clock.sleep(self._period_s)
-            self._on_sample(await self.look())
+            self._on_sample(await self.take_sample())
             if self._now() >= self._next_heat:
-                await self.look_at_hosts()
+                await self.sample_hosts()
 
-    async def look(self) -> Sample:
+    async def take_sample(self) -> Sample:
         """One row, from the row before until now."""
         depths = await self._depths()
         run, now = self._run, self._now()
@@ -113,7 +113,7 @@ class Sampler:
             self._period_s *= 2
         return row
 
-    async def look_at_hosts(self) -> None:
+    async def sample_hosts(self) -> None:
         """How full each host is, as a scheduler's replica has it."""
         began = self._now()
         self._next_heat = began + self._heat_period_s

@@ -45,8 +45,8 @@ async def recorded(
         sampler.stopping = True
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    await sampler.look()
-    await sampler.look_at_hosts()
+    await sampler.take_sample()
+    await sampler.sample_hosts()
     boots, deletes = run.boots.operations(), run.deletes.operations()
     return LoadRecord(
         settings=settings_of(run, **settings),

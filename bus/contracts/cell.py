@@ -119,8 +119,8 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     """How one attempt ended on its host. May come late, twice, or never.
 
     final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
-    begun_at: when the service took the command (0: it does not remember); at: when it says this. look: how many looks
-    at its hosts the service had begun then, in this epoch (epoch 0: not said); see ComputeHosts.
+    begun_at: when the service took the command (0: it does not remember); at: when it says this. scan: how many scans
+    of its hosts the service had begun then, in this epoch (epoch 0: not said); see ComputeHosts.
     """
 
     instance_uuid: Uuid
@@ -134,7 +134,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     final: bool = False
     begun_at: float = 0.0
     epoch: int = 0
-    look: int = 0
+    scan: int = 0
 
 
 class ReportHosts(Message, frozen=True, kw_only=True, tag="compute.report.v1"):
@@ -185,8 +185,8 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     epoch: rises with every start of the service; sequence rises within it: older ones lose. began: the
     sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
-    to look; what came to be later may be missing here (0: when it was sent). look: which look of this epoch it tells of
-    (0: not said): no clock that is set makes an earlier look a later one.
+    this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
+    (0: not said): unlike a time, it cannot go back when a clock is set.
     """
 
     service: Word
@@ -198,7 +198,7 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     seen_at: float = 0.0
     began: int = 0
     pages: int = 1
-    look: int = 0
+    scan: int = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):

@@ -229,4 +229,4 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     reason: Reason = ""
     at: float = 0.0
     epoch: int = 0
-    look: int = 0
+    scan: int = 0

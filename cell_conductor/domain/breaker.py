@@ -87,8 +87,8 @@ def assess(
     return BreakerVerdict(held=len(findings), tripped=tripped)
 
 
-class ReportLook:
-    """What the pages of one look at a service's hosts have brought so far: it is judged as a whole."""
+class ScanFindings:
+    """What the pages of one scan of a service's hosts have brought so far. A scan is assessed as a whole."""
 
     def __init__(self, key: tuple[int, int, int]) -> None:
         self.key = key

@@ -9,7 +9,7 @@ from bus.contracts.groups import ServerGroup
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
-from .instance import Look
+from .instance import ScanId
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class DeleteAsked(Event, frozen=True, kw_only=True):
 class Spawned(Event, frozen=True, kw_only=True):
     """A host says that an attempt runs. begun_at, ended_at: by its own clock (0: not known).
 
-    look: the last that its service had begun then (None: not said).
+    scan: the last that its service had begun then (None: not said).
     """
 
     attempt: int
@@ -49,7 +49,7 @@ class Spawned(Event, frozen=True, kw_only=True):
     service: str
     begun_at: float = 0.0
     ended_at: float = 0.0
-    look: Look | None = None
+    scan: ScanId | None = None
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
@@ -103,27 +103,27 @@ class Released(Event, frozen=True, kw_only=True):
 class HostRuns(Event, frozen=True, kw_only=True):
     """A host's report lists this instance, with the mark of this deployment. seen_at: when the host made the report.
 
-    look: which look it tells of. built: the machine is certainly complete.
+    scan: which scan it tells of. built: the machine is certainly complete.
     """
 
     attempt: int
     host_uuid: str
     service: str
     seen_at: float
-    look: Look | None = None
+    scan: ScanId | None = None
     built: bool = True
 
 
 class HostMissing(Event, frozen=True, kw_only=True):
     """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock.
 
-    look: which look it tells of (None: not said).
+    scan: which scan it tells of (None: not said).
     """
 
     host_uuid: str
     seen_at: float
     service: str = ""
-    look: Look | None = None
+    scan: ScanId | None = None
 
 
 class ServiceLost(Event, frozen=True, kw_only=True):

@@ -35,8 +35,8 @@ UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
 FIRST_SEQUENCE = 10
 
 
-class Look(Struct, frozen=True, order=True):
-    """One look of a compute service at its machines: later ones are greater, also when its clock was set."""
+class ScanId(Struct, frozen=True, order=True):
+    """Names one scan of a compute service over its machines: later ones are greater, also when its clock was set."""
 
     epoch: int
     number: int
@@ -48,8 +48,8 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
-    up_at, up_look: when its host was first known to run it, by that host's own clock, and how many looks at its
-    machines it had begun then (None: never, or not said).
+    up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its
+    machines had begun then (None: never, or not said).
     answered: the build request got its terminal event. cause: the request that last asked for something.
     asked: the attempt's deadline has passed, and its host was asked. doubted: the database was set back while this was
     being built, so only the hosts know what has become of it since.
@@ -70,7 +70,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline: float | None = None
     since: float = 0.0
     up_at: float | None = None
-    up_look: Look | None = None
+    up_scan: ScanId | None = None
     answered: bool = False
     asked: bool = False
     doubted: bool = False

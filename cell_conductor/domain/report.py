@@ -11,7 +11,7 @@ from msgspec import Struct
 from bus.contracts.cell import ComputeHosts, Running
 
 from .events import Event, HostMissing, HostRuns
-from .instance import Look, State
+from .instance import ScanId, State
 from .proof import DELETE_ASKED, OnRecord, is_over
 
 
@@ -113,7 +113,7 @@ def differences(
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         if (record.host_uuid, record.uuid) not in listed and counts:
             gone = HostMissing(
-                at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, look=_look(report)
+                at=now, host_uuid=record.host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report)
             )
             (harmful if record.state is State.ACTIVE else events).append((record.uuid, gone))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained))
@@ -151,13 +151,13 @@ def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_a
         host_uuid=host_uuid,
         service=report.service,
         seen_at=seen_at,
-        look=_look(report),
+        scan=_scan(report),
         built=one.built,
     )
 
 
-def _look(report: ComputeHosts) -> Look | None:
-    return Look(report.epoch, report.look) if report.look else None
+def _scan(report: ComputeHosts) -> ScanId | None:
+    return ScanId(report.epoch, report.scan) if report.scan else None
 
 
 # So many compute services are remembered at most; the one heard of longest ago is forgotten first.

@@ -115,7 +115,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -
         deadline=None,
         since=event.at,
         up_at=_by_its_clock(event),
-        up_look=event.look,
+        up_scan=event.scan,
         answered=True,
         asked=False,
         doubted=False,
@@ -141,7 +141,7 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Tim
     """The current attempt runs, as known, perhaps under another service now. An older one is destroyed."""
     if _is_ours(instance, event):
         moved = _at_service(instance, event.service)
-        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_look=event.look))
+        return Step(instance if moved is instance else replace(moved, up_at=_by_its_clock(event), up_scan=event.scan))
     return destroy_orphan(instance, event, timeouts)
 
 
@@ -513,8 +513,8 @@ def _is_gone(instance: Instance, event: Destroyed | HostMissing, timeouts: Timeo
     if isinstance(event, Destroyed):
         return event.attempt >= instance.attempt
     if instance.state is State.ACTIVE and event.service == instance.here.service:
-        if instance.up_look is not None and event.look is not None:
-            return event.look > instance.up_look  # no clock: the host's may have been set since
+        if instance.up_scan is not None and event.scan is not None:
+            return event.scan > instance.up_scan  # no clock: the host's may have been set since
         if instance.up_at is not None:
             return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
     return event.seen_at > instance.since + timeouts.report_grace_s

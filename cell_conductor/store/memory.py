@@ -21,7 +21,7 @@ from cell_conductor.domain.leases import Lease
 from .memory_leases import Keeper, MemoryLeases
 from .memory_safety import MemorySafety
 from .port import Brief, DatabaseChange, KnownDatabase
-from .safety import Noted
+from .safety import UnexplainedRecord
 from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 HANDLER = "conductor"
@@ -38,7 +38,7 @@ class MemoryInstanceTable(MemoryDatabase):
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
         self.instances: dict[str, Instance] = {}
-        self.unexplained: dict[tuple[str, str], Noted] = {}
+        self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
         self.leases: dict[str, Lease] = {}
         self.lease_keeper: dict[str, Keeper] = {}

@@ -12,13 +12,13 @@ from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
-from .safety import Noted, Place
+from .safety import Place, UnexplainedRecord
 
 
 class Tables(Protocol):
     """The committed rows."""
 
-    unexplained: dict[Place, Noted]
+    unexplained: dict[Place, UnexplainedRecord]
     breakers: dict[str, Breaker]
 
 
@@ -29,28 +29,28 @@ class MemorySafety:
         self._table = table
         self._session = session
 
-    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
+    async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            made: dict[Place, Noted] = {}
+            made: dict[Place, UnexplainedRecord] = {}
             for machine in machines:
-                noted = Noted(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
-                before = self._table.unexplained.get(noted.place)
+                record = UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
+                before = self._table.unexplained.get(record.place)
                 if before is not None:
                     is_same = (before.machine.attempt, before.machine.kind) == (machine.attempt, machine.kind)
                     verdict = before.verdict if is_same else ""
-                    noted = replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
-                made[noted.place] = noted
-            kept = {place: replace(noted, is_new=False) for place, noted in made.items()}
+                    record = replace(before, machine=machine, service=service, last_seen=now, verdict=verdict)
+                made[record.place] = record
+            kept = {place: replace(record, is_new=False) for place, record in made.items()}
             transaction.will(partial(self._table.unexplained.update, kept))
             return list(made.values())
 
-    async def noted(self) -> list[Noted]:
+    async def records(self) -> list[UnexplainedRecord]:
         """All of them."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
-            return [noted for _, noted in sorted(self._table.unexplained.items())]
+            return [record for _, record in sorted(self._table.unexplained.items())]
 
     async def forget(self, places: Sequence[Place]) -> None:
         """One transaction."""
@@ -63,9 +63,9 @@ class MemorySafety:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             decided = {
-                place: replace(noted, verdict=verdict, decided_by=by, decided_at=now)
-                for place, noted in self._table.unexplained.items()
-                if noted.machine.uuid == uuid and noted.machine.kind is UnexplainedKind.QUARANTINED
+                place: replace(record, verdict=verdict, decided_by=by, decided_at=now)
+                for place, record in self._table.unexplained.items()
+                if record.machine.uuid == uuid and record.machine.kind is UnexplainedKind.QUARANTINED
             }
             transaction.will(partial(self._table.unexplained.update, decided))
             return len(decided)
@@ -100,6 +100,6 @@ class MemorySafety:
             return True
 
 
-def _drop(rows: dict[Place, Noted], places: Sequence[Place]) -> None:
+def _drop(rows: dict[Place, UnexplainedRecord], places: Sequence[Place]) -> None:
     for place in places:
         rows.pop(place, None)

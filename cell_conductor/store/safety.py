@@ -1,6 +1,6 @@
 """What is kept of machines that no record explains, and of the breakers: a port, PostgreSQL and memory.
 
-Machines are noted with each report that has them, and forgotten when their host is seen without them. An operator's
+Machines are recorded with each report that has them, and forgotten when their host is seen without them. An operator's
 word on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
 """
 
@@ -23,8 +23,8 @@ KEEP = "keep"
 Place = tuple[str, str]  # (host uuid, instance uuid)
 
 
-class Noted(Struct, frozen=True, kw_only=True):
-    """One machine on record. verdict: an operator's word, "" until there is one. is_new: with this very note."""
+class UnexplainedRecord(Struct, frozen=True, kw_only=True):
+    """One machine on record. verdict: an operator's word, "" until there is one. is_new: recorded by this call."""
 
     machine: Unexplained
     service: str
@@ -44,10 +44,10 @@ class Noted(Struct, frozen=True, kw_only=True):
 class Safety(Protocol):
     """Machines that no record explains, and breakers."""
 
-    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
-        """Put these on record, or note that they are still there. Another attempt asks for another verdict."""
+    async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
+        """Put these on record, or record that they are still there. Another attempt asks for another verdict."""
 
-    async def noted(self) -> list[Noted]:
+    async def records(self) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""
 
     async def forget(self, places: Sequence[Place]) -> None:
@@ -71,7 +71,7 @@ class Safety(Protocol):
 
 _ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"
 _WORD = "verdict, decided_by, decided_at"
-NOTE = f"""
+RECORD = f"""
 INSERT INTO unexplained AS u (host_uuid, instance_uuid, attempt, service, kind, why, first_seen, last_seen)
 SELECT h, i, a, $5, k, w, $6, $6
 FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $7::text[]) AS n (h, i, a, k, w)
@@ -82,7 +82,7 @@ ON CONFLICT (host_uuid, instance_uuid) DO UPDATE SET
     verdict = CASE WHEN (u.attempt, u.kind) = (excluded.attempt, excluded.kind) THEN u.verdict ELSE '' END
 RETURNING {_ROW}, {_WORD}, xmax = 0 AS is_new
 """
-NOTED = f"SELECT {_ROW}, {_WORD}, false FROM unexplained ORDER BY host_uuid, instance_uuid"
+RECORDS = f"SELECT {_ROW}, {_WORD}, false FROM unexplained ORDER BY host_uuid, instance_uuid"
 FORGET = """
 DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
 WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
@@ -106,7 +106,7 @@ class PostgresSafety:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def note(self, service: str, machines: Sequence[Unexplained], now: float) -> list[Noted]:
+    async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
         """One statement."""
         rows = {(one.host_uuid, one.uuid): one for one in machines}.values()
         columns = (
@@ -116,13 +116,13 @@ class PostgresSafety:
             [one.kind.value for one in rows],
         )
         async with self._database.raw() as connection:
-            found = await connection.fetch(NOTE, *columns, service, now, [one.why for one in rows])
-        return [_noted(row) for row in found]
+            found = await connection.fetch(RECORD, *columns, service, now, [one.why for one in rows])
+        return [_record_of(row) for row in found]
 
-    async def noted(self) -> list[Noted]:
+    async def records(self) -> list[UnexplainedRecord]:
         """One statement."""
         async with self._database.raw() as connection:
-            return [_noted(row) for row in await connection.fetch(NOTED)]
+            return [_record_of(row) for row in await connection.fetch(RECORDS)]
 
     async def forget(self, places: Sequence[Place]) -> None:
         """One statement."""
@@ -164,7 +164,7 @@ class PostgresSafety:
         return True
 
 
-def _noted(row: Sequence[object]) -> Noted:
+def _record_of(row: Sequence[object]) -> UnexplainedRecord:
     host, instance, attempt, service, kind, why, first, last, verdict, by, at, is_new = row
     return msgspec.convert(
         {
@@ -177,5 +177,5 @@ def _noted(row: Sequence[object]) -> Noted:
             "decided_at": at,
             "is_new": is_new,
         },
-        Noted,
+        UnexplainedRecord,
     )

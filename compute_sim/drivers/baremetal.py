@@ -243,7 +243,7 @@ class BareMetal:
                 return
             if self._clock.monotonic() > deadline:
                 raise DriverUnavailable(f"the node is still in {node.provision_state}")
-            # What Ironic says to these does not matter (the node may be locked just now): the next look tells.
+            # What Ironic says to these does not matter (the node may be locked just now): the next scan tells.
             if node.provision_state == "available":  # taken, and not deployed
                 # Removing the mark first fails, and with it the whole PATCH, when the node is not ours any more.
                 patch = [{"op": "remove", "path": MARK}, {"op": "remove", "path": "/instance_uuid"}]
@@ -263,7 +263,7 @@ class BareMetal:
         self._changed = callback
 
     async def watch(self) -> None:
-        """Look for nodes that have not been announced, until cancelled.
+        """ScanId for nodes that have not been announced, until cancelled.
 
         ironic_sync tells the book of a node at once; no build goes there before its compute service has announced it.
         What went is told with the next whole announcement: the book has dropped it already.
@@ -309,7 +309,7 @@ class BareMetal:
             raise Reschedule("node.refused", f"Ironic answered {answer.status_code} to taking the node")
 
     async def _deploy(self, build: Build) -> None:
-        """Ask for it. A conflict (the node is locked just now) is seen at the next look, and asked again."""
+        """Ask for it. A conflict (the node is locked just now) is seen at the next scan, and asked again."""
         answer = await self._change("PUT", f"/v1/nodes/{build.host_uuid}/states/provision", {"target": "active"})
         if answer.is_error and answer.status_code != httpx.codes.CONFLICT:
             raise Reschedule("node.refused", f"Ironic answered {answer.status_code} to deploying the node")

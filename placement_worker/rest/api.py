@@ -16,11 +16,11 @@ from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import Provider
 from placement_worker.replica.local import LocalReplica
-from placement_worker.rest.aside import Aside
 from placement_worker.rest.bodies import Body
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
+from placement_worker.rest.offload import OffloadThread
 from placement_worker.rest.query import is_canonical
 from placement_worker.store.rest_port import Listing, ProviderRow, RestStore
 
@@ -55,8 +55,8 @@ class Api:
     ) -> None:
         self.store = store
         self.replica = replica
-        self.searches = Aside("search")
-        self.texts = Aside("text")  # bodies that are wrong, and long answers
+        self.searches = OffloadThread("search")
+        self.texts = OffloadThread("text")  # bodies that are wrong, and long answers
         self.classes_seen = (0, 0)  # the classes that the replica had when names were last read for its sake
         self.config = config
         self.clock = clock
@@ -87,7 +87,7 @@ class Api:
         self.texts.close()
 
     async def parse(self, kind: Body[T], body: bytes) -> T:
-        """A body as its type; what is wrong with a long one is found out aside. Raises HttpFault 400, TooBusy."""
+        """A body as its type; a long one that is wrong is examined in a thread. Raises HttpFault 400, TooBusy."""
         parsed = kind.decode(body)
         if parsed is not None:
             return parsed
@@ -96,7 +96,7 @@ class Api:
         return await self.texts.run(lambda: kind.explain(body))
 
     async def listed(self, rows: Sequence[Row], text: Callable[[Row], bytes]) -> bytes:
-        """The rows' texts with commas between; those of many are made aside. Raises TooBusy."""
+        """The rows' texts with commas between; those of many are made in a thread. Raises TooBusy."""
 
         def joined() -> bytes:
             return b",".join(map(text, rows))

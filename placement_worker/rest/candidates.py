@@ -17,7 +17,7 @@ from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response
 from placement_worker.rest.summaries import summaries
 
-# How long a search may hold the event loop before it is begun anew aside.
+# How long a search may hold the event loop before it is begun anew in a thread.
 AT_ONCE_S = 0.02
 
 # Providers named in an answer, candidate by candidate and slot by slot, that are written on the event loop.

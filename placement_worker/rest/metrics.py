@@ -21,7 +21,7 @@ GROUP_ITEMS = Histogram(
 )
 REPLICA = Gauge("berth_placement_rest_replica_sequence", "The feed number that this process's replica is at.")
 
-ASIDE = Counter("berth_placement_rest_aside", "Work too long for the event loop, done in a thread, by kind.", ["kind"])
+OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
 LET_GO = Counter("berth_placement_rest_let_go", "Clients that were let go, by what they were too slow at.", ["at"])
 GATHERING = Gauge("berth_placement_rest_gathering_bytes", "Bytes of request bodies that are not whole yet.")
 

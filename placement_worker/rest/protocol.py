@@ -53,14 +53,14 @@ class Protocol(HttpToolsProtocol):
     _head_since: float | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _looks = 0
+    _checks = 0
     _idle_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: it has so long to send its first request's head."""
         super().connection_made(transport)
         self._head_since = self.loop.time()
-        self._look_at_head()
+        self._check_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
@@ -95,12 +95,12 @@ class Protocol(HttpToolsProtocol):
         self._idle_bytes = 0
         super().on_headers_complete()
 
-    def _look_at_head(self) -> None:
+    def _check_head(self) -> None:
         left = HEAD_TIMEOUT_S
         if self._head_since is not None:
             left -= self.loop.time() - self._head_since
         if left > 0:
-            self._head_timer = self.loop.call_later(left, self._look_at_head)
+            self._head_timer = self.loop.call_later(left, self._check_head)
         else:
             self.let_go("head")
 
@@ -116,7 +116,7 @@ class Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """More waits to be sent than the system takes: the client has to read now."""
         super().pause_writing()
-        self._looks = 0
+        self._checks = 0
         self._await_reading()
 
     def resume_writing(self) -> None:
@@ -136,15 +136,15 @@ class Protocol(HttpToolsProtocol):
         self.unsent.waits(self, size)
         if self._write_timer is not None:
             self._write_timer.cancel()
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self._look, size)
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_progress, size)
 
-    def _look(self, before: int) -> None:
+    def _check_progress(self, before: int) -> None:
         """Whether it reads at all, and is not forever about it."""
-        self._looks += 1
+        self._checks += 1
         size = self._unsent_bytes()
         if not size:
             self._is_read()
-        elif size >= before or self._looks >= WRITE_TIMEOUTS:
+        elif size >= before or self._checks >= WRITE_TIMEOUTS:
             self.let_go("read")
         else:
             self._await_reading()

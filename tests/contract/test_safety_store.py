@@ -45,22 +45,22 @@ async def test_the_identity_is_the_schemas_own(store: InstanceStore) -> None:
 
 
 async def test_what_is_noted_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
-    first = await safety.note("s", [OURS, FOREIGN], 1.0)
+    first = await safety.record("s", [OURS, FOREIGN], 1.0)
     assert {(one.machine.uuid, one.is_new, one.first_seen) for one in first} == {(A, True, 1.0), (B, True, 1.0)}
-    (again,) = await safety.note("t", [OURS], 2.0)
+    (again,) = await safety.record("t", [OURS], 2.0)
     assert (again.is_new, again.service, again.first_seen, again.last_seen) == (False, "t", 1.0, 2.0)
-    assert [(one.machine.uuid, one.is_new) for one in await safety.noted()] == [(A, False), (B, False)]
+    assert [(one.machine.uuid, one.is_new) for one in await safety.records()] == [(A, False), (B, False)]
     await safety.forget([(HOST, A), (HOST, HOST)])
-    assert [one.machine for one in await safety.noted()] == [FOREIGN]
+    assert [one.machine for one in await safety.records()] == [FOREIGN]
 
 
 async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(safety: Safety) -> None:
-    await safety.note("s", [OURS, FOREIGN], 1.0)
+    await safety.record("s", [OURS, FOREIGN], 1.0)
     assert await safety.decide(B, DESTROY, "op", 2.0) == 0, "a foreign machine is not for berth to destroy"
     assert await safety.decide(A, KEEP, "op", 2.0) == 1
-    (kept,) = await safety.note("s", [OURS], 3.0)
+    (kept,) = await safety.record("s", [OURS], 3.0)
     assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
-    (newer,) = await safety.note("s", [replace(OURS, attempt=4)], 4.0)
+    (newer,) = await safety.record("s", [replace(OURS, attempt=4)], 4.0)
     assert newer.verdict == ""
 
 

@@ -227,7 +227,7 @@ def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
     real = rules._is_gone
 
     def is_gone(instance: Any, event: Any, patience: Any) -> bool:
-        return real(replace(instance, up_look=None), event, patience)
+        return real(replace(instance, up_scan=None), event, patience)
 
     return patch.object(rules, "_is_gone", is_gone)
 

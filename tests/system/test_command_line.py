@@ -348,7 +348,7 @@ def test_check_tells_of_an_open_breaker_and_of_machines_in_quarantine(berth: Ber
         await database.open()
         safety = PostgresSafety(database)
         await safety.trip(Breaker(service="s", tripped_at=0.0, lost=6))
-        await safety.note("s", [machine], 0.0)
+        await safety.record("s", [machine], 0.0)
         await database.close()
 
     asyncio.run(put_on_record())

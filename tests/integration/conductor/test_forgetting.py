@@ -83,16 +83,16 @@ async def test_a_report_from_before_a_hosts_clock_was_set_back_does_not_kill_wha
         outcome=ComputeOutcome.ACTIVE,
         at=now - 240.0,
         epoch=1,
-        look=7,
+        scan=7,
     )
     await cell.around.bus.publish(built)
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     hosts = (HostReport(uuid=host, name="host-1", running=()),)
-    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=now - 1.0, look=7)
+    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=now - 1.0, scan=7)
     await _hears(cell, before)
     assert await cell.state(uuid) is State.ACTIVE
     del cell.around.running[host, uuid]
-    await _hears(cell, replace(before, sequence=2, seen_at=now - 239.0, look=8))
+    await _hears(cell, replace(before, sequence=2, seen_at=now - 239.0, scan=8))
     await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)
 
 

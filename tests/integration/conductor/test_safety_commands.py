@@ -41,19 +41,20 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
         await store.open()
     safety = stores[0].safety
     ours = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
-    await safety.note("s", [ours, Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")], 1.0)
+    foreign = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
+    await safety.record("s", [ours, foreign], 1.0)
     await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
 
     status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL, "--json")
-    assert status == 0 and [one["noted"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
+    assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
     status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL, "--json")
-    assert status == 0 and [one["noted"]["machine"]["uuid"] for one in listed] == [A]
+    assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]
     status, said = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL)
     assert status == 1 and "quarantine" in said, "a foreign machine is not for berth to destroy"
     status, said = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL)
     assert status == 2 and "--keep" in said
     status, _ = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL)
-    assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.noted()} == {
+    assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.records()} == {
         ("destroy", "op"),
         ("", ""),
     }

@@ -55,7 +55,7 @@ async def test_what_is_wrong_with_a_long_body_is_found_aside(
         host = await placement.host(MEMORY_MB=4)
         wrong = json.dumps([*({} for _ in range(api.EXPLAINED_AT_ONCE))])
         gate = Gate(bodies._check_depth)
-        before = metrics.ASIDE.labels("text")._value.get()
+        before = metrics.OFFLOADED.labels("text")._value.get()
         put = placement.client.put(f"/resource_providers/{host}/aggregates", content=wrong, headers=ADMIN)
         long = asyncio.create_task(put)
         with monkeypatch.context() as patch:
@@ -64,7 +64,7 @@ async def test_what_is_wrong_with_a_long_body_is_found_aside(
             answer = await long
         assert answer.status_code == 400
         assert "is not of type" in answer.text
-        assert metrics.ASIDE.labels("text")._value.get() == before + 1
+        assert metrics.OFFLOADED.labels("text")._value.get() == before + 1
 
 
 async def test_a_long_list_of_providers_is_written_aside(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

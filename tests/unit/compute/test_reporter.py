@@ -105,8 +105,8 @@ async def test_a_result_that_is_told_during_a_look_is_not_older_than_it() -> Non
     for _ in range(2):
         await announced(world, world.records)
     reports = [message for message in world.said if isinstance(message, ComputeHosts)]
-    assert [result.look for result in world.results] == [0, 1, 2]
-    assert [report.look for report in reports] == [1, 2]
+    assert [result.scan for result in world.results] == [0, 1, 2]
+    assert [report.scan for report in reports] == [1, 2]
     assert {said.epoch for said in (*world.results, *reports)} == {world.records.epoch}
 
 

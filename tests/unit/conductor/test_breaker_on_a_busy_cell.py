@@ -10,7 +10,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Selection
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, Look, State
+from cell_conductor.domain.instance import Instance, ScanId, State
 from cell_conductor.domain.report import differences
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
@@ -39,7 +39,7 @@ def active(number: int) -> Instance:
         spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
         selections=(here,),
         attempt=1,
-        up_look=Look(EPOCH, UP_LOOK),
+        up_scan=ScanId(EPOCH, UP_LOOK),
         since=50.0,
     )
 
@@ -63,7 +63,7 @@ async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look
         sequence=9,
         hosts=(HostReport(uuid=HOST, name="h", running=()),),
         seen_at=100.0,
-        look=look,
+        scan=look,
         began=9,
     )
     briefs = await store.briefs([HOST], [])

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import Look, State
+from cell_conductor.domain.instance import ScanId, State
 from cell_conductor.domain.report import Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
 
@@ -125,9 +125,9 @@ def test_what_another_service_misses_counts_after_the_grace_only() -> None:
 
 def test_which_look_a_report_tells_of_goes_with_what_it_found() -> None:
     for made in (report((A, 1)), report()):
-        for number, look in ((0, None), (7, Look(2, 7))):
-            (event,) = found(replace(made, epoch=2, look=number), brief(State.ACTIVE, attempt=2))
-            assert isinstance(event, HostRuns | HostMissing) and event.look == look
+        for number, look in ((0, None), (7, ScanId(2, 7))):
+            (event,) = found(replace(made, epoch=2, scan=number), brief(State.ACTIVE, attempt=2))
+            assert isinstance(event, HostRuns | HostMissing) and event.scan == look
 
 
 def test_what_its_own_service_misses_is_for_the_machine_to_judge() -> None:

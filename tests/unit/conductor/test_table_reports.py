@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, Look, State
+from cell_conductor.domain.instance import Instance, ScanId, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.scenario import (
@@ -70,35 +70,35 @@ def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hi
 
 
 @pytest.mark.parametrize("set_by_s", [240.0, -240.0])
-@pytest.mark.parametrize("after", [Look(5, 4), Look(6, 1)])
+@pytest.mark.parametrize("after", [ScanId(5, 4), ScanId(6, 1)])
 def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lost_one(
-    set_by_s: float, after: Look
+    set_by_s: float, after: ScanId
 ) -> None:
     """Set back after a look and before the build ended, its clock made the look the later, and the machine lost."""
-    up = run(asked(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, look=Look(5, 3)))
-    before = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=Look(5, 3))
-    for earlier in (before, replace(before, look=Look(4, 9))):
+    up = run(asked(), replace(spawned(at=110.0), ended_at=110.0 + set_by_s, scan=ScanId(5, 3)))
+    before = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=ScanId(5, 3))
+    for earlier in (before, replace(before, scan=ScanId(4, 9))):
         assert run(earlier, start=up.instance).instance.state is State.ACTIVE
-    gone = replace(before, seen_at=111.0, look=after)
+    gone = replace(before, seen_at=111.0, scan=after)
     assert run(gone, start=up.instance).instance.state is State.GIVING_UP
 
 
 def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
-    seen = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0, look=Look(5, 3))
+    seen = e.HostRuns(at=112.0, attempt=1, host_uuid=host(1), service="s1", seen_at=112.0, scan=ScanId(5, 3))
     for up in (run(asked(), seen), run(asked(), spawned(at=110.0), replace(seen, service="heir"))):
         missed = e.HostMissing(
-            at=1.0, host_uuid=host(1), seen_at=999.0, service=up.instance.here.service, look=Look(5, 3)
+            at=1.0, host_uuid=host(1), seen_at=999.0, service=up.instance.here.service, scan=ScanId(5, 3)
         )
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
-        missed = replace(missed, seen_at=1.0, look=Look(5, 4))
+        missed = replace(missed, seen_at=1.0, scan=ScanId(5, 4))
         assert run(missed, start=up.instance).instance.state is State.GIVING_UP
 
 
 def test_a_host_that_says_no_look_is_judged_by_its_clock() -> None:
     """Its service is of a release that counted none, at the report or at the build."""
-    for told, seen in ((None, Look(5, 4)), (Look(5, 3), None)):
-        up = run(asked(), replace(spawned(at=110.0), ended_at=110.0, look=told))
-        missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", look=seen)
+    for told, seen in ((None, ScanId(5, 4)), (ScanId(5, 3), None)):
+        up = run(asked(), replace(spawned(at=110.0), ended_at=110.0, scan=told))
+        missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=seen)
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
         assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP
 

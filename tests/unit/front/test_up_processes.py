@@ -84,20 +84,20 @@ async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(
     clock, said = HandClock(), list[str]()
     supervisor = Supervisor(processes, clock=clock, say=said.append)
     before = await died(processes)
-    supervisor.look()
+    supervisor.check_workers()
     again = processes.workers["scheduler1"]
     assert again.process is not before.process
     assert (again.arguments, again.settings) == (("scheduler",), {"BERTH_X": "1"})
     for _ in range(MAX_DEATHS - 1):
         fallen = await died(processes)
-        supervisor.look()
+        supervisor.check_workers()
         assert processes.workers["scheduler1"] is fallen, "a pause first"
         clock.now += supervisor_module.LONGEST_PAUSE_S
-        supervisor.look()
+        supervisor.check_workers()
         assert processes.workers["scheduler1"] is not fallen
     await died(processes)
     with pytest.raises(ServerFailed, match=r"(?s)status 7, 5 times within 60 s.*I fell"):
-        supervisor.look()
+        supervisor.check_workers()
     assert len(said) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in said)
 
 
@@ -106,7 +106,7 @@ async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
     supervisor = Supervisor(processes, clock=clock, say=lambda said: None)
     for _ in range(MAX_DEATHS + 2):
         fallen = await died(processes)
-        supervisor.look()
+        supervisor.check_workers()
         assert processes.workers["scheduler1"] is not fallen, "at once: it had lived long enough"
         clock.now += WITHIN_S + 1
 

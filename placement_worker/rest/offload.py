@@ -1,4 +1,4 @@
-"""What takes too long for the event loop: in a thread, one at a time.
+"""Work that takes too long for the event loop: done in a thread, one piece at a time.
 
 Reads of the book go there with a copy of it, and so see one state however much is written meanwhile. The interpreter
 lets others go on every so often, so that no other answer waits for theirs.
@@ -34,8 +34,8 @@ class TooBusy(Transient):
     code = "rest.too_busy"
 
 
-class Aside:
-    """One thread, and who waits for it. name: what goes there."""
+class OffloadThread:
+    """One thread and the requests that wait for it. name: the kind of work, for the metric and the errors."""
 
     _busy = 0  # of all of them; they belong to one event loop
     _usual_s = 0.0
@@ -68,7 +68,7 @@ class Aside:
             async with self._one:
                 if self._closed:
                     raise TooBusy("the service is stopping")
-                metrics.ASIDE.labels(self._name).inc()
+                metrics.OFFLOADED.labels(self._name).inc()
                 with self._quick_switches():
                     return await asyncio.get_running_loop().run_in_executor(self._thread, begin())
         finally:
@@ -76,16 +76,16 @@ class Aside:
 
     @contextmanager
     def _quick_switches(self) -> Iterator[None]:
-        if not Aside._busy:
-            Aside._usual_s = sys.getswitchinterval()
+        if not OffloadThread._busy:
+            OffloadThread._usual_s = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_S)
-        Aside._busy += 1
+        OffloadThread._busy += 1
         try:
             yield
         finally:
-            Aside._busy -= 1
-            if not Aside._busy:
-                sys.setswitchinterval(Aside._usual_s)
+            OffloadThread._busy -= 1
+            if not OffloadThread._busy:
+                sys.setswitchinterval(OffloadThread._usual_s)
 
     def close(self) -> None:
         """Take nothing more; what is under way ends by its own bound."""
