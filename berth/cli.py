@@ -1,37 +1,81 @@
-"""The command line. Each command is a function in `berth.commands`."""
+"""The command line. Each command is a function in `berth.commands`, imported when it is asked for.
+
+A worker is one of the commands, so what the others import would be paid for at the start of each worker.
+"""
 
 from __future__ import annotations
 
+import importlib
 import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from berth.commands import (
-    builds,
-    check,
-    dead_letters,
-    hosts,
-    load,
-    permissions,
-    placement,
-    processes,
-    safety,
-    trace,
-    web,
-)
+# The command's name: its module in `berth.commands`, and there the function, or the application of several commands.
+COMMANDS = {
+    "up": ("processes", "up"),
+    "run": ("run", "run_role"),
+    "config": ("processes", "config"),
+    "boot": ("builds", "boot"),
+    "delete": ("builds", "delete"),
+    "show": ("builds", "show"),
+    "list": ("builds", "list_builds"),
+    "hosts": ("hosts", "app"),
+    "services": ("hosts", "services"),
+    "load": ("load", "load"),
+    "trace-settings": ("trace", "trace_settings"),
+    "check": ("check", "check"),
+    "web": ("web", "web"),
+    "permissions": ("permissions", "permissions"),
+    "dead-letters": ("dead_letters", "app"),
+    "placement": ("placement", "app"),
+    "quarantine": ("safety", "quarantine"),
+    "breaker": ("safety", "breaker"),
+}
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # in a table of columns long defaults and examples are cut off
+}
+
+
+class Commands(TyperGroup):
+    """The commands by name, each imported when it is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; None when there is none of this name, and then all are there for one to be suggested."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                self.commands[name] = _load(name)
+        return self.commands.get(cmd_name)
+
+
+def _load(name: str) -> Any:
+    module, attribute = COMMANDS[name]
+    found = getattr(importlib.import_module(f"berth.commands.{module}"), attribute)
+    alone = typer.Typer(**PLAIN)
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name)(found)
+    return typer.main.get_group(alone).commands[name]
+
 
 app = typer.Typer(
     name="berth",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # in a table of columns long defaults and examples are cut off
     help="Place machines onto hosts, in cells. Exit status: 0 fine, 1 the answer is no, 2 wrong use or settings, "
     "3 bus or database out of reach, 4 time ran out.",
+    **PLAIN,
 )
 
 
@@ -53,26 +97,6 @@ def _options(
 ) -> None:
     del version
     context.obj = config
-
-
-app.command("up")(processes.up)
-app.command("run")(processes.run_role)
-app.command("config")(processes.config)
-app.command("boot")(builds.boot)
-app.command("delete")(builds.delete)
-app.command("show")(builds.show)
-app.command("list")(builds.list_builds)
-app.add_typer(hosts.app, name="hosts")
-app.command("services")(hosts.services)
-app.command("load")(load.load)
-app.command("trace-settings")(trace.trace_settings)
-app.command("check")(check.check)
-app.command("web")(web.web)
-app.command("permissions")(permissions.permissions)
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(placement.app, name="placement")
-app.add_typer(safety.quarantine, name="quarantine")
-app.add_typer(safety.breaker, name="breaker")
 
 
 def main() -> None:

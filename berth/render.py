@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -10,9 +11,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from berth.invariants import InvariantVerdict
-from berth.load import Failure, LoadReport
 from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps, durations
+
+if TYPE_CHECKING:  # what a load needs is imported by who loads
+    from berth.load import Failure, LoadReport
 
 FAILURES_SHOWN = 12
 

@@ -34,10 +34,10 @@ def render() -> str:
 
 
 def _commands(command: Any, path: str) -> Iterator[str]:
-    below = getattr(command, "commands", None)
-    if below:
-        for name in sorted(below):
-            yield from _commands(below[name], f"{path} {name}")
+    if hasattr(command, "list_commands"):
+        context = typer.Context(command)
+        for name in sorted(command.list_commands(context)):
+            yield from _commands(command.get_command(context, name), f"{path} {name}")
         return
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]

@@ -1,0 +1,164 @@
+"""`berth run`: one worker as this process.
+
+A worker imports itself and nothing of the others: a conductor does not wait for the scheduler's numpy.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import typer
+
+from berth.commands.common import EXIT_AWAY, EXIT_USAGE, Stop, database_of, err, explain, settings_of, tell
+from berth.rest_address import AtHttp, at_http, with_rest_at
+from berth.settings import MEMORY, Settings
+from berth.site import Site, process_name, read_runtime
+from bus.contracts.base import Word
+from bus.service.environment import Environment
+from bus.service.main import run_process
+from bus.service.service import Service
+from bus.service.settings import SettingsError
+from compute_sim.config import default_service
+
+
+class Role(StrEnum):
+    """A worker that runs as a process of its own."""
+
+    PLACEMENT = "placement"
+    SCHEDULER = "scheduler"
+    CONDUCTOR = "conductor"
+    COMPUTE = "compute"
+    IRONIC_SYNC = "ironic-sync"
+
+
+Build = Callable[[Environment], Service]
+
+
+def run_role(
+    context: typer.Context,
+    role: Annotated[Role, typer.Argument(help="Which worker.")],
+    cell: Annotated[str | None, typer.Option(help="The cell, for conductor and compute.")] = None,
+    service: Annotated[
+        str | None,
+        typer.Option(help="The compute service's name, of one process at a time; default: CELL-HOSTNAME."),
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option(help="Serve health and metrics at HOST:PORT (0: any), placement its REST API too.")
+    ] = None,
+    api: Annotated[
+        str | None, typer.Option(help="Serve the REST API at a HOST:PORT of its own (placement only).")
+    ] = None,
+) -> None:
+    """Run one worker as this process.
+
+    Until SIGTERM or SIGINT, which drain it; start as many as you like.
+    """
+    try:
+        settings = settings_of(context)
+        if api is not None:
+            if role is not Role.PLACEMENT:
+                raise Stop(EXIT_USAGE, "api.role", "--api is placement's")
+            settings = with_rest_at(settings, api)
+        asked = _http(http)
+        served = AtHttp(settings=settings, with_rest=False)
+        if role is Role.PLACEMENT and asked is not None:
+            served = at_http(settings, *asked)
+            settings = served.settings
+        here = database_of(settings) if role is not Role.COMPUTE else Site(settings)
+        build = _build(role, here, cell, service, health_with_rest=served.with_rest)
+        listen = _listen(asked, settings)
+        _join(settings, cell if role in {Role.CONDUCTOR, Role.COMPUTE} else None)
+        if served.sentence:
+            err.print(served.sentence, soft_wrap=True, markup=False)
+    except (Stop, SettingsError) as fault:
+        stop = explain(fault)
+        assert stop is not None
+        tell(stop)
+        raise SystemExit(stop.status) from None
+    process = process_name(role.value, cell or "")
+    status = run_process(
+        build,
+        lambda: here.environment(process),
+        role=role.value,
+        process=process,
+        http=listen if not served.with_rest else None,
+        log_level=settings.telemetry.log_level,
+        log_style=settings.telemetry.log_format,
+    )
+    raise SystemExit(status)
+
+
+def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:
+    settings: Settings = here.settings
+    if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
+        raise Stop(EXIT_USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
+    if role is Role.PLACEMENT:
+        import placement_worker.app  # noqa: PLC0415  (why: at the top)
+
+        return lambda env: placement_worker.app.build(
+            env, settings.placement, here.cells, health_with_rest=health_with_rest
+        )
+    if role is Role.SCHEDULER:
+        import scheduler_worker.app  # noqa: PLC0415
+
+        return lambda env: scheduler_worker.app.build(env, settings.scheduler, here.cells)
+    if role is Role.IRONIC_SYNC:
+        import ironic_sync.app  # noqa: PLC0415
+
+        return lambda env: ironic_sync.app.build(env, settings.ironic_sync)
+    assert cell is not None
+    here.check_cell(cell)
+    if role is Role.CONDUCTOR:
+        import cell_conductor.app  # noqa: PLC0415
+
+        return lambda env: cell_conductor.app.build(env, settings.conductor, cell)
+    try:
+        name = msgspec.convert(service or default_service(cell, socket.gethostname()), Word)
+    except msgspec.ValidationError as fault:
+        raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
+    import compute_sim.app  # noqa: PLC0415
+
+    return lambda env: compute_sim.app.build(env, settings.compute, cell, name)
+
+
+def _join(settings: Settings, cell: str | None) -> None:
+    """On the memory bus a worker is a guest of a running `berth up`. Raises Stop when none runs.
+
+    cell: the one on whose bus alone the worker speaks.
+    """
+    if settings.bus.url != MEMORY or (cell is not None and settings.cells[cell].url not in ("", MEMORY)):
+        return
+    if read_runtime(settings.state) is None:
+        raise Stop(EXIT_AWAY, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
+    err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
+
+
+def _listen(asked: tuple[str, int] | None, settings: Settings) -> tuple[str, int] | None:
+    """Where to answer /healthz, if anywhere. Raises Stop when that address cannot be had: better now than later."""
+    telemetry = settings.telemetry
+    where = asked or ((telemetry.http_host, telemetry.http_port) if telemetry.http_port is not None else None)
+    if where is None:
+        return None
+    try:
+        socket.create_server(where, family=_family(where[0])).close()
+    except OSError as fault:
+        reason = fault.strerror or str(fault)
+        raise Stop(EXIT_USAGE, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
+    return where
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _http(text: str | None) -> tuple[str, int] | None:
+    if text is None:
+        return None
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or int(port) > 65_535:
+        raise typer.BadParameter(f"--http takes HOST:PORT, not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
