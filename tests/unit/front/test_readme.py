@@ -42,7 +42,10 @@ def test_a_command_of_the_readme_is_understood(line: str) -> None:
     command = typer.main.get_command(app)
     context = command.make_context("berth", list(words))
     while hasattr(command, "resolve_command"):
-        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        left = [*context._protected_args, *context.args]
+        if not left and command.invoke_without_command:
+            break
+        name, command, words = command.resolve_command(context, left)
         assert command is not None and name is not None
         context = command.make_context(name, list(words), parent=context)
 
