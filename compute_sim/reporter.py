@@ -18,7 +18,7 @@ import structlog
 from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
-from bus.contracts.placement import InventoryUpdate
+from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate
 from bus.faults import Transient
 from bus.port import BusError
 from bus.retrying import Retrying, RetryPolicy, passes_with_time
@@ -292,6 +292,7 @@ class Reporter:
                             version=first + number,
                             root_uuid=tree[0].uuid,
                             providers=tree,
+                            may_ignore=NEWER_FIELDS,
                         ),
                         cause,
                     )

@@ -78,7 +78,8 @@ A message has one routing key: the one below, filled with its own fields. Under 
 ([Permissions](../howto/permissions.md)). What `operator` alone publishes is not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where the message says so below; elsewhere it is passed over, so that
-workers of two versions understand each other (in an `inventory.update`, too: spell its fields with care).
+workers of two versions understand each other. An `inventory.update` is refused as well, by the field's name and the
+nearest one that there is, unless its `may_ignore` names that field: so a newer worker speaks to an older placement.
 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).

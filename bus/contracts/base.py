@@ -17,6 +17,9 @@ Uuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a
 # A word that is safe as one segment of a routing key and as part of a queue name.
 Word = Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{1,64}" + _END)]
 
+# A field of a message.
+FieldName = Annotated[str, Bound(pattern=r"^[a-z][a-z0-9_]{0,63}" + _END)]
+
 # A name a person reads; never part of a routing key.
 Label = Annotated[str, Bound(min_length=1, max_length=255)]
 

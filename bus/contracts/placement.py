@@ -14,6 +14,7 @@ from .base import (
     Amount,
     ClassName,
     Count,
+    FieldName,
     Generation,
     Label,
     Message,
@@ -25,8 +26,11 @@ from .base import (
 )
 from .groups import ServerGroup
 
+# Fields of InventoryUpdate, and of what is in it, that the first release lacked. Workers name them in `may_ignore`.
+NEWER_FIELDS: tuple[str, ...] = ()
 
-class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
+
+class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How much of one class a provider has. Capacity = floor((total - reserved) * allocation_ratio)."""
 
     total: Amount
@@ -37,7 +41,7 @@ class Inventory(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allocation_ratio: Annotated[float, Bound(gt=0, le=1e6)] = 1.0
 
 
-class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One provider of a reported tree. Class and trait names are normalised on arrival.
 
     inventories and traits replace what the book has; aggregates too, unless None (left alone).
@@ -61,13 +65,15 @@ class ProviderReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     theirs: bool = False
 
 
-class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.v1"):
+class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="inventory.update.v1"):
     """The whole tree under one root provider as its source sees it now. Idempotent and versioned.
 
     `version` rises with every report of one `source` about one root; an older one loses. Providers that this
     source reported before under this root and that are absent now are removed. An empty `providers` removes
     the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
     cell: heard from a source above cells: whose the root is, so that no other cell may claim of it. None: any may.
+    may_ignore: fields of this message, at any depth, that a reader may pass over when it does not know them: a newer
+    worker names here what an older placement lacks. Any other field that is not known is refused by its name.
     """
 
     source: Word
@@ -75,6 +81,7 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, tag="inventory.update.
     root_uuid: Uuid
     providers: Annotated[tuple[ProviderReport, ...], Bound(max_length=1024)] = ()
     cell: Word | None = None
+    may_ignore: Annotated[tuple[FieldName, ...], Bound(max_length=64)] = ()
 
 
 class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):

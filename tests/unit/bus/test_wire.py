@@ -10,11 +10,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from bus import wire
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import RETURN, project_of
+from bus.contracts.placement import NEWER_FIELDS, Inventory, InventoryUpdate, ProviderReport
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
@@ -326,3 +328,60 @@ def test_what_comes_back_after_a_delay_has_been_read_before() -> None:
     message = wire.single(wire.pack(delete(), Meta(id="m")), RETURN, "scheduler.requests")
     headers = {"x-death": [], "berth-key": "build.delete.evil"}
     assert read(Arrived(message, headers=headers)) == [wire.Read(delete(), Meta(id="m"))]
+
+
+REPORTS = wire.Codec([InventoryUpdate], queue="placement.inventory")
+HOST = {"uuid": UUID, "name": "h", "inventories": {"VCPU": {"total": 8}}}
+
+
+def report(host: dict[str, Any] | None = None, **fields: Any) -> bytes:
+    said = {"source": "operator", "version": 1, "root_uuid": UUID, "providers": [{**HOST, **(host or {})}], **fields}
+    return msgspec.json.encode(said)
+
+
+def read_report(body: bytes, content_type: str = wire.JSON) -> list[wire.Read | wire.Malformed]:
+    if content_type == wire.BATCH:
+        body = b'[{"meta":{"id":"m"},"body":%s},{"meta":{"id":"n"},"body":%s}]' % (body, report())
+    return REPORTS.read(arrived(body, routing_key=f"inventory.update.{UUID}", content_type=content_type), "new")
+
+
+@pytest.mark.parametrize("content_type", [wire.JSON, wire.BATCH])
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (report(cel="c1"), "unknown field `cel`; did you mean `cell`?"),
+        (report({"trait": ["CUSTOM_A"]}), "did you mean `traits`?"),
+        (report({"inventories": {"VCPU": {"total": 8, "reserve": 7}}}), "did you mean `reserved`?"),
+        (report(cel="c1", may_ignore=["zone"]), "unknown field `cel`"),
+        (report(cel="c1", may_ignore=["Cel"]), "`$.may_ignore[0]`"),
+    ],
+)
+def test_a_field_that_a_report_of_inventory_does_not_have_is_refused_by_name(
+    body: bytes, named: str, content_type: str
+) -> None:
+    """It was passed over: a mistyped `reserve` offered all of a host."""
+    found, *others = read_report(body, content_type)
+    assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
+    assert named in found.reason, found.reason
+    assert all(isinstance(other, wire.Read) for other in others), "its neighbour is taken"
+
+
+@pytest.mark.parametrize("content_type", [wire.JSON, wire.BATCH])
+def test_a_newer_worker_names_the_fields_that_an_older_placement_passes_over(content_type: str) -> None:
+    host = {"zone": "z", "inventories": {"VCPU": {"total": 8, "zone": {"deep": [1]}}}}
+    (plain, *_) = read_report(report())
+    newer = report(host, zone=1, may_ignore=["zone", "total"])  # a field that it knows is never passed over
+    found, *_ = read_report(newer, content_type)
+    assert isinstance(found, wire.Read) and isinstance(plain, wire.Read)
+    assert structs.replace(found.message, may_ignore=()) == plain.message
+
+
+def test_workers_name_each_field_that_a_report_has_gained_since_the_first_release() -> None:
+    """An older placement would refuse every report of theirs otherwise."""
+    first = {
+        InventoryUpdate: "source version root_uuid providers cell may_ignore",
+        ProviderReport: "uuid name parent_uuid inventories traits aggregates takes_from takes theirs",
+        Inventory: "total reserved min_unit max_unit step_size allocation_ratio",
+    }
+    gained = {name for kind, names in first.items() for name in {*kind.__struct_fields__} - {*names.split()}}
+    assert gained == {*NEWER_FIELDS}
