@@ -96,7 +96,7 @@ async def measure(
     ironic.pool.plan(nodes)
     url = await ironic.start()
     in_process = InProcessWorkers()
-    sync = IronicSyncConfig(url=url, resync_s=3600.0, bind_retry_s=0.1)
+    sync = IronicSyncConfig(url=url, resync_interval_s=3600.0, bind_retry_s=0.1)
 
     def environment(process: str) -> Environment:
         return Environment(process, transports=transports, database_url=database_url)

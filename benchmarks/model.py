@@ -29,7 +29,7 @@ from benchmarks.street import positive
 from benchmarks.street_report import Result
 
 FILL = 0.7
-# Each host's whole inventory is repeated so often (compute_sim: report_s, every tenth time).
+# Each host's whole inventory is repeated so often (compute_sim: report_interval_s, every tenth time).
 REPEAT_S = 600.0
 IN_CELL = ("conductor", "compute")  # of these each cell has its own
 ONE_CORE = ("scheduler", "placement", "conductor", "compute", "client")  # one process fills one core at most

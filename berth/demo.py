@@ -101,9 +101,14 @@ def settings(seed: int) -> Settings:
         bus=BusSettings(),
         database=DatabaseSettings(),
         up=UpSettings(schedulers=2, placements=2, computes_per_cell=2, nodes=NODES),
-        ironic_sync=IronicSyncConfig(resync_s=2.0),
+        ironic_sync=IronicSyncConfig(resync_interval_s=2.0),
         compute=ComputeConfig(
-            report_s=3.0, hosts=HYPERVISORS_PER_SERVICE, sizes=(HOST,), seed=seed, faults=faults, numa_share=0.05
+            report_interval_s=3.0,
+            hosts=HYPERVISORS_PER_SERVICE,
+            sizes=(HOST,),
+            seed=seed,
+            faults=faults,
+            numa_share=0.05,
         ),
     )
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from berth.invariants import (
     AT_REST,
-    AwayFact,
     BreakerFact,
     Facts,
     InstanceFact,
     InventoryFact,
     QuarantineFact,
     RunningFact,
+    ServiceDownFact,
 )
 from berth.site import Site
 from bus.clock import Clock
@@ -25,7 +25,7 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
 from bus.contracts.placement import Change
 from bus.persistence.database import Database
-from cell_conductor.domain.leases import Standing
+from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.leases import PostgresLeases
 from cell_conductor.store.safety import KEEP, PostgresSafety
@@ -81,11 +81,11 @@ async def gather(
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
     try:
-        instances, away = await _instances(cells), await _away(cells)
-        there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in away]
+        instances, down = await _instances(cells), await _down(cells)
+        there = [one for one in instances if one.state == "active" and (one.cell, one.service) not in down]
         wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
         running, unheard = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
-        away.update(unheard)
+        down.update(unheard)
         return Facts(
             inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
             allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
@@ -102,7 +102,7 @@ async def gather(
             connections=connections,
             breakers=await _breakers(cells),
             quarantine=await _quarantine(cells),
-            away=[fact for _, fact in sorted(away.items())],
+            down=[fact for _, fact in sorted(down.items())],
         )
     finally:
         for database in (book, scheduler, *cells.values()):
@@ -112,7 +112,7 @@ async def gather(
 async def rest(site: Site, *, timeout_s: float) -> bool:
     """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out.
 
-    What is under way at a compute service that is away is not waited for.
+    What is under way at a compute service that is down is not waited for.
     """
     environment = site.environment("rest")
     scheduler = environment.database("scheduler", pool_size=1)
@@ -132,13 +132,13 @@ async def rest(site: Site, *, timeout_s: float) -> bool:
 async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
-    away_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE standing <> 'up')"
-    under_way = f"SELECT count(*), count(*) FILTER (WHERE {away_there}) FROM instances WHERE state NOT IN ({settled})"
+    down_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
+    under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     for database in cells.values():
-        going, away = (await _rows(database, under_way))[0]
-        unsent += (await _rows(database, _UNSENT))[0][0] + going - away
-        stuck += away
+        going, down = (await _rows(database, under_way))[0]
+        unsent += (await _rows(database, _UNSENT))[0][0] + going - down
+        stuck += down
     return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
 
 
@@ -168,18 +168,18 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
     return found
 
 
-async def _away(cells: Mapping[str, Database]) -> dict[tuple[str, str], AwayFact]:
+async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceDownFact]:
     """The compute services that a conductor of their cell has recorded as silent or stopped."""
     return {
-        (cell, lease.service): AwayFact(
+        (cell, lease.service): ServiceDownFact(
             cell=cell,
             service=lease.service,
-            why=f"{lease.standing} since {_clock_time(lease.since)} UTC: {lease.reason}",
-            is_expected=lease.standing is Standing.LEFT,
+            why=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
+            is_expected=lease.state is LeaseState.LEFT,
         )
         for cell, database in cells.items()
         for lease in await PostgresLeases(database).leases()
-        if lease.standing is not Standing.UP
+        if lease.state is not LeaseState.UP
     }
 
 
@@ -226,7 +226,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
 
 async def _reports(
     site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str]
-) -> tuple[list[RunningFact], dict[tuple[str, str], AwayFact]]:
+) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
     """What every host that answers says it runs, asked on each cell's own bus; and the services that did not answer.
 
     wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
@@ -234,11 +234,11 @@ async def _reports(
     """
     missing = {host for _, host in wanted}
     per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
-    unheard: dict[tuple[str, str], AwayFact] = {}
+    unheard: dict[tuple[str, str], ServiceDownFact] = {}
     for (cell, host), service in wanted.items():
         if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
             why = f"it did not answer within {SILENCE_S:g} s"
-            unheard[cell, service] = AwayFact(cell=cell, service=service, why=why)
+            unheard[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
     return [fact for reports in per_cell for fact in reports.facts()], unheard
 
 

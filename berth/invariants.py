@@ -46,7 +46,7 @@ class InstanceFact(Struct, frozen=True):
     service: str = ""
 
 
-class AwayFact(Struct, frozen=True, kw_only=True):
+class ServiceDownFact(Struct, frozen=True, kw_only=True):
     """A compute service that says nothing of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
 
     cell: str
@@ -96,7 +96,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
     the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
     mismatches that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or
-    None. away: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
+    None. down: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
     """
 
     inventories: Sequence[InventoryFact]
@@ -114,7 +114,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     connections: Sequence[tuple[str, str, bool]] | None = None
     breakers: Sequence[BreakerFact] | None = None
     quarantine: Sequence[QuarantineFact] | None = None
-    away: Sequence[AwayFact] | None = None
+    down: Sequence[ServiceDownFact] | None = None
 
 
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
@@ -153,7 +153,7 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
             "every accepted request is on record and ends in exactly one terminal state",
             len(facts.requests),
             _terminal(facts),
-            tuple(_unsettled_away(facts)),
+            tuple(_unsettled_down(facts)),
         ),
         _verdict("built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unheard),
         _verdict(
@@ -168,13 +168,13 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
             "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
         ),
     ]
-    if facts.away is not None:
+    if facts.down is not None:
         verdicts.append(
             _verdict(
                 "services_there",
                 "every compute service is heard, or was stopped on purpose",
-                len({(one.cell, one.service) for one in facts.instances if one.service} | _away(facts)),
-                (f"{one.cell}: {one.service}: {one.why}" for one in facts.away if not one.is_expected),
+                len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts)),
+                (f"{one.cell}: {one.service}: {one.why}" for one in facts.down if not one.is_expected),
             )
         )
     if facts.breakers is not None:
@@ -206,20 +206,20 @@ def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     return tuple(verdicts)
 
 
-def _away(facts: Facts) -> set[tuple[str, str]]:
-    return {(one.cell, one.service) for one in facts.away or ()}
+def _down(facts: Facts) -> set[tuple[str, str]]:
+    return {(one.cell, one.service) for one in facts.down or ()}
 
 
 def _unheard(facts: Facts) -> Iterator[str]:
-    """What services that are away do not tell: one line each."""
-    for one in facts.away or ():
+    """What services that are down do not tell: one line each."""
+    for one in facts.down or ():
         theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
         active = sum(i.state == "active" for i in theirs)
         yield f"what {one.service} of {one.cell} runs, {active} active instances among it ({one.why})"
 
 
-def _unsettled_away(facts: Facts) -> Iterator[str]:
-    for one in facts.away or ():
+def _unsettled_down(facts: Facts) -> Iterator[str]:
+    for one in facts.down or ():
         stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
         if stuck:
             yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.why})"
@@ -253,10 +253,10 @@ def _terminal(facts: Facts) -> Iterator[str]:
     for uuid in facts.accepted:
         if uuid not in facts.requests:
             yield f"{uuid}: accepted, but no scheduler has it on record"
-    silent = _away(facts)
-    away = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
     for uuid, state in facts.requests.items():
-        if state not in settled and uuid not in away:
+        if state not in settled and uuid not in down:
             yield f"{uuid}: still {state}"
     if facts.events is None:
         return
@@ -267,7 +267,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
         if event.terminal and event.state is not BuildState.DELETED:
             terminals[event.instance_uuid].add(event.sequence)
     for uuid in facts.accepted:
-        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED and uuid not in away:
+        if len(terminals[uuid]) != 1 and facts.requests.get(uuid) != BuildState.DELETED and uuid not in down:
             yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
 
 
@@ -286,13 +286,13 @@ def _twice(facts: Facts) -> Iterator[str]:
 def _agreement(facts: Facts) -> Iterator[str]:
     alive = {i.instance_uuid: i for i in facts.instances if i.state == "active"}
     unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
-    silent = _away(facts)
-    away = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
-    for uuid in sorted(unsettled - away):
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    for uuid in sorted(unsettled - down):
         yield f"{uuid}: not at rest"
     yield from _held(facts, alive, unsettled)
     if facts.running is not None:
-        yield from _running(facts, facts.running, alive, unsettled, away)
+        yield from _running(facts, facts.running, alive, unsettled, down)
 
 
 def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
@@ -314,7 +314,7 @@ def _running(
     running: Sequence[RunningFact],
     alive: Mapping[str, InstanceFact],
     unsettled: AbstractSet[str],
-    away: AbstractSet[str],
+    down: AbstractSet[str],
 ) -> Iterator[str]:
     # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
     foreign = [r for r in running if not r.has_mark]
@@ -323,7 +323,7 @@ def _running(
     for uuid, instance in alive.items():
         machine = places.get(uuid)
         if machine is None:
-            if uuid not in away:
+            if uuid not in down:
                 yield f"{uuid}: active, but no host runs it"
         elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
             yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"

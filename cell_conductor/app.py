@@ -43,7 +43,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     bus = env.bus(cell)
     relay = Relay(store.outbox, {cell: bus}, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     keeper = LeaseKeeper(store, bus, clock=env.clock, config=config, cell=cell, process=env.process)
-    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, away=keeper.away)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down)
     requests = RequestHandlers(engine, env.clock)
     hosts = HostHandlers(engine, store, env.clock, config, bus)
     reporter = ReportRequester(bus, env.clock, config)

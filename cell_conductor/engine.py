@@ -92,21 +92,21 @@ class Engine:
         clock: Clock,
         config: ConductorConfig,
         cell: str,
-        away: Callable[[], Mapping[str, Lease]] = dict,
+        down: Callable[[], Mapping[str, Lease]] = dict,
     ) -> None:
         self._store = store
         self._bus = bus
         self._relay = relay
         self._clock = clock
         self._config = config
-        self._away = away
+        self._down = down
         self._asking: set[str] = set()
         self._timeouts = Timeouts(
             cell=cell,
-            ask_again_s=config.ask_again_s,
-            answer_s=config.answer_s,
-            destroy_again_s=config.destroy_again_s,
-            destroy_longest_s=config.destroy_longest_s,
+            claim_retry_s=config.claim_retry_s,
+            answer_timeout_s=config.answer_timeout_s,
+            destroy_retry_s=config.destroy_retry_s,
+            destroy_retry_max_s=config.destroy_retry_max_s,
             report_grace_s=config.report_grace_s,
         )
 
@@ -226,7 +226,7 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        timeouts = replace(self._timeouts, deployment=self._store.deployment, away=self._away())
+        timeouts = replace(self._timeouts, deployment=self._store.deployment, down=self._down())
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
             stepped = step(before, instance_event.event, timeouts)
@@ -286,7 +286,7 @@ class Engine:
         return incoming
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
-        return await self._bus.request_all(questions, reply, timeout_s=self._config.ask_timeout_s, causes=causes)
+        return await self._bus.request_all(questions, reply, timeout_s=self._config.claim_timeout_s, causes=causes)
 
     def _claim_event(self, question: PendingQuestion, claim: Claim, answer: ClaimResult | Fault) -> Event | None:
         """What placement's answer means to the instance; None: no answer yet."""

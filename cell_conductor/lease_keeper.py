@@ -1,4 +1,4 @@
-"""Keeps the leases of a cell's compute services: hears heartbeats, fails builds over, records and tells who is away.
+"""Keeps the leases of a cell's compute services: hears heartbeats, fails builds over, records and tells who is down.
 
 Every conductor hears every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does no
 harm). One of them, the keeper (`store.leases`), records what it believes and publishes it, a digest a cell.
@@ -14,7 +14,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import Heartbeat, ServiceAway, ServicesDigest
+from bus.contracts.cell import Heartbeat, ServiceDown, ServicesDigest
 from bus.faults import Transient
 from bus.port import BusError
 
@@ -31,7 +31,7 @@ TICK_S = 0.25  # between two checks of the leases; what changed within it is tol
 DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
 KEEP_S = 5.0  # a keeper that does not say so again is replaced after this
 KEEP_AGAIN_S = 1.0
-FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is away all the same are looked for so often
+FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for so often
 PER_PAGE = 1000
 MAX_PAGES = 100
 FORGET_BATCH = 1000
@@ -57,16 +57,16 @@ class LeaseKeeper:
         self._config = config
         self._cell = cell
         self._process = process
-        self._table = LeaseTable(config.missed_beats)
+        self._table = LeaseTable(config.missed_heartbeats)
         self._keeping: _Term | None = None
         self._recorded: Mapping[str, Lease] = {}
         self._told: Mapping[str, Lease] | None = None
         self._keep_at = self._digest_at = self._fail_over_at = self._forget_at = 0.0
         self._failed_over: frozenset[str] = frozenset()
 
-    def away(self) -> Mapping[str, Lease]:
+    def down(self) -> Mapping[str, Lease]:
         """Compute services that take no builds now."""
-        return self._table.away
+        return self._table.down
 
     async def heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
@@ -76,11 +76,11 @@ class LeaseKeeper:
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
                 changed = self._table.heard(
-                    beat.service, beat.epoch, beat.sequence, at=at, every_s=beat.every_s, leaving=beat.leaving
+                    beat.service, beat.epoch, beat.sequence, at=at, interval_s=beat.interval_s, leaving=beat.leaving
                 )
                 if changed:
                     lease = self._table.leases[beat.service]
-                    log.info("service.standing", service=beat.service, standing=lease.standing, reason=lease.reason)
+                    log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
 
     async def run(self, engine: Engine) -> None:
@@ -98,8 +98,8 @@ class LeaseKeeper:
     def _assess(self) -> None:
         for lease in self._table.assess(self._clock.time()):
             metrics.SILENT.labels(lease.service).inc()
-            log.warning("service.standing", service=lease.service, standing=lease.standing, reason=lease.reason)
-        metrics.AWAY.set(len(self._table.away))
+            log.warning("service.state", service=lease.service, state=lease.state, reason=lease.reason)
+        metrics.DOWN.set(len(self._table.down))
 
     async def _fail_over(self, engine: Engine) -> None:
         """Builds under way at services that are not waited for go elsewhere, where they can."""
@@ -144,8 +144,8 @@ class LeaseKeeper:
             return
         self._recorded = leases
         if now_s >= self._forget_at:
-            self._forget_at = now_s + self._config.purge_every_s
-            before = self._clock.time() - self._config.services_keep_s
+            self._forget_at = now_s + self._config.purge_interval_s
+            before = self._clock.time() - self._config.services_retention_s
             gone = await self._store.leases.forget(keeping.term, before, FORGET_BATCH)
             self._table.forget(gone)
             self._recorded = self._table.leases
@@ -155,11 +155,11 @@ class LeaseKeeper:
         keeping, now_s = self._keeping, self._clock.monotonic()
         if keeping is None or now_s >= keeping.until:
             return
-        away = self._table.away
-        if away == self._told and now_s < self._digest_at:
+        down = self._table.down
+        if down == self._told and now_s < self._digest_at:
             return
         keeping.number += 1
-        pages = pages_of(away)
+        pages = pages_of(down)
         for number, page in enumerate(pages, 1):
             await self._bus.publish(
                 ServicesDigest(
@@ -168,18 +168,18 @@ class LeaseKeeper:
                     number=keeping.number,
                     page=number,
                     pages=len(pages),
-                    away=page,
-                    up=len(self._table) - len(away),
+                    down=page,
+                    up=len(self._table) - len(down),
                     at=self._clock.time(),
                 )
             )
-        self._told, self._digest_at = away, now_s + DIGEST_S * len(pages)
+        self._told, self._digest_at = down, now_s + DIGEST_S * len(pages)
 
 
-def pages_of(away: Mapping[str, Lease]) -> list[tuple[ServiceAway, ...]]:
+def pages_of(down: Mapping[str, Lease]) -> list[tuple[ServiceDown, ...]]:
     """One page at least. Beyond the last page nothing is told: a cell that has lost so many has other worries."""
     said = [
-        ServiceAway(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
-        for service, lease in sorted(away.items())
+        ServiceDown(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
+        for service, lease in sorted(down.items())
     ][: PER_PAGE * MAX_PAGES]
     return [tuple(said[start : start + PER_PAGE]) for start in range(0, max(len(said), 1), PER_PAGE)]

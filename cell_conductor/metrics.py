@@ -31,7 +31,9 @@ UNASKED = Counter(
     ["state", "answer"],
 )
 SILENT = Counter("berth_conductor_services_silent", "Compute services that fell silent, by service.", ["service"])
-AWAY = Gauge("berth_conductor_services_away", "Compute services that take no builds now: silent, or stopped.")
+DOWN = Gauge(
+    "berth_conductor_services_down", "Compute services that take no builds now: silent, or stopped on purpose."
+)
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 

@@ -18,11 +18,11 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-AWAY_PAUSE_S = 2.0  # what the cell depends on is unavailable: the next sweep may wait
+UNAVAILABLE_PAUSE_S = 2.0  # what the cell depends on is unavailable: the next sweep may wait
 
 
 async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
-    """ScanId for passed deadlines every `sweep_every_s`; a full batch is followed by the next at once.
+    """ScanId for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once.
 
     Conductors share the work: each takes what no other has locked.
     """
@@ -31,10 +31,10 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             swept = await engine.sweep()
         except (Transient, BusError) as fault:
             log.warning("sweep.waiting", code=fault.code, reason=str(fault))
-            await clock.sleep(AWAY_PAUSE_S)
+            await clock.sleep(UNAVAILABLE_PAUSE_S)
             continue
         if swept < config.sweep_batch:
-            await clock.sleep(config.sweep_every_s)
+            await clock.sleep(config.sweep_interval_s)
 
 
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
@@ -42,12 +42,12 @@ async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorCon
     while True:
         deleted = failed = 0
         try:
-            deleted = await store.purge_deleted(clock.time() - config.deleted_keep_s, config.purge_batch)
-            failed = await store.purge_failed(clock.time() - config.failed_keep_s, config.purge_batch)
+            deleted = await store.purge_deleted(clock.time() - config.deleted_retention_s, config.purge_batch)
+            failed = await store.purge_failed(clock.time() - config.failed_retention_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
         if max(deleted, failed) < config.purge_batch:
-            await clock.sleep(config.purge_every_s)
+            await clock.sleep(config.purge_interval_s)
 
 
 class ReportRequester:
@@ -74,7 +74,7 @@ class ReportRequester:
 
     async def _tick(self) -> None:
         while True:
-            await self._clock.sleep(self._config.report_every_s)
+            await self._clock.sleep(self._config.report_interval_s)
             self._why = "reconciliation"
             self._due.set()
 
@@ -86,5 +86,5 @@ class ReportRequester:
                 await self._bus.publish(ReportHosts(why=self._why))
             except BusError as error:
                 log.warning("report.not_asked", code=error.code, reason=str(error))
-                await self._clock.sleep(AWAY_PAUSE_S)
+                await self._clock.sleep(UNAVAILABLE_PAUSE_S)
                 self._due.set()

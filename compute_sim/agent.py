@@ -64,7 +64,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     builds: int
     accepted: int
     build_s: float
-    destroy_tries: int
+    destroy_attempts: int
 
 
 class Agent:
@@ -88,7 +88,7 @@ class Agent:
         self._answers = Answers(service, say, clock, records)
         self._clock = clock
         self._limits = limits
-        self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_tries), clock, rng)
+        self._destroying = Retrying(structs.replace(DESTROY, attempts=limits.destroy_attempts), clock, rng)
         self._on_failures = on_failures
         self._on_accepted = on_accepted
         self._hosts: frozenset[str] = frozenset()

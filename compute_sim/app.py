@@ -129,8 +129,8 @@ class Parts:
                 per_host=config.max_builds_per_host,
                 builds=config.max_builds,
                 accepted=config.max_accepted,
-                build_s=config.build_limit_s,
-                destroy_tries=config.destroy_tries,
+                build_s=config.max_build_s,
+                destroy_attempts=config.destroy_attempts,
             ),
             on_failures=lambda host: self.reporter.failures_changed(host),  # noqa: PLW0108  (made below)
             on_accepted=self.crash_plan.accepted,
@@ -144,8 +144,8 @@ class Parts:
             records=records,
             clock=env.clock,
             rng=env.rng,
-            heartbeat_s=config.heartbeat_s,
-            report_s=config.report_s,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            report_interval_s=config.report_interval_s,
         )
         self.handlers = ComputeHandlers(
             self.agent,

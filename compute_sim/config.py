@@ -56,14 +56,14 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     A node with an instance of ours stays with the service that its mark names. takes_over: names of services of this
     cell that run no more, whose marked nodes are this service's now.
-    watch_s: between two scans for nodes that came, or went into maintenance; longer when a scan takes long.
+    watch_interval_s: between two scans for nodes that came, or went into maintenance; longer when a scan takes long.
     """
 
     url: str = "http://127.0.0.1:6385"
     token: Secret = ""
     microversion: str = "1.81"
-    poll_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
-    watch_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
+    poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
+    watch_interval_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
     clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
@@ -90,7 +90,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     report with True moves what is allocated. state_dir: where it remembers across processes; None = in memory only.
     max_builds_per_host: as Nova's max_concurrent_builds. max_builds: builds under way in the service.
     max_accepted: builds accepted and not ended; beyond it a build is sent elsewhere.
-    build_limit_s: the service gives a build up after this, whatever its conductor thinks.
+    max_build_s: the service gives a build up after this, whatever its conductor thinks.
     name_wait_s: a service whose name another process holds waits so long, then ends.
     """
 
@@ -107,14 +107,14 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     faults: Faults = Faults()
     ironic: IronicConfig = IronicConfig()
     state_dir: str | None = None
-    heartbeat_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
-    report_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
+    heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
+    report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000
     max_accepted: Annotated[int, Bound(ge=1, le=1_000_000)] = 20_000
-    build_limit_s: Seconds = 3_600.0
+    max_build_s: Seconds = 3_600.0
     name_wait_s: Annotated[float, Bound(gt=0, le=3_600)] = 60.0
-    destroy_tries: Annotated[int, Bound(ge=1, le=100)] = 8
+    destroy_attempts: Annotated[int, Bound(ge=1, le=100)] = 8
 
     def __post_init__(self) -> None:
         if self.counts and len(self.counts) != len(self.sizes):

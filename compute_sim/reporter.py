@@ -109,8 +109,8 @@ class Reporter:
         records: Records,
         clock: Clock,
         rng: random.Random,
-        heartbeat_s: float,
-        report_s: float,
+        heartbeat_interval_s: float,
+        report_interval_s: float,
     ) -> None:
         self._bus = bus
         self._service = service
@@ -121,8 +121,8 @@ class Reporter:
         self._clock = clock
         self._rng = rng
         self._retrying = Retrying(REPORTS, clock, rng)
-        self._heartbeat_s = heartbeat_s
-        self._report_s = report_s
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._report_interval_s = report_interval_s
         self._announce = PendingReport()
         self._inventory = PendingReport()
         self._changed: dict[str, float] = {}  # hosts whose inventory is to be said once more, and when they changed
@@ -157,15 +157,15 @@ class Reporter:
         while True:
             with contextlib.suppress(BusError, Transient):
                 await self._heartbeat()
-            await self._clock.sleep(self._heartbeat_s)
+            await self._clock.sleep(self._heartbeat_interval_s)
 
     async def announce(self) -> None:
         """Host announcements, until cancelled."""
-        await self._repeat(self._announce, self._publish_hosts, self._report_s)
+        await self._repeat(self._announce, self._publish_hosts, self._report_interval_s)
 
     async def report(self) -> None:
         """Inventory updates, until cancelled."""
-        await self._repeat(self._inventory, self._publish_inventory, self._report_s * INVENTORY_EVERY)
+        await self._repeat(self._inventory, self._publish_inventory, self._report_interval_s * INVENTORY_EVERY)
 
     async def leave(self) -> None:
         """The last heartbeat: this service stops on purpose."""
@@ -173,10 +173,10 @@ class Reporter:
             await self._heartbeat(leaving=True)
 
     async def _repeat(
-        self, wanted: PendingReport, say: Callable[[list[str] | None], Awaitable[None]], every_s: float
+        self, wanted: PendingReport, say: Callable[[list[str] | None], Awaitable[None]], interval_s: float
     ) -> None:
         while True:
-            await wanted.wait(every_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            await wanted.wait(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
             taken = wanted.take()
             await self._persist(say, taken)
             await self._clock.sleep(GATHER_S)
@@ -204,7 +204,7 @@ class Reporter:
                     epoch=self._records.epoch,
                     sequence=self._sequence,
                     leaving=leaving,
-                    every_s=self._heartbeat_s,
+                    interval_s=self._heartbeat_interval_s,
                 )
             )
 

@@ -36,19 +36,19 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue: str = "ironic_sync.notifications"
     prefetch: Annotated[int, Bound(ge=1, le=10_000)] = 512
     bind_retry_s: Seconds = 2.0
-    resync_s: Seconds = 60.0
-    republish_s: Seconds = 3600.0
+    resync_interval_s: Seconds = 60.0
+    republish_interval_s: Seconds = 3600.0
     request_timeout_s: Seconds = 10.0
     list_timeout_s: Seconds = 60.0
     page_size: Annotated[int, Bound(ge=1, le=1000)] = 500
     max_nodes: Annotated[int, Bound(ge=1, le=1_000_000)] = 100_000
     reads_in_flight: Annotated[int, Bound(ge=1, le=256)] = 16
-    transient_s: Seconds = 1.0
-    transient_max_s: Seconds = 60.0
-    failed_s: Seconds = 0.5
-    failed_max_s: Seconds = 30.0
-    announced_s: Seconds = 0.5
-    allocation_s: Seconds = 0.1
-    allocation_tries: Annotated[int, Bound(ge=1, le=100)] = 12
-    leader_poll_s: Annotated[float, Bound(gt=0, le=20)] = 1.0  # below the server's idle-in-transaction limit
-    forget_removed_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0
+    transient_retry_s: Seconds = 1.0
+    transient_retry_max_s: Seconds = 60.0
+    failed_retry_s: Seconds = 0.5
+    failed_retry_max_s: Seconds = 30.0
+    announced_retry_s: Seconds = 0.5
+    allocation_retry_s: Seconds = 0.1
+    allocation_attempts: Annotated[int, Bound(ge=1, le=100)] = 12
+    leader_poll_interval_s: Annotated[float, Bound(gt=0, le=20)] = 1.0  # below the server's idle-in-transaction limit
+    removed_retention_s: Annotated[float, Bound(gt=0)] = 7 * 86_400.0

@@ -68,7 +68,7 @@ class NotificationListener:
                 if first or (self.bound and not was_bound):
                     self._read_all()
                 first = False
-                wait_s = self._config.resync_s if self.bound else self._config.bind_retry_s
+                wait_s = self._config.resync_interval_s if self.bound else self._config.bind_retry_s
                 if await event_or_time(self._check, self._clock, wait_s):
                     self.bound = False  # the connection is new: bind first, then read all
         finally:

@@ -106,16 +106,16 @@ class SyncLoop:
             except Transient as fault:
                 self._waiting = False
                 log.warning("ironic.term_ended", code=fault.code, reason=fault.reason)
-            await self._clock.sleep(self._config.leader_poll_s)
+            await self._clock.sleep(self._config.leader_poll_interval_s)
 
     async def _lead(self, kept: Term) -> None:
         config = self._config
         timing = Timing(
-            transient_s=config.transient_s,
-            transient_max_s=config.transient_max_s,
-            failed_s=config.failed_s,
-            failed_max_s=config.failed_max_s,
-            announced_s=config.announced_s,
+            transient_retry_s=config.transient_retry_s,
+            transient_retry_max_s=config.transient_retry_max_s,
+            failed_retry_s=config.failed_retry_s,
+            failed_retry_max_s=config.failed_retry_max_s,
+            announced_retry_s=config.announced_retry_s,
         )
         sync_state = SyncState(*await kept.load(), clock=self._clock, timing=timing, max_nodes=config.max_nodes)
         reader = Reader(self._source, sync_state, clock=self._clock, rng=self._rng, config=config)
@@ -154,11 +154,11 @@ class SyncLoop:
         """Notice soon when another process has become the writer, and forget what was removed long ago."""
         forget_at = self._clock.time()
         while True:
-            await self._clock.sleep(self._config.leader_poll_s)
+            await self._clock.sleep(self._config.leader_poll_interval_s)
             await kept.check()
             if self._clock.time() >= forget_at:
-                forget_at = self._clock.time() + self._config.republish_s
-                reported_before = self._clock.time() - self._config.forget_removed_s
+                forget_at = self._clock.time() + self._config.republish_interval_s
+                reported_before = self._clock.time() - self._config.removed_retention_s
                 await kept.forget(reported_before)
                 term.sync_state.forget(reported_before)
 

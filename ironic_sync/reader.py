@@ -71,16 +71,16 @@ class Reader:
 
     async def run_all(self) -> None:
         """Read all nodes when asked, and now and then, until cancelled."""
-        backoff = Backoff(_policy(self._config.failed_s, self._config.failed_max_s), self._clock)
+        backoff = Backoff(_policy(self._config.failed_retry_s, self._config.failed_retry_max_s), self._clock)
         republish_at = self._clock.time()
         while True:
-            wait_s = self._config.resync_s * (1 + JITTER * self._rng.uniform(-1, 1))
+            wait_s = self._config.resync_interval_s * (1 + JITTER * self._rng.uniform(-1, 1))
             await event_or_time(self._all, self._clock, wait_s)
             self._reading_all = True
             self._all.clear()
             if self._clock.time() >= republish_at:
-                self._sync_state.republish_all(gone_since=self._clock.time() - self._config.forget_removed_s)
-                republish_at = self._clock.time() + self._config.republish_s
+                self._sync_state.republish_all(gone_since=self._clock.time() - self._config.removed_retention_s)
+                republish_at = self._clock.time() + self._config.republish_interval_s
             complete = await self._read_all()
             if not complete:
                 self._all.set()
@@ -173,8 +173,8 @@ class Reader:
 
     async def _follow_allocation(self, uuid: str) -> None:
         """Ironic says nothing when an allocation leaves `allocating` and takes a node."""
-        backoff = Backoff(_policy(self._config.allocation_s, self._config.failed_max_s), self._clock)
-        for _ in range(self._config.allocation_tries):
+        backoff = Backoff(_policy(self._config.allocation_retry_s, self._config.failed_retry_max_s), self._clock)
+        for _ in range(self._config.allocation_attempts):
             await backoff.wait()
             try:
                 allocation = await self._source.get_allocation(uuid)

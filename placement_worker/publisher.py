@@ -80,9 +80,9 @@ class FeedPublisher:
                 await self._clock.sleep(config.trim_interval_s)
             try:
                 more = await self._store.trim(
-                    keep_changes=config.feed_keep,
-                    keep_fences_s=config.fence_keep_s,
-                    keep_sources_s=config.source_keep_s,
+                    keep_changes=config.feed_retention,
+                    keep_fences_s=config.fence_retention_s,
+                    keep_sources_s=config.source_retention_s,
                     limit=config.trim_batch,
                 )
                 more |= await self._remove_retired_trees()

@@ -165,7 +165,7 @@ def _link(
 ) -> CellLink:
     """The link to one cell: announcements of its hosts, and of its builds."""
     rng = random.Random(env.rng.getrandbits(64))
-    listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_again_s)
+    listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.reconnected)
     # Announcements first: a build is dispatched only when the queue for what its cell announces exists.
     consumers = [
@@ -201,7 +201,7 @@ async def open_nothing() -> None:
 def _operations(
     service: Service, bus: Bus, *, store: SchedulerStore, selector: Selector, config: SchedulerConfig
 ) -> None:
-    listener = AdminListener(store, selector.table, bus, again_s=config.report_again_s)
+    listener = AdminListener(store, selector.table, bus, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.reconnected)
     operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
     # The queue is there before the decisions on record are read: what is decided in between is heard.

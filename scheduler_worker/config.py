@@ -117,7 +117,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     placement_aggregate_required_for_tenants: bool = False
     default_availability_zone: str = "nova"
     enable_isolated_aggregate_filtering: bool = False
-    forced_hosts_for: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters
+    force_host_projects: tuple[str, ...] = ()  # projects (an operator's) whose requests may skip the filters
 
     # Quota, enforced by claims: {class: total amount of a project's instances}; INSTANCES: their number
     default_quota: Quota = {}
@@ -126,7 +126,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Hosts
     hosts_warmup_s: Seconds = 5.0  # after a start, hosts may still be announced: requests are retried, not failed
     cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are unavailable; those are connected to later
-    report_again_s: Seconds = 300.0  # hosts are asked again so often, in case an announcement was lost
+    report_interval_s: Seconds = 300.0  # hosts are asked again so often, in case an announcement was lost
 
     # Claiming
     claim_timeout_s: Seconds = 5.0
@@ -140,8 +140,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     build_timeout_s: Seconds = 300.0
 
     # Retention of builds that ended without a machine; a request older than that is not taken for a new one
-    ended_keep_s: Seconds = 7 * 86_400.0
-    purge_every_s: Seconds = 600.0
+    ended_retention_s: Seconds = 7 * 86_400.0
+    purge_interval_s: Seconds = 600.0
     purge_batch: Annotated[int, Bound(ge=1, le=10_000)] = 1000
 
     # Bounds of the consumers

@@ -54,18 +54,18 @@ class QueryHandler:
         asked = [
             (index, one)
             for index, one in found
-            if query.cell in (None, one.cell) and query.up in (None, one.away is None)
+            if query.cell in (None, one.cell) and query.up in (None, one.down is None)
         ]
         return ServicesPage(
             services=tuple(
                 ServiceRecord(
                     name=one.name,
                     cell=one.cell,
-                    up=one.away is None,
+                    up=one.down is None,
                     epoch=one.epoch,
-                    code="" if one.away is None else one.away.code,
-                    reason="" if one.away is None else one.away.reason,
-                    since=0.0 if one.away is None else one.away.since,
+                    code="" if one.down is None else one.down.code,
+                    reason="" if one.down is None else one.down.reason,
+                    since=0.0 if one.down is None else one.down.since,
                     heard_s=max(0.0, now_s - one.heard_s),
                     hosts=int(managed[index + 1]),
                     enabled=int(enabled[index + 1]),

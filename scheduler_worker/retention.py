@@ -18,15 +18,15 @@ CLOCK_SLACK_S = 3600.0
 
 def max_request_age_s(config: SchedulerConfig) -> float:
     """How old a request without a record may be to be taken for a new one."""
-    return max(config.ended_keep_s - CLOCK_SLACK_S, config.ended_keep_s / 2)
+    return max(config.ended_retention_s - CLOCK_SLACK_S, config.ended_retention_s / 2)
 
 
 async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerConfig) -> None:
     """Purge periodically. Schedulers share the work: each takes rows that no other has locked."""
     while True:
-        await clock.sleep(config.purge_every_s)
+        await clock.sleep(config.purge_interval_s)
         try:
-            await purge(store, clock.time() - config.ended_keep_s, config.purge_batch)
+            await purge(store, clock.time() - config.ended_retention_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
 

@@ -195,8 +195,8 @@ PLANTS = (
         name="destroy_waits_no_longer",
         does="a destroy that is not confirmed is asked again without ever waiting longer",
         file="cell_conductor/domain/rules.py",
-        old="max(timeouts.destroy_again_s, event.at - instance.since)",
-        new="timeouts.destroy_again_s",
+        old="max(timeouts.destroy_retry_s, event.at - instance.since)",
+        new="timeouts.destroy_retry_s",
         tests="tests/unit/conductor",
     ),
     Plant(

@@ -74,9 +74,9 @@ def _tuned(settings: Settings, directory: Path) -> Settings:
     replace = msgspec.structs.replace
     return replace(
         settings,
-        compute=replace(settings.compute, state_dir=str(directory / "machines"), report_s=20.0),
+        compute=replace(settings.compute, state_dir=str(directory / "machines"), report_interval_s=20.0),
         scheduler=replace(settings.scheduler, build_timeout_s=40.0),
-        conductor=replace(settings.conductor, destroy_again_s=8.0, report_grace_s=15.0, report_every_s=20.0),
+        conductor=replace(settings.conductor, destroy_retry_s=8.0, report_grace_s=15.0, report_interval_s=20.0),
     )
 
 

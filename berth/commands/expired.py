@@ -1,7 +1,7 @@
 """Dead letters that are older than what was said of them since is remembered: sent back they would undo it.
 
-A build's delete is remembered by its cell for `conductor.deleted_keep_s`, a release of its claim by placement for
-`placement.fence_keep_s`. A request for a build needs no look here: the schedulers refuse it (`request.too_old`).
+A build's delete is remembered by its cell for `conductor.deleted_retention_s`, a release of its claim by placement for
+`placement.fence_retention_s`. A request for a build needs no look here: the schedulers refuse it (`request.too_old`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scheduler_worker.domain.pending import EXPIRED
 from scheduler_worker.retention import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {
-    tag_of(CellBuild): lambda settings: settings.conductor.deleted_keep_s,
-    tag_of(Claim): lambda settings: settings.placement.fence_keep_s,
-    tag_of(Swap): lambda settings: settings.placement.fence_keep_s,
+    tag_of(CellBuild): lambda settings: settings.conductor.deleted_retention_s,
+    tag_of(Claim): lambda settings: settings.placement.fence_retention_s,
+    tag_of(Swap): lambda settings: settings.placement.fence_retention_s,
 }
 
 

@@ -204,6 +204,6 @@ def _host_row(host: HostRecord) -> list[str | Text]:
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:
-    state = Text("up", "green") if one.up else Text("away", "red")
+    state = Text("up", "green") if one.up else Text("down", "red")
     why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
     return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.heard_s:.0f} s ago", why]

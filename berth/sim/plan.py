@@ -154,7 +154,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     rates: Rates
     metal: Metal | None = None
     flat: tuple[str, ...] = ()  # services that report their hosts flat until they are upgraded
-    feed_keep: int = KEEP_ALL  # changes of the feed that are kept
+    feed_retention: int = KEEP_ALL  # changes of the feed that are kept
     batch: int = 0  # messages that a handler takes at once; 0: as many as ever
     keep_s: float = 0.0  # how long fences, silent sources and deleted instances are kept; 0: as long as ever
     load_s: float = LOAD_S

@@ -180,7 +180,7 @@ def _heard(world: World) -> Iterator[str]:
                 elif bool(table.enabled[index]) is not host.enabled:
                     yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
         for known in table.services if table is not None else ():
-            if known.name in world.dead and known.away is None:
+            if known.name in world.dead and known.down is None:
                 yield f"schedulers_know_the_hosts: {name} takes the dead service {known.name} for alive"
 
 

@@ -39,7 +39,7 @@ class Shrinker:
         plan = self._try(plan, replace(plan, skew_s=0.0))
         plan = self._try(plan, replace(plan, quota={}, quotas={}))
         plan = self._try(plan, _without_peers(plan))
-        plan = self._try(plan, replace(plan, feed_keep=KEEP_ALL, keep_s=0.0, batch=0))
+        plan = self._try(plan, replace(plan, feed_retention=KEEP_ALL, keep_s=0.0, batch=0))
         for field in structs.fields(Rates):
             plan = self._try(plan, replace(plan, rates=replace(plan.rates, **{field.name: 0.0})))
         for field in structs.fields(Faults):

@@ -43,26 +43,33 @@ REPORT_S = 25.0
 
 PLACEMENT = PlacementConfig(head_interval_s=1.0, trim_interval_s=5.0, cell_wait_s=1.0)
 CONDUCTOR = ConductorConfig(
-    ask_timeout_s=3.0,
-    ask_again_s=5.0,
-    answer_s=4.0,
-    destroy_again_s=10.0,
+    claim_timeout_s=3.0,
+    claim_retry_s=5.0,
+    answer_timeout_s=4.0,
+    destroy_retry_s=10.0,
     report_grace_s=10.0,
-    report_every_s=30.0,
-    sweep_every_s=1.0,
-    purge_every_s=5.0,
+    report_interval_s=30.0,
+    sweep_interval_s=1.0,
+    purge_interval_s=5.0,
     # A host that is reinstalled loses all its machines at once, and no operator is simulated who says go.
     breaker_limit=10_000,
 )
-IRONIC = IronicSyncConfig(url=URL, resync_s=20.0, republish_s=60.0, transient_max_s=10.0, failed_max_s=8.0, page_size=2)
+IRONIC = IronicSyncConfig(
+    url=URL,
+    resync_interval_s=20.0,
+    republish_interval_s=60.0,
+    transient_retry_max_s=10.0,
+    failed_retry_max_s=8.0,
+    page_size=2,
+)
 METAL_LIMIT_S = 120.0
 
 
 def placement(plan: Plan) -> PlacementConfig:
     """Its settings in this run."""
-    config = replace(PLACEMENT, feed_keep=plan.feed_keep)
+    config = replace(PLACEMENT, feed_retention=plan.feed_retention)
     if plan.keep_s:
-        config = replace(config, fence_keep_s=plan.keep_s, source_keep_s=plan.keep_s)
+        config = replace(config, fence_retention_s=plan.keep_s, source_retention_s=plan.keep_s)
     return replace(config, claim_batch=plan.batch, inventory_batch=plan.batch) if plan.batch else config
 
 
@@ -70,7 +77,7 @@ def conductor(plan: Plan) -> ConductorConfig:
     """Its settings in this run."""
     # Who buries an instance and who forgets it may be two conductors, whose clocks are so far apart.
     apart_s = 2 * plan.skew_s
-    config = replace(CONDUCTOR, deleted_keep_s=plan.keep_s + apart_s) if plan.keep_s else CONDUCTOR
+    config = replace(CONDUCTOR, deleted_retention_s=plan.keep_s + apart_s) if plan.keep_s else CONDUCTOR
     return replace(config, max_batch=plan.batch) if plan.batch else config
 
 
@@ -166,13 +173,15 @@ class Wiring:
             metal = metal if service in metal else [*metal, service]
             share = IronicConfig(
                 url=URL,
-                poll_s=0.5,
+                poll_interval_s=0.5,
                 deploy_timeout_s=METAL_LIMIT_S,
                 clean_timeout_s=METAL_LIMIT_S,
                 share=metal.index(service),
                 shares=len(metal),
             )
-            return ComputeConfig(driver="ironic", ironic=share, seed=plan.seed, heartbeat_s=2.0, report_s=REPORT_S)
+            return ComputeConfig(
+                driver="ironic", ironic=share, seed=plan.seed, heartbeat_interval_s=2.0, report_interval_s=REPORT_S
+            )
         hosts = dict(self._world.cell_of(service).services)
         number = list(hosts).index(service)
         return ComputeConfig(
@@ -183,9 +192,9 @@ class Wiring:
             nested=service not in self._world.flat,
             seed=plan.seed,
             faults=plan.computes,
-            heartbeat_s=2.0,
-            report_s=REPORT_S,
-            build_limit_s=3600.0,
+            heartbeat_interval_s=2.0,
+            report_interval_s=REPORT_S,
+            max_build_s=3600.0,
         )
 
     def _compute(self, env: Environment, service: str, seat: ProcessContext, fleet: Fleet) -> Service:

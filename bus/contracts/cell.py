@@ -202,17 +202,17 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
-    """A compute service is alive. `leaving`: it stops now, on purpose. every_s: the next one comes after so long."""
+    """A compute service is alive. `leaving`: it stops now, on purpose. interval_s: the next one comes after so long."""
 
     service: Word
     cell: Word
     epoch: int
     sequence: int
     leaving: bool = False
-    every_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
+    interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
 
 
-class ServiceAway(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A compute service that takes no builds now. epoch: its life that this is said of, and all before.
 
     code: `service.silent` or `service.left`; since: seconds since the epoch.
@@ -226,10 +226,10 @@ class ServiceAway(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
-    """Which compute services of a cell are away, all of them: said when that changes, and every second or so.
+    """Which compute services of a cell are down, all of them: said when that changes, and every second or so.
 
     (term, number) rises; each digest replaces the one before, and an older one is ignored. It comes in `pages` of at
-    most 1000; `page` counts from 1, and pages of one number belong together. up: how many services are not away.
+    most 1000; `page` counts from 1, and pages of one number belong together. up: how many services are not down.
     """
 
     cell: Word
@@ -237,7 +237,7 @@ class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services
     number: int
     page: Annotated[int, Bound(ge=1, le=100)] = 1
     pages: Annotated[int, Bound(ge=1, le=100)] = 1
-    away: Annotated[tuple[ServiceAway, ...], Bound(max_length=1000)] = ()
+    down: Annotated[tuple[ServiceDown, ...], Bound(max_length=1000)] = ()
     up: Count = 0
     at: float = 0.0
 

@@ -214,7 +214,7 @@ class Relay:
         *,
         clock: Clock,
         max_rows: int = MAX_ROWS,
-        sweep_every_s: float = SWEEP_EVERY_S,
+        sweep_interval_s: float = SWEEP_EVERY_S,
         sweep_age_s: float = SWEEP_AGE_S,
         linger_s: float = 0.0,
         lingers: Callable[[Message], bool] | None = None,
@@ -226,7 +226,7 @@ class Relay:
         self._max_rows = max_rows
         # So much waits in memory for a bus that is away: it must not take the room of all the others.
         self._lane_share = max_rows // (2 * max(1, len(self._lanes)))
-        self._sweep_every_s = sweep_every_s
+        self._sweep_every_s = sweep_interval_s
         self._sweep_age_s = sweep_age_s
         self._unknown: set[str] = set()
         self._tickets: dict[int, _Ticket] = {}

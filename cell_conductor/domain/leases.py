@@ -26,7 +26,7 @@ LEFT = "service.left"
 SILENT = "service.silent"
 
 
-class Standing(StrEnum):
+class LeaseState(StrEnum):
     """What is believed of a service."""
 
     UP = "up"
@@ -37,21 +37,21 @@ class Standing(StrEnum):
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is believed of one service, as it is recorded.
 
-    epoch: its life last heard of. every_s: how often it sends a heartbeat. since, reason: of the standing; seconds
+    epoch: its life last heard of. interval_s: how often it sends a heartbeat. since, reason: of the state; seconds
     since the epoch, and a sentence (empty while it is up).
     """
 
     service: str
     epoch: int
-    every_s: float = UNSAID_BEAT_S
-    standing: Standing = Standing.UP
+    interval_s: float = UNSAID_BEAT_S
+    state: LeaseState = LeaseState.UP
     since: float = 0.0
     reason: str = ""
 
     @property
     def code(self) -> str:
         """Why it takes no builds, as a stable code; "" while it is up."""
-        return {Standing.UP: "", Standing.SILENT: SILENT, Standing.LEFT: LEFT}[self.standing]
+        return {LeaseState.UP: "", LeaseState.SILENT: SILENT, LeaseState.LEFT: LEFT}[self.state]
 
 
 class _Held(Struct):
@@ -63,10 +63,10 @@ class _Held(Struct):
 
 
 class LeaseTable:
-    """The leases of one cell as one conductor knows them. `missed_beats`: so many in a row make a service silent."""
+    """The leases of one cell as one conductor knows them; missed_heartbeats in a row make a service silent."""
 
-    def __init__(self, missed_beats: int) -> None:
-        self._missed_beats = missed_beats
+    def __init__(self, missed_heartbeats: int) -> None:
+        self._missed_heartbeats = missed_heartbeats
         self._held: dict[str, _Held] = {}
         self._clock = 0.0
         self._delivered: float | None = None
@@ -80,28 +80,28 @@ class LeaseTable:
         return {service: held.lease for service, held in self._held.items()}
 
     @property
-    def away(self) -> dict[str, Lease]:
+    def down(self) -> dict[str, Lease]:
         """Services that take no builds now."""
-        return {service: held.lease for service, held in self._held.items() if held.lease.standing is not Standing.UP}
+        return {service: held.lease for service, held in self._held.items() if held.lease.state is not LeaseState.UP}
 
     @property
     def abandoned(self) -> dict[str, Lease]:
         """Services whose builds are not waited for: silent, or gone on purpose and not back within a lease."""
         return {
             service: lease
-            for service, lease in self.away.items()
-            if lease.standing is Standing.SILENT or self._is_overdue(self._held[service])
+            for service, lease in self.down.items()
+            if lease.state is LeaseState.SILENT or self._is_overdue(self._held[service])
         }
 
     def adopt(self, recorded: Iterable[Lease]) -> None:
         """What another conductor, or an earlier life of this one, has recorded of services that were not heard here.
 
-        One that was up has a whole lease from now on to be heard in; one that was away is until it is heard.
+        One that was up has a whole lease from now on to be heard in; one that was down is until it is heard.
         """
         for lease in recorded:
             if lease.service not in self._held and len(self._held) < MAX_SERVICES:
                 # After its farewell nothing of that life counts: what comes is a copy, or was overtaken.
-                sequence = _LAST if lease.standing is Standing.LEFT else -1
+                sequence = _LAST if lease.state is LeaseState.LEFT else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
 
     def delivered(self, now_s: float) -> None:
@@ -111,9 +111,9 @@ class LeaseTable:
         self._delivered = now_s
 
     def heard(
-        self, service: str, epoch: int, sequence: int, *, at: float, every_s: float = 0.0, leaving: bool = False
+        self, service: str, epoch: int, sequence: int, *, at: float, interval_s: float = 0.0, leaving: bool = False
     ) -> bool:
-        """One message of a service; at: seconds since the epoch. True: its standing or its life is another now."""
+        """One message of a service; at: seconds since the epoch. True: its state or its life is another now."""
         if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
             return False  # no service of ours
         held = self._held.get(service)
@@ -124,27 +124,27 @@ class LeaseTable:
         before = held.lease
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
-        every_s = every_s if every_s > 0 else before.every_s
+        interval_s = interval_s if interval_s > 0 else before.interval_s
         held.sequence, held.heard = sequence, self._clock
         if leaving:
             held.sequence = _LAST
             held.lease = replace(
-                before, epoch=epoch, every_s=every_s, standing=Standing.LEFT, since=at, reason="it was stopped"
+                before, epoch=epoch, interval_s=interval_s, state=LeaseState.LEFT, since=at, reason="it was stopped"
             )
-        elif (before.standing, before.epoch, before.every_s) != (Standing.UP, epoch, every_s):
-            held.lease = Lease(service=service, epoch=epoch, every_s=every_s, since=at)
+        elif (before.state, before.epoch, before.interval_s) != (LeaseState.UP, epoch, interval_s):
+            held.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)
         return held.lease is not before
 
     def assess(self, at: float) -> list[Lease]:
         """Services that have fallen silent by now, in order of their names."""
         silent: list[Lease] = []
         for _, held in sorted(self._held.items()):
-            if held.lease.standing is Standing.UP and self._is_overdue(held):
+            if held.lease.state is LeaseState.UP and self._is_overdue(held):
                 reason = (
                     f"nothing was heard of it for {self._clock - held.heard:.1f} s while others were;"
-                    f" it sends a heartbeat every {held.lease.every_s:g} s"
+                    f" it sends a heartbeat every {held.lease.interval_s:g} s"
                 )
-                held.lease = replace(held.lease, standing=Standing.SILENT, since=at, reason=reason)
+                held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)
                 silent.append(held.lease)
         return silent
 
@@ -152,11 +152,11 @@ class LeaseTable:
         """These are not on record any more. One that is up is kept: it will be recorded again."""
         for service in services:
             held = self._held.get(service)
-            if held is not None and held.lease.standing is not Standing.UP:
+            if held is not None and held.lease.state is not LeaseState.UP:
                 del self._held[service]
 
     def _is_overdue(self, held: _Held) -> bool:
-        return self._clock - held.heard > self._missed_beats * held.lease.every_s
+        return self._clock - held.heard > self._missed_heartbeats * held.lease.interval_s
 
 
 _LAST = 2**63 - 1

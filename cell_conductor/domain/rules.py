@@ -36,24 +36,24 @@ from .instance import Instance, State
 from .leases import Lease
 from .proof import is_over
 
-# Of an alternate, or a first host, whose service was away when its turn came.
+# Of an alternate, or a first host, whose service was down when its turn came.
 NOT_TRIED = "not_tried"
 
 
 class Timeouts(Struct, frozen=True, kw_only=True):
     """How long the machine waits, and where it is (`cell` is named in every announcement).
 
-    deployment: the identity of the cell's database, which every machine is marked with. away: compute services that
+    deployment: the identity of the cell's database, which every machine is marked with. down: compute services that
     take no builds now, so that none is begun there while another host can be tried.
     """
 
     cell: str
     deployment: str | None = None
-    away: Mapping[str, Lease] = {}
-    ask_again_s: float = 15.0
-    answer_s: float = 10.0
-    destroy_again_s: float = 30.0
-    destroy_longest_s: float = 600.0
+    down: Mapping[str, Lease] = {}
+    claim_retry_s: float = 15.0
+    answer_timeout_s: float = 10.0
+    destroy_retry_s: float = 30.0
+    destroy_retry_max_s: float = 600.0
     report_grace_s: float = 30.0
 
 
@@ -70,14 +70,14 @@ def ignore(instance: Instance, event: object, timeouts: Timeouts) -> Step:
 
 
 def start_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
-    """The first selection, claimed under attempt 1, is commanded; unless its service is away and another's is not."""
+    """The first selection, claimed under attempt 1, is commanded; unless its service is down and another's is not."""
     adopted = _adopt(instance, event)
-    away = timeouts.away.get(adopted.here.service)
-    if away is None or not _has_somewhere_to_go(adopted, timeouts):
+    down = timeouts.down.get(adopted.here.service)
+    if down is None or not _has_somewhere_to_go(adopted, timeouts):
         return _spawn(adopted, event.at, timeouts)
     # Nothing was commanded there, so nothing has to be destroyed.
-    passed = _noted(adopted, NOT_TRIED, at=event.at, code=away.code, reason=away.reason)
-    return Step(_ask(_without_away(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
+    passed = _noted(adopted, NOT_TRIED, at=event.at, code=down.code, reason=down.reason)
+    return Step(_ask(_without_down(passed, event.at, timeouts), State.RECLAIMING, event.at, timeouts))
 
 
 def restart_build(instance: Instance, event: BuildAsked, timeouts: Timeouts) -> Step:
@@ -172,9 +172,9 @@ def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     alone knows whether it runs, and is asked for as long as it takes.
     """
     if not instance.asked or instance.doubted:
-        wait_s = timeouts.answer_s
+        wait_s = timeouts.answer_timeout_s
         if instance.asked:
-            wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_longest_s)
+            wait_s = min(max(wait_s, event.at - instance.since), timeouts.destroy_retry_max_s)
         order = replace(_destroy_here(instance, timeouts), unless_built=True)
         return Step(replace(instance, asked=True, deadline=event.at + wait_s), (order,))
     return _over_time(instance, event, timeouts)
@@ -253,7 +253,7 @@ def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
     leaving = replace(
         instance,
         state=State.DELETING,
-        deadline=event.at + timeouts.destroy_again_s,
+        deadline=event.at + timeouts.destroy_retry_s,
         since=event.at,
         cause=event.cause or instance.cause,
     )
@@ -263,9 +263,9 @@ def destroy(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -> Step:
 def destroy_again(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """The host has not confirmed: ask again, for as long as it takes. The allocation stays claimed.
 
-    Less and less often: the orders wait in the service's queue while it is away, so their number has to stay small.
+    Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
     """
-    wait_s = min(max(timeouts.destroy_again_s, event.at - instance.since), timeouts.destroy_longest_s)
+    wait_s = min(max(timeouts.destroy_retry_s, event.at - instance.since), timeouts.destroy_retry_max_s)
     return Step(replace(instance, deadline=event.at + wait_s), (_destroy_here(instance, timeouts),))
 
 
@@ -293,7 +293,7 @@ def delete_instead(instance: Instance, event: DeleteAsked, timeouts: Timeouts) -
 
 def repeat_question(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
     """Placement's answer never arrived: the same question again (it is idempotent by attempt)."""
-    return Step(replace(instance, deadline=event.at + timeouts.ask_again_s))
+    return Step(replace(instance, deadline=event.at + timeouts.claim_retry_s))
 
 
 def end_failed(instance: Instance, event: Released, timeouts: Timeouts) -> Step:
@@ -350,19 +350,19 @@ def _over_time(instance: Instance, event: TimedOut | Destroyed, timeouts: Timeou
 
 def _next(instance: Instance, at: float, timeouts: Timeouts) -> Step:
     """After a failed attempt: what is left of it goes, and the next alternate is claimed, if there is one."""
-    instance = _without_away(instance, at, timeouts)
+    instance = _without_down(instance, at, timeouts)
     if not instance.alternates:
         return _give_up(instance, at, timeouts, code="max_retries_exceeded", reason=_story(instance))
     return Step(_ask(instance, State.RECLAIMING, at, timeouts), (_destroy_here(instance, timeouts),))
 
 
 def _has_somewhere_to_go(instance: Instance, timeouts: Timeouts) -> bool:
-    return any(selection.service not in timeouts.away for selection in instance.alternates)
+    return any(selection.service not in timeouts.down for selection in instance.alternates)
 
 
-def _without_away(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
-    """Alternates whose service is away are passed over, and written down: a question to placement is never changed."""
-    passed = [selection for selection in instance.alternates if selection.service in timeouts.away]
+def _without_down(instance: Instance, at: float, timeouts: Timeouts) -> Instance:
+    """Alternates whose service is down are passed over, and written down: a question to placement is never changed."""
+    passed = [selection for selection in instance.alternates if selection.service in timeouts.down]
     if not passed:
         return instance
     notes = tuple(
@@ -370,12 +370,12 @@ def _without_away(instance: Instance, at: float, timeouts: Timeouts) -> Instance
             attempt=instance.attempt + 1,
             host=selection.host,
             outcome=NOT_TRIED,
-            code=timeouts.away[selection.service].code,
+            code=timeouts.down[selection.service].code,
             at=at,
         )
         for selection in passed
     )
-    kept = tuple(selection for selection in instance.alternates if selection.service not in timeouts.away)
+    kept = tuple(selection for selection in instance.alternates if selection.service not in timeouts.down)
     tried = instance.selections[: instance.position + 1]
     return replace(instance, selections=(*tried, *kept), history=instance.history + notes)
 
@@ -387,7 +387,7 @@ def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, re
 
 def _ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
     """Enter a state that waits for placement; the sweep asks again when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + timeouts.ask_again_s, since=at)
+    return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:

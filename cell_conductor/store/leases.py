@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from bus.persistence.database import Database
-from cell_conductor.domain.leases import Lease, Standing
+from cell_conductor.domain.leases import Lease, LeaseState
 
 
 class LeaseStore(Protocol):
@@ -27,7 +27,7 @@ class LeaseStore(Protocol):
         """Record these. False: there is a newer term, and nothing was recorded."""
 
     async def forget(self, term: int, before: float, limit: int) -> list[str]:
-        """Drop at most so many services that are away since before, oldest first; returns which."""
+        """Drop at most so many services that are down since before, oldest first; returns which."""
 
 
 KEEP = """
@@ -39,18 +39,18 @@ ON CONFLICT (one) DO UPDATE SET
 WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
 """
-LEASES = "SELECT service, epoch, every_s, standing, since, reason FROM leases ORDER BY service"
+LEASES = "SELECT service, epoch, interval_s, state, since, reason FROM leases ORDER BY service"
 # The keeper's row is locked: no newer term begins while this one writes.
 _MINE = "SELECT 1 FROM lease_keeper WHERE term = $1 FOR SHARE"
 RECORD = """
-INSERT INTO leases (service, epoch, every_s, standing, since, reason)
+INSERT INTO leases (service, epoch, interval_s, state, since, reason)
 SELECT * FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::text[], $5::float8[], $6::text[])
-ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, every_s = excluded.every_s, standing = excluded.standing,
+ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s, state = excluded.state,
     since = excluded.since, reason = excluded.reason
 """
 FORGET = """
 DELETE FROM leases WHERE service IN (
-    SELECT service FROM leases WHERE standing <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
+    SELECT service FROM leases WHERE state <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
 """
 
 
@@ -71,7 +71,9 @@ class PostgresLeases:
         async with self._database.raw() as connection:
             found = await connection.fetch(LEASES)
         return [
-            Lease(service=row[0], epoch=row[1], every_s=row[2], standing=Standing(row[3]), since=row[4], reason=row[5])
+            Lease(
+                service=row[0], epoch=row[1], interval_s=row[2], state=LeaseState(row[3]), since=row[4], reason=row[5]
+            )
             for row in found
         ]
 
@@ -85,8 +87,8 @@ class PostgresLeases:
                 RECORD,
                 [lease.service for lease in ordered],
                 [lease.epoch for lease in ordered],
-                [lease.every_s for lease in ordered],
-                [lease.standing.value for lease in ordered],
+                [lease.interval_s for lease in ordered],
+                [lease.state.value for lease in ordered],
                 [lease.since for lease in ordered],
                 [lease.reason for lease in ordered],
             )

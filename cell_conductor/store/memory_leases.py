@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.persistence.memory_database import MemorySession
-from cell_conductor.domain.leases import Lease, Standing
+from cell_conductor.domain.leases import Lease, LeaseState
 
 
 class Keeper(Struct, frozen=True):
@@ -77,8 +77,8 @@ class MemoryLeases:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             await transaction.lock([_ROW])
-            away = [one for one in self._table.leases.values() if one.standing is not Standing.UP]
-            gone = [one.service for one in sorted(away, key=lambda one: one.since) if one.since < before][:limit]
+            down = [one for one in self._table.leases.values() if one.state is not LeaseState.UP]
+            gone = [one.service for one in sorted(down, key=lambda one: one.since) if one.since < before][:limit]
             if not self._is_mine(term):
                 return []
             transaction.will(partial(_drop, self._table.leases, gone))

@@ -76,13 +76,13 @@ CREATE TABLE breakers (
     record json NOT NULL
 );
 
--- What is believed of each compute service (cell_conductor.domain.leases). every_s: how often it sends a heartbeat;
--- since: of its standing, in seconds since the epoch.
+-- What is believed of each compute service (cell_conductor.domain.leases). interval_s: how often it sends a heartbeat;
+-- since: when its state began, in seconds since the epoch.
 CREATE TABLE leases (
     service text PRIMARY KEY,
     epoch bigint NOT NULL,
-    every_s double precision NOT NULL,
-    standing text NOT NULL,
+    interval_s double precision NOT NULL,
+    state text NOT NULL,
     since double precision NOT NULL,
     reason text NOT NULL
 );

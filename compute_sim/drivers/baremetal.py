@@ -229,7 +229,7 @@ class BareMetal:
                     await self._deploy(build)
                 elif node.provision_state not in DEPLOYING:
                     raise Reschedule("node.deploy_failed", f"the node is in {node.provision_state}")
-                await self._clock.sleep(self._config.poll_s)
+                await self._clock.sleep(self._config.poll_interval_s)
 
     async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
         """Undeploy the node when its mark says that it is ours; return when it is not any more (cleaning goes on)."""
@@ -250,7 +250,7 @@ class BareMetal:
                 await self._change("PATCH", f"/v1/nodes/{host_uuid}", patch)
             elif node.provision_state in DELETABLE:
                 await self._change("PUT", f"/v1/nodes/{host_uuid}/states/provision", {"target": "deleted"})
-            await self._clock.sleep(self._config.poll_s)
+            await self._clock.sleep(self._config.poll_interval_s)
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         """What every node carries, whatever its provision state; the mark tells whose it is, and of which attempt."""
@@ -277,7 +277,7 @@ class BareMetal:
                 self._told = {node.uuid: node.maintenance for node in nodes}
                 if news and self._changed is not None:
                     self._changed(news)
-            await self._clock.sleep(max(self._config.watch_s, LOOK_SHARE * (self._clock.monotonic() - began)))
+            await self._clock.sleep(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
 
     # --- what spawn is careful about
 

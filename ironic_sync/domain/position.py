@@ -20,11 +20,11 @@ SOURCE = "ironic"
 class Timing(Struct, frozen=True, kw_only=True):
     """When a node is read again without being asked to."""
 
-    transient_s: float = 1.0  # first re-read of a node on its way somewhere; doubled up to ...
-    transient_max_s: float = 60.0
-    failed_s: float = 0.5  # first re-read after a failed read; doubled up to ...
-    failed_max_s: float = 30.0
-    announced_s: float = 0.5  # after a `.start`, unless its `.end` or `.error` comes first
+    transient_retry_s: float = 1.0  # first re-read of a node on its way somewhere; doubled up to ...
+    transient_retry_max_s: float = 60.0
+    failed_retry_s: float = 0.5  # first re-read after a failed read; doubled up to ...
+    failed_retry_max_s: float = 30.0
+    announced_retry_s: float = 0.5  # after a `.start`, unless its `.end` or `.error` comes first
 
 
 class Position(Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
 
 def announced(position: Position, *, now: float, timing: Timing) -> Position:
     """Something is about to happen to the node. What follows asks for a read; in case nothing follows, read later."""
-    due_at = now + timing.announced_s
+    due_at = now + timing.announced_retry_s
     return replace(position, due_at=due_at if position.due_at is None else min(due_at, position.due_at))
 
 
@@ -132,7 +132,7 @@ def failed(position: Position, *, now: float, timing: Timing) -> Position:
     return replace(
         position,
         tries=position.tries + 1,
-        due_at=now + doubled_s(timing.failed_s, timing.failed_max_s, position.tries),
+        due_at=now + doubled_s(timing.failed_retry_s, timing.failed_retry_max_s, position.tries),
     )
 
 
@@ -151,4 +151,4 @@ def _due(position: Position, now: float, timing: Timing) -> float | None:
     """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid."""
     if not is_transient(position.state):
         return None
-    return now + doubled_s(timing.transient_s, timing.transient_max_s, position.tries)
+    return now + doubled_s(timing.transient_retry_s, timing.transient_retry_max_s, position.tries)

@@ -65,16 +65,16 @@ class Api:
         self._trees: Groups[TreeWrite, TreeOutcome] = Groups(
             "trees",
             store.write_trees,
-            group_max=config.group_max,
-            waiting_max=config.waiting_max,
+            max_group=config.max_group,
+            max_waiting=config.max_waiting,
             under_way=TREE_GROUPS,
             committed=committed,
         )
         self._allocations: Groups[AllocationWrite, AllocationOutcome] = Groups(
             "allocations",
             store.write_allocations,
-            group_max=config.group_max,
-            waiting_max=config.waiting_max,
+            max_group=config.max_group,
+            max_waiting=config.max_waiting,
             under_way=ALLOCATION_GROUPS,
             committed=committed,
         )

@@ -38,7 +38,9 @@ async def search(api: Api, request: HttpRequest) -> Response:
 
     def answer(book: Book, time_budget: TimeBudget) -> bytes:
         rng = None if seed is None else random.Random(seed)
-        found = candidates(book, asked.request, limit=limit, rng=rng, budget=config.budget, time_budget=time_budget)
+        found = candidates(
+            book, asked.request, limit=limit, rng=rng, budget=config.search_budget, time_budget=time_budget
+        )
         return _rendered(book, found, asked, request.version, time_budget)
 
     book = api.replica.book
@@ -49,7 +51,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
         raise HttpFault(400, f"Invalid query string parameters: {error}") from None
     except TooLong:
         body = await api.searches.read(
-            book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_s, keeps_partial=True))
+            book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True))
         )
     return Response(200, body).modified(request, api.clock.time())
 

@@ -61,10 +61,11 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     says it again; `tokens` reads token_file ([[tokens]] with sha256, user_id, project_id, roles); `keystone` asks it;
     not set: noauth2, but where `berth up` chooses the address a token of its own.
     incomplete_*: who holds what was allocated below 1.8. default_limit: the most candidates an answer has, whatever is
-    asked for (-1: no bound). randomize: a sample of the candidates instead of the first. budget, search_s: what a
-    candidate search may look at, and how long. group_max, waiting_max: writes in one transaction, and waiting for one.
-    max_bodies_bytes: of all bodies that are not whole yet. write_timeout_s: how long a client may read nothing of its
-    answer. openapi: serve the OpenAPI document at /openapi.json, where Placement has nothing.
+    asked for (-1: no bound). randomize: a sample of the candidates instead of the first. search_budget,
+    search_timeout_s: what a candidate search may look at, and how long. max_group, max_waiting: writes in one
+    transaction, and waiting for one. max_bodies_bytes: of all bodies that are not whole yet. write_timeout_s: how long
+    a client may read nothing of its answer. openapi: serve the OpenAPI document at /openapi.json, where Placement has
+    nothing.
     """
 
     listen: str = ""
@@ -79,11 +80,11 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     incomplete_user_id: Annotated[str, Bound(min_length=1, max_length=255)] = UNOWNED
     openapi: bool = False
     randomize: bool = False
-    budget: Annotated[int, Bound(ge=1000)] = 100_000
-    search_s: Annotated[float, Bound(gt=0, le=60)] = 5.0
+    search_budget: Annotated[int, Bound(ge=1000)] = 100_000
+    search_timeout_s: Annotated[float, Bound(gt=0, le=60)] = 5.0
     default_limit: Annotated[int, Bound(ge=-1)] = -1
-    group_max: Annotated[int, Bound(ge=1, le=1000)] = 64
-    waiting_max: Annotated[int, Bound(ge=1)] = 4096
+    max_group: Annotated[int, Bound(ge=1, le=1000)] = 64
+    max_waiting: Annotated[int, Bound(ge=1)] = 4096
     max_body_bytes: Annotated[int, Bound(ge=1024, le=16 * 2**20)] = 2**20
     max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
     max_query_bytes: Annotated[int, Bound(ge=1024)] = 64 * 2**10

@@ -41,16 +41,16 @@ class Groups(Generic[Item, Result]):
         name: str,
         apply: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         *,
-        group_max: int,
-        waiting_max: int,
+        max_group: int,
+        max_waiting: int,
         under_way: int,
         committed: Callable[[], None],
         gather_s: float = GATHER_S,
     ) -> None:
         self._name = name
         self._apply = apply
-        self._group_max = group_max
-        self._waiting_max = waiting_max
+        self._group_max = max_group
+        self._waiting_max = max_waiting
         self._under_way = under_way
         self._committed = committed
         self._gather_s = gather_s

@@ -30,7 +30,7 @@ def request_spec(
 ) -> RequestSpec | Unsatisfiable:
     """What one request asks for, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
     query = asked.query
-    if request.forced and (hosts is None or request.project_id not in config.forced_hosts_for):
+    if request.forced and (hosts is None or request.project_id not in config.force_host_projects):
         why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"
         return Unsatisfiable(NOT_FORCED, f"it cannot be forced: {why}", "requested_host")
     if hosts is not None:

@@ -2,7 +2,7 @@
 
 Placement knows the resources of a host; this table knows whether the host can be reached. It is kept in columns,
 because every decision reads all of them. Announcements may come late or twice; a service's epoch and sequence tell.
-Which services are away is what a cell's conductor says in its digest; no heartbeat is heard here. What an operator has
+Which services are down is what a cell's conductor says in its digest; no heartbeat is heard here. What an operator has
 decided about a host stands in a column of its own, which no announcement changes.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
@@ -29,9 +29,9 @@ MAX_SERVICES = 100_000  # compute services kept; announcements of further names 
 INITIAL_CAPACITY = 1024
 # A host stays with its cell for so long after its service was there last: another cell cannot take its builds over.
 CELL_HOLD_S = 60.0
-# The hosts of a service that is away for so long have no service, until they are announced again. Conductors forget
+# The hosts of a service that is down for so long have no service, until they are announced again. Conductors forget
 # such a service much later, and say nothing of it then.
-AWAY_HOLD_S = 3600.0
+DOWN_HOLD_S = 3600.0
 # So many questions in a row (`HostTable.asked`) are left unanswered by a service that is there, at most.
 MAX_UNANSWERED = 3
 LEFT = "service.left"
@@ -40,7 +40,7 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here;
 
 
 class ServiceState(Struct):
-    """The last announcement of one compute service. `heard_s`: when, monotonic. away: why it takes no builds now.
+    """The last announcement of one compute service. `heard_s`: when, monotonic. down: why it takes no builds now.
 
     began: the sequence of the first page of its newest full report; heard: how many pages of it came; listing: its
     number here. unanswered: how often services were asked to announce their hosts since.
@@ -51,8 +51,8 @@ class ServiceState(Struct):
     epoch: int
     sequence: int
     heard_s: float
-    away: ServiceAway | None = None
-    away_s: float = 0.0
+    down: ServiceDown | None = None
+    down_s: float = 0.0
     began: int = 0
     heard: int = 0
     listing: int = 0
@@ -68,8 +68,8 @@ class CellDigest(Struct):
     version: tuple[int, int] = (-1, -1)
     heard_s: float = -math.inf
     page: int = 0
-    gathered: dict[str, ServiceAway] = {}
-    away: dict[str, ServiceAway] = {}
+    gathered: dict[str, ServiceDown] = {}
+    down: dict[str, ServiceDown] = {}
     up: int = -1
 
 
@@ -139,11 +139,11 @@ class HostTable:
         Conductors whose database was emptied or set back while a service died have never heard of it, and miss nothing.
         """
         digest = self._digests.get(cell)
-        there = sum(service.cell == cell and service.away is None for service in self.services)
+        there = sum(service.cell == cell and service.down is None for service in self.services)
         return digest is not None and 0 <= digest.up < there
 
     def asked(self, cell: str, now_s: float) -> None:
-        """Every service of this cell was asked to announce its hosts; one that never does so is taken for away."""
+        """Every service of this cell was asked to announce its hosts; one that never does so is taken for down."""
         digest = self._digests.get(cell, CellDigest())
         for service in self.services:
             if service.cell == cell:
@@ -151,8 +151,8 @@ class HostTable:
                 self._assess(service, digest, now_s)
 
     def down(self) -> Mask:
-        """Per service: whether its cell says that it is away. One more entry at the end stands for NO_SERVICE."""
-        return np.array([*(service.away is not None for service in self.services), True], dtype=np.bool_)
+        """Per service: whether its cell says that it is down. One more entry at the end stands for NO_SERVICE."""
+        return np.array([*(service.down is not None for service in self.services), True], dtype=np.bool_)
 
     def decide(self, decision: HostAdminState) -> bool:
         """Apply an operator's decision, also about a host that is not announced yet. False: a newer one is known."""
@@ -180,28 +180,28 @@ class HostTable:
         if version != known.version or digest.page != known.page + 1:
             return False
         known.page = digest.page
-        known.gathered.update((away.service, away) for away in digest.away)
+        known.gathered.update((down.service, down) for down in digest.down)
         if digest.page < digest.pages:
             return True
-        known.away, known.gathered, known.heard_s, known.up = known.gathered, {}, now_s, digest.up
+        known.down, known.gathered, known.heard_s, known.up = known.gathered, {}, now_s, digest.up
         for index, service in enumerate(self.services):
             if service.cell == digest.cell:
                 self._assess(service, known, now_s)
-                if service.away is not None and now_s - service.away_s > AWAY_HOLD_S:
+                if service.down is not None and now_s - service.down_s > DOWN_HOLD_S:
                     self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
         """What its cell says of this service, of its present life or of a later one; else what its silence says."""
-        away = digest.away.get(service.name)
-        if away is not None and away.epoch < service.epoch:
-            away = None
-        if away is None and service.unanswered > MAX_UNANSWERED:
+        down = digest.down.get(service.name)
+        if down is not None and down.epoch < service.epoch:
+            down = None
+        if down is None and service.unanswered > MAX_UNANSWERED:
             reason = f"it answered none of the last {service.unanswered} questions for its hosts"
-            away = ServiceAway(service=service.name, epoch=service.epoch, code=UNHEARD, reason=reason)
-        if away is not None and service.away is None:
-            service.away_s = now_s
-        service.away = away
+            down = ServiceDown(service=service.name, epoch=service.epoch, code=UNHEARD, reason=reason)
+        if down is not None and service.down is None:
+            service.down_s = now_s
+        service.down = down
 
     def _add_service(self, message: ComputeHosts, now_s: float) -> int:
         self.services.append(ServiceState(message.service, message.cell, message.epoch, message.sequence, now_s))
@@ -235,8 +235,8 @@ class HostTable:
         if index is None or self.service[index] == NO_SERVICE or self.cell[index] == cell:
             return False
         holder = self.services[int(self.service[index])]
-        if holder.away is not None:
-            return holder.away.code != LEFT and now_s - holder.away_s <= CELL_HOLD_S
+        if holder.down is not None:
+            return holder.down.code != LEFT and now_s - holder.down_s <= CELL_HOLD_S
         digest = self._digests.get(holder.cell)
         return now_s - max(holder.heard_s, digest.heard_s if digest else -math.inf) <= CELL_HOLD_S
 

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.persistence.database import Database
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.leases import Lease, Standing
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 from tests.unit.conductor.scenario import SPEC, selection
 
-UP = Lease(service="a", epoch=7, every_s=1.0, since=5.0)
-SILENT = Lease(service="b", epoch=2**62, every_s=0.5, standing=Standing.SILENT, since=6.0, reason="nothing was heard")
-LEFT = Lease(service="c", epoch=1, every_s=1.0, standing=Standing.LEFT, since=4.0, reason="it was stopped")
+UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
+SILENT = Lease(service="b", epoch=2**62, interval_s=0.5, state=LeaseState.SILENT, since=6.0, reason="nothing was heard")
+LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.LEFT, since=4.0, reason="it was stopped")
 LONG_S, OVER_S = 60.0, -1.0
 
 

@@ -83,7 +83,7 @@ async def database(postgres_url: str) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
     named = {bus.name: bus for bus in buses}
-    relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_every_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
+    relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_interval_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
     task = asyncio.create_task(relay.run())
     try:
         yield relay
@@ -331,7 +331,7 @@ async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(data
         {"api": api, "cell1": cell},  # type: ignore[dict-item]
         clock=SystemClock(),
         max_rows=4,
-        sweep_every_s=0.02,
+        sweep_interval_s=0.02,
         sweep_age_s=0.0,
     )
     task = asyncio.create_task(relay.run())

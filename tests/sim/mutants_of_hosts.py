@@ -89,7 +89,7 @@ def reshape_loses_an_allocation() -> AbstractContextManager[Any]:
 
 
 def dead_service_still_chosen() -> AbstractContextManager[Any]:
-    """Hosts whose service is away are chosen like any other."""
+    """Hosts whose service is down are chosen like any other."""
 
     def down(self: HostTable) -> Any:
         return np.zeros(len(self.services) + 1, dtype=np.bool_)

@@ -156,7 +156,7 @@ def test_a_delete_that_came_first_is_remembered_as_long_as_planned_whatever_the_
         forgetting = asyncio.create_task(purge_forever(store, SimClock(skew_s), config))
         await asyncio.sleep(plan.keep_s - 1.0)
         assert INSTANCE in table.instances
-        await asyncio.sleep(1.0 + 2 * config.purge_every_s)
+        await asyncio.sleep(1.0 + 2 * config.purge_interval_s)
         assert INSTANCE not in table.instances
         forgetting.cancel()
 

@@ -18,7 +18,7 @@ from cell_conductor.domain.leases import Lease, LeaseTable
 from compute_sim.domain.faults import Faults
 
 SILENT_AT = 10.0
-LEASE_S = 5 * 2.0  # missed_beats, of a heartbeat every two seconds
+LEASE_S = 5 * 2.0  # missed_heartbeats, of a heartbeat every two seconds
 BUILDS_S = 2.0  # a build takes so long at most
 
 
@@ -89,7 +89,7 @@ def test_without_failing_over_they_wait_for_the_deadline() -> None:
     def nobody(_: LeaseTable) -> dict[str, Lease]:
         return {}
 
-    with patch.object(LeaseTable, "abandoned", property(nobody)), patch.object(LeaseTable, "away", property(nobody)):
+    with patch.object(LeaseTable, "abandoned", property(nobody)), patch.object(LeaseTable, "down", property(nobody)):
         result, took = ends_of(plan(1, FaultType.PAUSE, 60.0))
     assert result.breach == "", result.detail
     assert len(took) == 12 and max(took.values()) > BUILD_TIMEOUT_S, took

@@ -38,7 +38,7 @@ UPGRADED = HostSize(
     numa=2,
     devices=tuple(Device(name=f"card{n}", under=f"numa{n}", inventories={"PGPU": 8}) for n in range(2)),
 )
-FLAT = ComputeConfig(hosts=1, gpu_share=0.0, sizes=(UPGRADED,), nested=False, heartbeat_s=0.5)
+FLAT = ComputeConfig(hosts=1, gpu_share=0.0, sizes=(UPGRADED,), nested=False, heartbeat_interval_s=0.5)
 
 
 def blocks(kind: str) -> list[str]:
@@ -51,7 +51,7 @@ def page_settings(directory: Path) -> Settings:
     path = directory / "berth.toml"
     path.write_text("\n".join(blocks("toml")))
     settings = read_settings(path, {})
-    compute = replace(settings.compute, hosts=len(settings.compute.sizes), gpu_share=0.0, heartbeat_s=0.5)
+    compute = replace(settings.compute, hosts=len(settings.compute.sizes), gpu_share=0.0, heartbeat_interval_s=0.5)
     up = UpSettings(schedulers=2, placements=2, computes_per_cell=1, nodes=0)
     return replace(settings, compute=compute, up=up, cells={CELL: CellSettings()})
 

@@ -18,7 +18,11 @@ from berth.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 
 PLAN = SystemPlan(
-    cells=("cell1",), schedulers=1, placements=1, compute=ComputeConfig(hosts=4, heartbeat_s=0.5), durable=False
+    cells=("cell1",),
+    schedulers=1,
+    placements=1,
+    compute=ComputeConfig(hosts=4, heartbeat_interval_s=0.5),
+    durable=False,
 )
 
 

@@ -44,7 +44,7 @@ from compute_sim.fleet import Fleet
 WAIT_S = 60.0
 LOOKS = 4  # whole reports after which a conductor that wants to destroy something has said so
 QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.005)
-CONDUCTOR = ConductorConfig(report_grace_s=0.001, sweep_every_s=0.05, destroy_again_s=0.2)
+CONDUCTOR = ConductorConfig(report_grace_s=0.001, sweep_interval_s=0.05, destroy_retry_s=0.2)
 
 
 class Life:
@@ -102,8 +102,12 @@ class Cell:
         """A conductor on the table, and a compute service; what the latter remembers is kept over its lives."""
         store = MemoryInstances(self.table.session())
         conductor = cell_conductor.app.build(self._environment("conductor"), CONDUCTOR, self.name, store=store)
-        ironic = IronicConfig(url=self.ironic.url, poll_s=0.005, watch_s=0.02, share=share, shares=shares)
-        config = ComputeConfig(driver="ironic", hosts=0, ironic=ironic, heartbeat_s=0.2, report_s=60.0)
+        ironic = IronicConfig(
+            url=self.ironic.url, poll_interval_s=0.005, watch_interval_s=0.02, share=share, shares=shares
+        )
+        config = ComputeConfig(
+            driver="ironic", hosts=0, ironic=ironic, heartbeat_interval_s=0.2, report_interval_s=60.0
+        )
         service = f"{self.name}-a"
         if self.fleet is None:
             self.fleet = Fleet.planned(config, self.name, service)

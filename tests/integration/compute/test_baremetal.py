@@ -43,7 +43,9 @@ async def driver(ironic: IronicStandIn) -> AsyncIterator[BareMetal]:
 
 def settings(ironic: IronicStandIn, **more: Any) -> ComputeConfig:
     return ComputeConfig(
-        driver="ironic", hosts=0, ironic=IronicConfig(url=ironic.url, poll_s=0.005, watch_s=0.01, **more)
+        driver="ironic",
+        hosts=0,
+        ironic=IronicConfig(url=ironic.url, poll_interval_s=0.005, watch_interval_s=0.01, **more),
     )
 
 

@@ -16,7 +16,7 @@ from compute_sim.name import NameTaken
 from tests.integration.compute.harness import CELL, PATIENCE_S, Cell, Life, settled
 
 SERVICE = "c1-a"
-SETTINGS = ComputeConfig(hosts=2, heartbeat_s=0.02, name_wait_s=0.1)
+SETTINGS = ComputeConfig(hosts=2, heartbeat_interval_s=0.02, name_wait_s=0.1)
 PATIENT = replace(SETTINGS, name_wait_s=PATIENCE_S)
 
 
@@ -100,7 +100,7 @@ async def test_a_service_that_keeps_hearing_its_name_from_one_started_earlier_en
         if life.task.done():
             break
         await beat(cell, fleet.records.epoch - 1, sequence)
-        await asyncio.sleep(SETTINGS.heartbeat_s)
+        await asyncio.sleep(SETTINGS.heartbeat_interval_s)
     with pytest.raises(NameTaken):
         await ended(life)
 

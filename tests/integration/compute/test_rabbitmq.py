@@ -17,7 +17,7 @@ from tests.integration.compute.harness import CELL, Cell
 
 pytestmark = pytest.mark.rabbitmq
 
-CONFIG = ComputeConfig(hosts=20, heartbeat_s=0.2)
+CONFIG = ComputeConfig(hosts=20, heartbeat_interval_s=0.2)
 
 
 def cell_on(url: str, prefix: str = "") -> Cell:
@@ -54,7 +54,7 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
 async def test_results_of_builds_that_end_while_the_broker_is_away_are_said_when_it_is_back(
     own_broker: RabbitMQ,
 ) -> None:
-    config = ComputeConfig(hosts=20, heartbeat_s=0.2, faults=Faults(delay_min_s=2.0, delay_max_s=8.0))
+    config = ComputeConfig(hosts=20, heartbeat_interval_s=0.2, faults=Faults(delay_min_s=2.0, delay_max_s=8.0))
     cell = cell_on(own_broker.url())
     await cell.open()
     fleet = Fleet.planned(config, CELL, "c1-a")

@@ -34,7 +34,7 @@ class Late(SystemClock):
 
 
 def config(hosts: int = 4, **faults: object) -> ComputeConfig:
-    return ComputeConfig(hosts=hosts, gpu_share=0.5, heartbeat_s=0.05, faults=Faults(**faults))  # type: ignore[arg-type]
+    return ComputeConfig(hosts=hosts, gpu_share=0.5, heartbeat_interval_s=0.05, faults=Faults(**faults))  # type: ignore[arg-type]
 
 
 def planned(settings: ComputeConfig) -> Fleet:

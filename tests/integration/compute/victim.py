@@ -21,7 +21,7 @@ FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s
 
 
 def config(state_dir: str) -> ComputeConfig:
-    return ComputeConfig(hosts=5, state_dir=state_dir, faults=FAULTS, heartbeat_s=0.5)
+    return ComputeConfig(hosts=5, state_dir=state_dir, faults=FAULTS, heartbeat_interval_s=0.5)
 
 
 def shout(*words: object) -> None:
@@ -36,7 +36,7 @@ async def main(state_dir: str) -> None:
     settings, clock, rng = config(state_dir), SystemClock(), random.Random(3)
     fleet = Fleet.planned(settings, CELL, SERVICE)
     fleet.open()
-    limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_tries=3)
+    limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
     agent = Agent(
         service=SERVICE,
         driver=Hypervisors(fleet, FAULTS, seed=1, clock=clock),

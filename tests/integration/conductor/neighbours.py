@@ -178,7 +178,7 @@ class Cell:
         self.transports = transports
         self.around = Neighbours()
         self.consumers: list[Consumer] = []
-        self.config = ConductorConfig(ask_timeout_s=ASK_S, sweep_batch=10)
+        self.config = ConductorConfig(claim_timeout_s=ASK_S, sweep_batch=10)
         self.database = Database(url, f"cell_{CELL}")
         self.store = PostgresInstances(self.database)
 

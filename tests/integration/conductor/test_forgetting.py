@@ -34,7 +34,7 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
     await cell.around.until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
     await cell.engine.take([InstanceEvent(tombstone, DeleteAsked(at=cell.clock.time()))], source="test")
-    day_s = cell.config.deleted_keep_s
+    day_s = cell.config.deleted_retention_s
     assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
     cell.clock.offset += day_s + 1.0
     assert await cell.store.purge_deleted(cell.clock.time() - day_s, 1) == 1

@@ -126,7 +126,7 @@ async def stand_in(site: Site, nodes: int) -> AsyncIterator[IronicStandIn]:
 
 @asynccontextmanager
 async def running(site: Site, url: str, **settings: Any) -> AsyncIterator[Service]:
-    config = IronicSyncConfig(url=url, exchange=site.exchange, bind_retry_s=0.05, transient_s=0.2, **settings)
+    config = IronicSyncConfig(url=url, exchange=site.exchange, bind_retry_s=0.05, transient_retry_s=0.2, **settings)
     service, stop = build(environment(site, "sync"), config), asyncio.Event()
     task = asyncio.create_task(service.run(stop))
     try:
@@ -153,7 +153,7 @@ async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
 
 
 async def test_a_nodes_life_in_the_book(site: Site) -> None:
-    async with stand_in(site, 4) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
+    async with stand_in(site, 4) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=3600.0):
         uuid, *others = ironic.pool.nodes
         await book.until(lambda: book.offered() == {uuid, *others})
         async with asking(f"{ironic.url}/v1/nodes/{uuid}") as ask:
@@ -189,12 +189,12 @@ async def test_news_while_nobody_ran_are_found(site: Site) -> None:
 async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -> None:
     async with stand_in(site, 1) as ironic, book_on(site) as book:
         (uuid,) = ironic.pool.nodes
-        async with running(site, ironic.url, leader_poll_s=0.05) as first:
-            async with running(site, ironic.url, leader_poll_s=0.05):
+        async with running(site, ironic.url, leader_poll_interval_s=0.05) as first:
+            async with running(site, ironic.url, leader_poll_interval_s=0.05):
                 await book.until(lambda: book.offered() == {uuid})
                 assert first.not_ready() == []
             version = book.newest[uuid].version
-            async with running(site, ironic.url, leader_poll_s=0.05):
+            async with running(site, ironic.url, leader_poll_interval_s=0.05):
                 await ironic.pool.set_maintenance(ironic.pool.nodes[uuid], True, "x", "req-1")
                 await book.until(lambda: book.offered() == set())
                 assert book.newest[uuid].version > version
@@ -204,7 +204,7 @@ async def test_one_of_two_processes_works_and_the_other_takes_over(site: Site) -
 async def test_the_broker_goes_and_comes_back(own_broker: RabbitMQ, postgres_url: str) -> None:
     """Ironic's exchange is gone with it, our binding too: bind again once it is back, and read all."""
     site = _on_rabbitmq(own_broker.url(), "", postgres_url)
-    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_s=3600.0):
+    async with stand_in(site, 2) as ironic, book_on(site) as book, running(site, ironic.url, resync_interval_s=3600.0):
         first, second = ironic.pool.nodes
         await book.until(lambda: book.offered() == {first, second})
         await asyncio.to_thread(own_broker.shut_down)

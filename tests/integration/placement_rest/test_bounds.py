@@ -93,7 +93,7 @@ async def test_others_are_answered_while_a_long_search_runs_and_it_sees_one_stat
 
 
 async def test_a_search_that_finds_nothing_in_time_says_so_instead_of_none(postgres_url: str) -> None:
-    async with serving(postgres_url, search_s=1e-9) as placement:
+    async with serving(postgres_url, search_timeout_s=1e-9) as placement:
         await devices(placement, 300)
         answer = await placement.call("GET", LONG, status=400)
         assert "bounds of time" in answer.json()["errors"][0]["detail"]
@@ -101,7 +101,7 @@ async def test_a_search_that_finds_nothing_in_time_says_so_instead_of_none(postg
 
 
 async def test_too_many_long_searches_are_told_to_come_again(postgres_url: str, gate: Gate) -> None:
-    async with serving(postgres_url, search_s=0.2) as placement:
+    async with serving(postgres_url, search_timeout_s=0.2) as placement:
         await devices(placement, 300)
         searches = [asyncio.create_task(placement.call("GET", LONG)) for _ in range(19)]
         try:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.postgres
 
 DAY_S = 86_400.0
 REQUESTS = "scheduler.requests"
-CONFIG = SchedulerConfig(hosts_warmup_s=0.001, ended_keep_s=DAY_S)
+CONFIG = SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=DAY_S)
 
 
 class Yesterdays(SystemClock):
@@ -46,7 +46,7 @@ async def late(world: World) -> AsyncIterator[Bus]:
 
 def test_a_request_is_refused_before_the_record_of_it_can_be_gone() -> None:
     for keep_s in (60.0, DAY_S, 7 * DAY_S):
-        assert 0 < max_request_age_s(SchedulerConfig(ended_keep_s=keep_s)) < keep_s
+        assert 0 < max_request_age_s(SchedulerConfig(ended_retention_s=keep_s)) < keep_s
 
 
 async def publish(late: Bus, request: BuildRequest) -> None:
@@ -105,7 +105,7 @@ async def test_an_old_request_that_is_on_record_undecided_is_carried_out(
 ) -> None:
     """Its scheduler died before it decided, and nobody came for days: it was accepted, so it is built."""
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
-    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_keep_s=30 * DAY_S))
+    await world.scheduler("s1", SchedulerConfig(hosts_warmup_s=0.001, ended_retention_s=30 * DAY_S))
     await world.add_hosts("c1", 1)
     request = world.request()
     await late.publish(request)

@@ -67,7 +67,7 @@ async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enab
 
 
 async def test_a_host_under_maintenance_takes_no_forced_request_either(world: World) -> None:
-    await world.scheduler(config=SchedulerConfig(forced_hosts_for=("demo",)))
+    await world.scheduler(config=SchedulerConfig(force_host_projects=("demo",)))
     await world.add_hosts("c1", 1)
     await decide(world, "c1-0", AdminState.DISABLED)
     forced = world.request(host="c1-0", forced=True)
@@ -126,7 +126,7 @@ async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> 
 
 
 async def test_a_decision_whose_announcement_is_lost_is_read_with_the_next_reading(world: World) -> None:
-    await world.scheduler("s1", SchedulerConfig(report_again_s=0.2))
+    await world.scheduler("s1", SchedulerConfig(report_interval_s=0.2))
     (host,) = await world.add_hosts("c1", 1)
     database = Database(world.url, "scheduler", pool_size=1)
     await database.open()

@@ -19,7 +19,7 @@ from compute_sim.records import Key, Records
 
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
 INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
-LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0, destroy_tries=3)
+LIMITS = Limits(per_host=10, builds=100, accepted=100, build_s=30.0, destroy_attempts=3)
 
 
 class Instant(SystemClock):
@@ -245,7 +245,7 @@ async def test_an_older_attempt_is_cleared_away_before_a_newer_one_is_built(ends
 async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_tries=1))
+    service = Service(driver, limits=Limits(per_host=2, builds=3, accepted=100, build_s=30, destroy_attempts=1))
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1), spawn(2), spawn(0, host=1)])
     for _ in range(10):  # turns of the loop are enough: nothing waits for time
@@ -259,7 +259,7 @@ async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> No
 async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_tries=1))
+    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=30, destroy_attempts=1))
     await service.agent.resume()
     service.agent.take([spawn(0), spawn(1), spawn(2)])
     assert [(r.instance_uuid, r.code) for r in service.said] == [(INSTANCES[2], "service.busy")]
@@ -289,7 +289,7 @@ async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
 async def test_a_build_that_takes_too_long_is_given_up() -> None:
     driver = Scripted()
     driver.gate = asyncio.Event()
-    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_tries=1))
+    service = Service(driver, limits=Limits(per_host=1, builds=1, accepted=2, build_s=0.0, destroy_attempts=1))
     await service.agent.resume()
     service.agent.take([spawn(0)])
     await service.rest()

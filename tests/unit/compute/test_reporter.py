@@ -63,8 +63,8 @@ async def announced(world: Any, records: Records) -> None:
         records=records,
         clock=world,
         rng=random.Random(1),
-        heartbeat_s=1.0,
-        report_s=60.0,
+        heartbeat_interval_s=1.0,
+        report_interval_s=60.0,
     )
     world.told.clear()
     task = asyncio.create_task(reporter.announce())
@@ -154,8 +154,8 @@ async def test_the_inventory_of_a_host_that_changed_is_said_once_more() -> None:
         records=Records(),
         clock=world,
         rng=random.Random(1),
-        heartbeat_s=1.0,
-        report_s=60.0,
+        heartbeat_interval_s=1.0,
+        report_interval_s=60.0,
     )
     tasks = [asyncio.create_task(work()) for work in (reporter.announce, reporter.report)]
     async with asyncio.timeout(10):

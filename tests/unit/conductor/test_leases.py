@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cell_conductor.domain.leases import STEP_S, Lease, LeaseTable, Standing
+from cell_conductor.domain.leases import STEP_S, Lease, LeaseState, LeaseTable
 
 MISSED = 5
 
@@ -31,10 +31,10 @@ class Story:
 
     def beat(self, service: str, epoch: int, *, leaving: bool = False) -> bool:
         self.table.delivered(self.now)
-        return self.table.heard(service, epoch, self.sequence, at=self.now, every_s=1.0, leaving=leaving)
+        return self.table.heard(service, epoch, self.sequence, at=self.now, interval_s=1.0, leaving=leaving)
 
-    def standing(self, service: str) -> Standing:
-        return self.table.leases[service].standing
+    def state(self, service: str) -> LeaseState:
+        return self.table.leases[service].state
 
 
 def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
@@ -42,9 +42,9 @@ def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason
     assert story.run(MISSED, without="a") == []
     assert story.run(1, without="a") == ["a"]
     lease = story.table.leases["a"]
-    assert (lease.standing, lease.code, lease.since) == (Standing.SILENT, "service.silent", story.now)
+    assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", story.now)
     assert "6.0 s" in lease.reason and "every 1 s" in lease.reason
-    assert list(story.table.away) == list(story.table.abandoned) == ["a"]
+    assert list(story.table.down) == list(story.table.abandoned) == ["a"]
     assert story.run(3, without="a") == [], "said once"
 
 
@@ -61,12 +61,12 @@ def test_a_heartbeat_ends_the_suspicion_in_the_same_life_and_in_the_next() -> No
         story.run(MISSED + 1, without="a")
         story.services["a"] = epoch
         story.run(1)
-        assert story.standing("a") is Standing.UP and not story.table.away
+        assert story.state("a") is LeaseState.UP and not story.table.down
 
 
 def test_a_service_is_measured_by_its_own_interval() -> None:
     story = Story("a")
-    story.table.heard("slow", 1, 1, at=story.now, every_s=60.0)
+    story.table.heard("slow", 1, 1, at=story.now, interval_s=60.0)
     assert story.run(60 * MISSED) == []
     assert story.run(1) == ["slow"]
 
@@ -92,14 +92,14 @@ def test_a_service_that_says_good_bye_takes_no_builds_at_once_and_its_builds_are
     story = Story("a", "b")
     story.sequence += 1
     assert story.beat("a", 1, leaving=True)
-    assert story.standing("a") is Standing.LEFT and list(story.table.away) == ["a"] and not story.table.abandoned
+    assert story.state("a") is LeaseState.LEFT and list(story.table.down) == ["a"] and not story.table.abandoned
     story.run(1)
-    assert story.standing("a") is Standing.LEFT, "a heartbeat that came late, of a life that is over"
+    assert story.state("a") is LeaseState.LEFT, "a heartbeat that came late, of a life that is over"
     story.run(MISSED, without="a")
     assert list(story.table.abandoned) == ["a"]
     story.services["a"] = 2
     story.run(1)
-    assert not story.table.away
+    assert not story.table.down
 
 
 def test_what_comes_late_or_twice_renews_nothing() -> None:
@@ -107,8 +107,8 @@ def test_what_comes_late_or_twice_renews_nothing() -> None:
     first = story.sequence
     for _ in range(MISSED):
         story.run(1, without="a")
-        assert not story.table.heard("a", 1, first, at=story.now, every_s=1.0)
-        assert not story.table.heard("a", 0, first + 99, at=story.now, every_s=1.0)
+        assert not story.table.heard("a", 1, first, at=story.now, interval_s=1.0)
+        assert not story.table.heard("a", 0, first + 99, at=story.now, interval_s=1.0)
     assert story.run(1, without="a") == ["a"]
 
 
@@ -116,18 +116,18 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_wh
     story = Story("b")
     story.table.adopt(
         [
-            Lease(service="a", epoch=1, every_s=1.0),
-            Lease(service="b", epoch=0, every_s=1.0, standing=Standing.SILENT, since=3.0),
-            Lease(service="gone", epoch=1, every_s=1.0, standing=Standing.SILENT, since=3.0, reason="why"),
-            Lease(service="left", epoch=1, every_s=1.0, standing=Standing.LEFT, since=3.0),
+            Lease(service="a", epoch=1, interval_s=1.0),
+            Lease(service="b", epoch=0, interval_s=1.0, state=LeaseState.SILENT, since=3.0),
+            Lease(service="gone", epoch=1, interval_s=1.0, state=LeaseState.SILENT, since=3.0, reason="why"),
+            Lease(service="left", epoch=1, interval_s=1.0, state=LeaseState.LEFT, since=3.0),
         ]
     )
-    assert sorted(story.table.away) == ["gone", "left"], "b was heard here, which counts for more"
+    assert sorted(story.table.down) == ["gone", "left"], "b was heard here, which counts for more"
     assert story.table.leases["gone"].since == 3.0
     assert story.run(MISSED) == [] and story.run(1) == ["a"]
     story.sequence += 1
     assert not story.beat("left", 1) and story.beat("left", 2) and story.beat("gone", 1)
-    assert list(story.table.away) == ["a"]
+    assert list(story.table.down) == ["a"]
 
 
 def test_forgotten_services_are_not_told_and_living_ones_are_not_forgotten() -> None:

@@ -125,7 +125,9 @@ def test_a_host_is_asked_what_became_of_an_attempt_before_its_time_out_ends_it()
     asking = run(asked(), TIMED_OUT)
     (order,) = asking.commands
     assert isinstance(order, Destroy) and order.unless_built and order.attempt == 1
-    assert asking.instance.state is State.BUILDING and asking.instance.deadline == TIMED_OUT.at + PATIENCE.answer_s
+    assert (
+        asking.instance.state is State.BUILDING and asking.instance.deadline == TIMED_OUT.at + PATIENCE.answer_timeout_s
+    )
     late = run(spawned(), start=asking.instance)
     assert late.instance.state is State.ACTIVE and not late.instance.asked and not destroys(late)
     ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1)), start=asking.instance)

@@ -96,7 +96,7 @@ def test_a_host_that_never_confirms_is_asked_less_and_less_often() -> None:
         stepped = step(instance, e.TimedOut(at=now), PATIENCE)
         instance, orders = stepped.instance, orders + len(stepped.commands)
     assert waits[:5] == [30.0, 30.0, 60.0, 120.0, 240.0]
-    assert max(waits) == PATIENCE.destroy_longest_s
+    assert max(waits) == PATIENCE.destroy_retry_max_s
     assert orders < 160
 
 

@@ -1,4 +1,4 @@
-"""The instance state machine: compute services that are away."""
+"""The instance state machine: compute services that are down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.leases import Lease, Standing
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step, wanted
 from tests.unit.conductor.scenario import (
@@ -39,11 +39,11 @@ def on(*services: str) -> e.BuildAsked:
     return replace(build, selections=tuple(replace(selection, service=service) for selection, service in chosen))
 
 
-def run(*happened: e.Event, away: str = "", start: Instance | None = None) -> Step:
-    leases = {name: Lease(service=name, epoch=1, standing=Standing.SILENT, reason="why") for name in away.split()}
+def run(*happened: e.Event, down: str = "", start: Instance | None = None) -> Step:
+    leases = {name: Lease(service=name, epoch=1, state=LeaseState.SILENT, reason="why") for name in down.split()}
     stepped = Step(start or Instance(uuid=UUID))
     for event in happened:
-        stepped = step(stepped.instance, event, replace(PATIENCE, away=leases))
+        stepped = step(stepped.instance, event, replace(PATIENCE, down=leases))
     return stepped
 
 
@@ -55,19 +55,19 @@ def options(stepped: Step) -> list[str]:
 
 def test_a_build_leaves_a_silent_service_for_the_first_host_of_another() -> None:
     building = run(on("s1", "s1", "s2")).instance
-    stepped = run(LOST, away="s1", start=building)
+    stepped = run(LOST, down="s1", start=building)
     assert stepped.instance.state is State.RECLAIMING and options(stepped) == [host(3)]
     assert orders(stepped) == [("s1", host(1), 1)], "what may run there is fenced, for when the service is back"
     assert [(r.host, r.outcome, r.code) for r in stepped.instance.history] == [
         ("host-1", "failed", "service.silent"),
         ("host-2", "not_tried", "service.silent"),
     ]
-    moved = run(claimed(), away="s1", start=stepped.instance)
+    moved = run(claimed(), down="s1", start=stepped.instance)
     assert spawns(moved) == [(2, host(3))]
 
 
 def test_the_late_active_of_the_lost_attempt_loses_and_its_machine_is_destroyed() -> None:
-    moved = run(on("s1", "s2"), LOST, claimed(), away="s1").instance
+    moved = run(on("s1", "s2"), LOST, claimed(), down="s1").instance
     for start in (moved, run(spawned(2), start=moved).instance):
         late = run(spawned(1), start=start)
         assert destroys(late) == [(1, host(1))] and late.instance is start and not said(late)
@@ -76,48 +76,48 @@ def test_the_late_active_of_the_lost_attempt_loses_and_its_machine_is_destroyed(
 @pytest.mark.parametrize("services", [("s1",), ("s1", "s1"), ("s1", "s2")])
 def test_a_build_without_a_living_alternate_waits_for_its_deadline(services: tuple[str, ...]) -> None:
     building = run(on(*services)).instance
-    away = "s1 s2"
-    assert run(LOST, away=away, start=building) == Step(building)
-    up = run(spawned(), away=away, start=building)
+    down = "s1 s2"
+    assert run(LOST, down=down, start=building) == Step(building)
+    up = run(spawned(), down=down, start=building)
     assert up.instance.state is State.ACTIVE, "it came back in time"
-    over = run(TIMED_OUT, TIMED_OUT, RELEASED, away=away, start=building)
+    over = run(TIMED_OUT, TIMED_OUT, RELEASED, down=down, start=building)
     assert over.instance.state is State.FAILED and over.instance.code == "max_retries_exceeded"
-    assert f"1 of {len(services)} hosts tried" in over.instance.reason, "no other host of a service that is away"
+    assert f"1 of {len(services)} hosts tried" in over.instance.reason, "no other host of a service that is down"
 
 
 def test_a_build_elsewhere_is_left_alone() -> None:
     building = run(on("s2", "s1")).instance
-    assert run(LOST, away="s1", start=building) == Step(building)
+    assert run(LOST, down="s1", start=building) == Step(building)
 
 
 @pytest.mark.parametrize("then", [(spawned(),), (failed(),), (failed(), DELETE), (DELETE,), (spawned(), DELETE)])
 def test_nothing_but_a_build_under_way_is_moved(then: tuple[e.Event, ...]) -> None:
     """An active instance of a silent service may run, and a delete waits until its host has confirmed it."""
     before = run(on("s1", "s1", "s2"), *then).instance
-    assert run(LOST, away="s1", start=before) == Step(before)
+    assert run(LOST, down="s1", start=before) == Step(before)
 
 
 def test_alternates_are_not_tried_where_the_service_is_away() -> None:
-    stepped = run(on("s1", "s2", "s3"), failed(), away="s2")
+    stepped = run(on("s1", "s2", "s3"), failed(), down="s2")
     assert options(stepped) == [host(3)]
-    none = run(on("s1", "s2"), failed(), RELEASED, away="s2")
+    none = run(on("s1", "s2"), failed(), RELEASED, down="s2")
     (event,) = said(none)
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
     assert "host-2: not_tried (service.silent)" in event.reason and "1 of 2 hosts tried" in event.reason
 
 
 def test_a_question_to_placement_stays_the_same_when_a_service_comes_back_or_goes() -> None:
-    asking = run(on("s1", "s2", "s3"), failed(), away="s2").instance
+    asking = run(on("s1", "s2", "s3"), failed(), down="s2").instance
     question = wanted(asking)
-    for away in ("", "s2", "s3"):
-        assert wanted(run(LOST, e.TimedOut(at=130.0), away=away, start=asking).instance) == question
+    for down in ("", "s2", "s3"):
+        assert wanted(run(LOST, e.TimedOut(at=130.0), down=down, start=asking).instance) == question
 
 
 def test_a_build_that_comes_for_a_service_that_is_away_begins_elsewhere() -> None:
-    stepped = run(on("s1", "s1", "s2"), away="s1")
+    stepped = run(on("s1", "s1", "s2"), down="s1")
     assert stepped.instance.state is State.RECLAIMING and options(stepped) == [host(3)]
     assert stepped.commands == (), "nothing was begun there: nothing is to be destroyed, or said"
-    moved = run(claimed(), away="s1", start=stepped.instance)
+    moved = run(claimed(), down="s1", start=stepped.instance)
     assert spawns(moved) == [(2, host(3))] and [event.state for event in said(moved)] == [BuildState.BUILDING]
-    alone = run(on("s1", "s1"), away="s1")
+    alone = run(on("s1", "s1"), down="s1")
     assert spawns(alone) == [(1, host(1))], "there is nowhere else: its order waits for the service"

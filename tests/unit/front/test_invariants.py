@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from berth.invariants import (
-    AwayFact,
     BreakerFact,
     Facts,
     InstanceFact,
     InventoryFact,
     QuarantineFact,
     RunningFact,
+    ServiceDownFact,
     check_invariants,
 )
 from bus.contracts.build import BuildEvent, BuildState
@@ -88,8 +88,8 @@ def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None
         running=[],
     )
     assert broken(facts) >= {"hosts_instances_allocations_agree", "one_terminal_state"}
-    away = AwayFact(cell="cell1", service="s", why="silent since then")
-    told = {verdict.name: verdict for verdict in check_invariants(replace(facts, away=[away]))}
+    down = ServiceDownFact(cell="cell1", service="s", why="silent since then")
+    told = {verdict.name: verdict for verdict in check_invariants(replace(facts, down=[down]))}
     assert {name for name, verdict in told.items() if not verdict.holds} == {"services_there"}
     assert told["services_there"].examples == ("cell1: s: silent since then",)
     for name in ("hosts_instances_allocations_agree", "built_once"):
@@ -97,11 +97,11 @@ def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None
     assert told["one_terminal_state"].not_judged == (
         "1 instances that are under way at s of cell1 (silent since then)",
     )
-    expected = replace(away, is_expected=True)
-    assert broken(replace(facts, away=[expected])) == set(), "it was stopped on purpose"
-    elsewhere = replace(away, cell="cell2")
-    assert broken(replace(facts, away=[elsewhere])) > {"services_there"}, "another cell has a service of that name"
-    moved = replace(facts, away=[away], running=[RunningFact(ONE, 2, OTHER)])
+    expected = replace(down, is_expected=True)
+    assert broken(replace(facts, down=[expected])) == set(), "it was stopped on purpose"
+    elsewhere = replace(down, cell="cell2")
+    assert broken(replace(facts, down=[elsewhere])) > {"services_there"}, "another cell has a service of that name"
+    moved = replace(facts, down=[down], running=[RunningFact(ONE, 2, OTHER)])
     assert "hosts_instances_allocations_agree" in broken(moved), "what is told is judged"
 
 

@@ -116,4 +116,4 @@ def test_waits_for_a_transient_node_double_up_to_a_bound() -> None:
         waits.append(position.due_at - now)
         now = position.due_at
     assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
-    assert max(waits) == waits[-1] == TIMING.transient_max_s
+    assert max(waits) == waits[-1] == TIMING.transient_retry_max_s

@@ -116,7 +116,7 @@ async def test_an_offer_is_not_told_again_on_a_read_that_something_heard_has_ove
 
 
 async def test_now_and_then_all_is_told_again() -> None:
-    nodes, here = world(resync_s=60.0, republish_s=300.0)
+    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
     async with here.running():
         await here.settle()
         assert len(here.book.updates) == 1
@@ -132,7 +132,7 @@ async def test_now_and_then_all_is_told_again() -> None:
 
 async def test_that_a_node_is_gone_is_told_again_too() -> None:
     """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
-    nodes, here = world(resync_s=60.0, republish_s=300.0, forget_removed_s=1000.0)
+    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()
@@ -143,7 +143,7 @@ async def test_that_a_node_is_gone_is_told_again_too() -> None:
         await here.pass_time(500)
         second = here.book.updates[-1]
         assert (second.providers, second.version > first.version) == ((), True)
-    again = World(nodes, positions=here.positions, forget_removed_s=1000.0)
+    again = World(nodes, positions=here.positions, removed_retention_s=1000.0)
     again.clock.now = here.clock.now
     async with again.running():
         await again.settle()
@@ -153,7 +153,7 @@ async def test_that_a_node_is_gone_is_told_again_too() -> None:
 
 
 async def test_removed_nodes_are_forgotten_after_a_while() -> None:
-    nodes, here = world(forget_removed_s=1000.0, republish_s=500.0)
+    nodes, here = world(removed_retention_s=1000.0, republish_interval_s=500.0)
     async with here.running():
         await here.settle()
         nodes.nodes.clear()

@@ -116,7 +116,7 @@ class World:
         self.broker.declare_exchange("ironic")
         self.source = source
         self.book = Book()
-        self.config = msgspec.convert({"resync_s": 3600.0, **settings}, IronicSyncConfig)
+        self.config = msgspec.convert({"resync_interval_s": 3600.0, **settings}, IronicSyncConfig)
         self.positions = positions or MemoryPositions()
         self.transport = MemoryTransport(self.broker, "ironic_sync")
         self.ironic = MemoryTransport(self.broker, "ironic")

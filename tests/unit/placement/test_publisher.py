@@ -31,7 +31,7 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     table = MemoryBookTable(clock)
     store = MemoryBook(table.session())
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
-    config = PlacementConfig(trim_batch=100, fence_keep_s=3600.0, trim_interval_s=7200.0)
+    config = PlacementConfig(trim_batch=100, fence_retention_s=3600.0, trim_interval_s=7200.0)
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
     await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
     consumers = [f"c0000000-0000-4000-8000-{number:012d}" for number in range(450)]

@@ -37,7 +37,7 @@ class Book:
 
 
 def make(book: Book, *, gather_s: float = GATHER_S, **limits: int) -> Groups[int, int]:
-    limits = {"group_max": 4, "waiting_max": 8, "under_way": 1, **limits}
+    limits = {"max_group": 4, "max_waiting": 8, "under_way": 1, **limits}
     return Groups("test", book.apply, committed=book.committed, gather_s=gather_s, **limits)
 
 
@@ -93,7 +93,7 @@ async def test_who_asks_at_once_after_an_answer_is_served() -> None:
 
 async def test_no_more_wait_than_may() -> None:
     book = Book()
-    groups = make(book, waiting_max=2)
+    groups = make(book, max_waiting=2)
     book.go.clear()
     first = asyncio.create_task(groups.submit(0))
     await book.began.wait()
@@ -121,7 +121,7 @@ async def test_who_stops_waiting_takes_nobody_along() -> None:
 async def test_those_answered_together_are_waited_for_together() -> None:
     """The first to ask again took a group for itself, and so on for ever: 1, 7, 1, 7 ... of eight callers."""
     book = Book()
-    groups = make(book, group_max=16, waiting_max=16, gather_s=60)  # as long as it takes: all of them come back
+    groups = make(book, max_group=16, max_waiting=16, gather_s=60)  # as long as it takes: all of them come back
 
     async def caller(number: int) -> None:
         for _ in range(20):

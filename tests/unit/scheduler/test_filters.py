@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from scheduler_worker import plugins
 from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.extra_specs import matches
@@ -64,8 +64,8 @@ def test_compute_filter_wants_enabled_and_a_service_that_is_there() -> None:
     spec = hosts.spec()
     verdict = ComputeFilter().filter(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, True, True] and verdict.rejected == {"host.disabled": 1}
-    away = (ServiceAway(service="compute-c1", epoch=1, code="service.silent"),)
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, away=away), 50.0)
+    down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 50.0)
     verdict = ComputeFilter().filter(hosts.view(), spec)
     assert verdict.passed.tolist() == [False, False, True]
     assert verdict.rejected == {"host.disabled": 1, "service.down": 1}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.core import Metric
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.cell import ServiceAway, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import ProviderState
 from scheduler_worker import metrics
 from scheduler_worker.config import Aggregate, SchedulerConfig
@@ -37,7 +37,7 @@ def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
     )
     hosts.table.apply(
         ServicesDigest(
-            cell="c2", term=1, number=1, away=(ServiceAway(service="compute-c2", epoch=1, code="service.silent"),)
+            cell="c2", term=1, number=1, down=(ServiceDown(service="compute-c2", epoch=1, code="service.silent"),)
         ),
         1.0,
     )

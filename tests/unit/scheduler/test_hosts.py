@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceAway, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from scheduler_worker.domain import hosts
 
 
@@ -89,14 +89,14 @@ def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> No
     table = hosts.HostTable()
     announce(table, "c1", 1, 0.0)
     assert announce(table, "c2", 1, hosts.CELL_HOLD_S + 1) == "c2"
-    away = (ServiceAway(service="s", epoch=1, code="service.left"),)
-    table.apply(ServicesDigest(cell="c2", term=1, number=1, away=away), hosts.CELL_HOLD_S + 2)
+    down = (ServiceDown(service="s", epoch=1, code="service.left"),)
+    table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), hosts.CELL_HOLD_S + 2)
     assert announce(table, "c1", 2, hosts.CELL_HOLD_S + 3) == "c1"
 
 
-def digest(number: int, *away: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServicesDigest:
-    named = tuple(ServiceAway(service=name, epoch=epoch, code="service.silent") for name in away)
-    return ServicesDigest(cell="c1", term=term, number=number, page=page, pages=pages, away=named)
+def digest(number: int, *down: str, term: int = 1, page: int = 1, pages: int = 1, epoch: int = 1) -> ServicesDigest:
+    named = tuple(ServiceDown(service=name, epoch=epoch, code="service.silent") for name in down)
+    return ServicesDigest(cell="c1", term=term, number=number, page=page, pages=pages, down=named)
 
 
 def services(*names: str) -> hosts.HostTable:
@@ -127,7 +127,7 @@ def test_a_service_that_was_started_anew_is_not_the_one_that_was_away() -> None:
     assert table.down().tolist() == [True, True], "the same life, told again: its cell has not heard it yet"
     table.apply(ComputeHosts(service="a", cell="c1", epoch=2, sequence=1), 2.0)
     table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=1), 2.0)
-    assert table.down().tolist() == [False, True, True], "b was announced after its cell had said that it is away"
+    assert table.down().tolist() == [False, True, True], "b was announced after its cell had said that it is down"
     table.apply(digest(2, "a", epoch=1), 3.0)
     assert table.down().tolist() == [False, False, True]
 
@@ -145,9 +145,9 @@ def test_a_living_service_keeps_its_hosts_though_it_announces_them_seldom() -> N
 def test_hosts_of_a_service_that_is_away_for_long_are_nobodys() -> None:
     table = services("a")
     table.apply(digest(1, "a"), 1.0)
-    table.apply(digest(2, "a"), 2.0 + hosts.AWAY_HOLD_S)
+    table.apply(digest(2, "a"), 2.0 + hosts.DOWN_HOLD_S)
     assert table.service[0] == hosts.NO_SERVICE
-    table.apply(digest(3), 3.0 + hosts.AWAY_HOLD_S)
+    table.apply(digest(3), 3.0 + hosts.DOWN_HOLD_S)
     assert table.service[0] == hosts.NO_SERVICE, "forgotten by its cell, which is not the same as back"
 
 
@@ -177,5 +177,5 @@ def test_a_service_that_its_cell_counts_is_not_asked_for() -> None:
     table = services("a", "b")
     table.apply(counting(2), 1.0)
     assert not table.knows_more("c1")
-    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, away=digest(1, "a").away), 2.0)
-    assert not table.knows_more("c1"), "its cell says that it is away"
+    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=1, down=digest(1, "a").down), 2.0)
+    assert not table.knows_more("c1"), "its cell says that it is down"

@@ -10,7 +10,7 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, HostsQuery
-from bus.contracts.cell import ServiceAway, ServicesDigest
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.queries import QueryHandler
 from tests.unit.scheduler.hosts import PLENTY, Hosts
@@ -32,8 +32,8 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts
 def test_hosts_are_those_asked_for_by_name(query: HostsQuery, names: list[str]) -> None:
     """The bound counts what was asked for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
-    away = (ServiceAway(service="compute-c1", epoch=1, code="service.silent"),)
-    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, away=away), 1.0)
+    down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
+    hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
     handler = QueryHandler(cast("Any", None), hosts.selector, clock=SystemClock())
     assert [host.name for host in handler.hosts(query).hosts] == names
 
