@@ -114,20 +114,20 @@ class _Allowed:
         self.read: dict[str, None] = {}
         self.topics: dict[str, tuple[dict[str, None], dict[str, None]]] = defaultdict(lambda: ({}, {}))
 
-    def own(self, name: str) -> None:
+    def allow_ownership(self, name: str) -> None:
         """A queue (a pattern) to declare, bind and consume."""
         for patterns in (self.configure, self.write, self.read):
             patterns[name] = None
 
-    def publishes(self, exchange: str, key: str) -> None:
+    def allow_publish(self, exchange: str, key: str) -> None:
         self.write[_literal(exchange)] = None
         self.topics[exchange][0][key] = None
 
-    def binds(self, exchange: str, key: str) -> None:
+    def allow_bind(self, exchange: str, key: str) -> None:
         self.read[_literal(exchange)] = None
         self.topics[exchange][1][key] = None
 
-    def leads_to(self, exchange: str) -> None:
+    def allow_route(self, exchange: str) -> None:
         """To name it as a dead-letter or alternate exchange, which takes a permission to write, though to no key."""
         self.write[_literal(exchange)] = None
         _ = self.topics[exchange]
@@ -185,15 +185,15 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
     place = places(settings)[API]
     names = QueueNames(place.prefix)
     allowed = _Allowed()
-    allowed.own(SERVER_NAMED)
+    allowed.allow_ownership(SERVER_NAMED)
     for row in MESSAGES:
         if not row.key.endswith(OF_PROJECT):
             continue
         head = row.key.removesuffix(OF_PROJECT)
         if "client" in row.publishers:
-            allowed.publishes(names.exchange(row.exchange), f"{_filled(head)}\\.{project}")
+            allowed.allow_publish(names.exchange(row.exchange), f"{_filled(head)}\\.{project}")
         elif row.exchange == EVENTS and row.public:
-            allowed.binds(names.exchange(row.exchange), f"{_filled(head, ONE_OR_ANY)}\\.{project}")
+            allowed.allow_bind(names.exchange(row.exchange), f"{_filled(head, ONE_OR_ANY)}\\.{project}")
     return allowed.grant(f"project {project}", user or f"berth-project-{project}", place.broker, place.vhost)
 
 
@@ -242,9 +242,9 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
     said = [row for row in MESSAGES if package in row.publishers and row.where in home]
     for row in said:
         exchange = names.exchange(row.exchange)
-        allowed.publishes(exchange, _filled(row.key))
+        allowed.allow_publish(exchange, _filled(row.key))
         if row.batch_key:
-            allowed.publishes(exchange, _literal(row.batch_key))
+            allowed.allow_publish(exchange, _literal(row.batch_key))
     if any(row.reply is not None for row in said):
         reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
         allowed.configure[reply] = allowed.read[reply] = None
@@ -260,37 +260,37 @@ def _allow_making(allowed: _Allowed, names: QueueNames) -> None:
         allowed.configure[name] = None
         if exchange.alternate:
             allowed.read[name] = None
-            allowed.leads_to(names.exchange(exchange.alternate))
+            allowed.allow_route(names.exchange(exchange.alternate))
     for planned in shared_queues():
         name = _literal(names.queue(planned.name))
         allowed.configure[name] = allowed.write[name] = None
         for source, key in planned.bindings:
-            allowed.binds(names.exchange(source), _literal(key))
+            allowed.allow_bind(names.exchange(source), _literal(key))
         if planned.dead_exchange is not None:
             allowed.read[name] = None
-            allowed.leads_to(names.exchange(planned.dead_exchange))
+            allowed.allow_route(names.exchange(planned.dead_exchange))
 
 
 def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
     """A queue to read from; its readers answer, retry and park what they give up."""
     name = _filled(names.queue(queue.name))
-    allowed.own(name)
+    allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
-        allowed.binds(names.exchange(exchange), _filled(key))
+        allowed.allow_bind(names.exchange(exchange), _filled(key))
     allowed.write[_literal(DEFAULT_EXCHANGE)] = None
     if queue.kind is QueueKind.DURABLE:
-        allowed.publishes(names.exchange(DEAD), name)
-        allowed.binds(names.exchange(RETURN), name)
+        allowed.allow_publish(names.exchange(DEAD), name)
+        allowed.allow_bind(names.exchange(RETURN), name)
         for delay_s in queue.retry_s:
-            allowed.publishes(names.exchange(delay_exchange(delay_s)), name)
+            allowed.allow_publish(names.exchange(delay_exchange(delay_s)), name)
 
 
 def _allow_notifications(allowed: _Allowed, settings: Settings, names: QueueNames) -> None:
     """Ironic's notifications, from its own exchange into the sync's queue."""
     config = settings.ironic_sync
-    allowed.own(_literal(names.queue(config.queue)))
+    allowed.allow_ownership(_literal(names.queue(config.queue)))
     for topic in config.topics:
-        allowed.binds(config.exchange, _literal(f"{topic}.*"))
+        allowed.allow_bind(config.exchange, _literal(f"{topic}.*"))
 
 
 def _ironic(settings: Settings, place: Place, user: str) -> Grant:
@@ -300,9 +300,9 @@ def _ironic(settings: Settings, place: Place, user: str) -> Grant:
     allowed.configure[_literal(config.exchange)] = None
     for topic in config.topics:
         keys = f"{_literal(topic)}\\.[a-z]+"
-        allowed.own(keys)
-        allowed.publishes(config.exchange, keys)
-        allowed.binds(config.exchange, keys)
+        allowed.allow_ownership(keys)
+        allowed.allow_publish(config.exchange, keys)
+        allowed.allow_bind(config.exchange, keys)
     return allowed.grant(str(PermissionRole.IRONIC), user, place.broker, place.vhost)
 
 

@@ -52,25 +52,25 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         for queue in (ANNOUNCED_TO, REQUESTS, RESULTS, HOSTS, LEASES):
             await bus.declare(queue)
 
-    service.resource(store.open, store.close)
-    service.resource(bus.open, bus.close)
-    service.declares(declare)
-    service.task("outbox relay", relay.run)
-    service.task("deadlines", lambda: sweep_forever(engine, env.clock, config))
-    service.task("retention", lambda: purge_forever(store, env.clock, config))
-    service.task("reports", reporter.run)
-    service.task("leases", lambda: keeper.run(engine))
+    service.add_resource(store.open, store.close)
+    service.add_resource(bus.open, bus.close)
+    service.add_declaration(declare)
+    service.add_task("outbox relay", relay.run)
+    service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
+    service.add_task("retention", lambda: purge_forever(store, env.clock, config))
+    service.add_task("reports", reporter.run)
+    service.add_task("leases", lambda: keeper.run(engine))
     for queue, handler in ((REQUESTS, requests.requests), (RESULTS, requests.results)):
         consumer = bus.consumer(
             queue, handler, max_batch=config.max_batch, concurrency=config.concurrency, prefetch=config.prefetch
         )
-        service.consumer(consumer)
-        service.check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
+        service.add_consumer(consumer)
+        service.add_check(queue, lambda consumer=consumer: consumer.ready)  # type: ignore[misc]
     # One at a time: the newest report of a service decides, so their order is kept.
-    service.consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
+    service.add_consumer(bus.consumer(HOSTS, hosts.hosts, max_batch=config.max_batch, concurrency=1))
     # A queue of their own: a report waits for the database, and a heartbeat that waits behind it would be missing.
-    service.consumer(bus.consumer(LEASES, keeper.heard, max_batch=config.max_batch, concurrency=1))
-    service.check_bus("bus", bus)
-    service.check("database", lambda: store.ready)
-    service.drain(relay.drain)
+    service.add_consumer(bus.consumer(LEASES, keeper.handle, max_batch=config.max_batch, concurrency=1))
+    service.add_bus_check("bus", bus)
+    service.add_check("database", lambda: store.ready)
+    service.add_drain(relay.drain)
     return service

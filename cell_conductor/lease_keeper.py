@@ -68,14 +68,14 @@ class LeaseKeeper:
         """Compute services that take no builds now."""
         return self._table.down
 
-    async def heard(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+    async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
         now_s, at = self._clock.monotonic(), self._clock.time()
         for received in batch:
-            self._table.delivered(now_s)
+            self._table.advance_clock(now_s)
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
-                changed = self._table.heard(
+                changed = self._table.renew(
                     beat.service, beat.epoch, beat.sequence, at=at, interval_s=beat.interval_s, leaving=beat.leaving
                 )
                 if changed:

@@ -121,23 +121,23 @@ class Agent:
         if verdict is SpawnVerdict.UNDERWAY:
             return None
         if verdict is SpawnVerdict.REPEAT:
-            self._answers.ended(key, entry)
+            self._answers.report_end(key, entry)
             return None
         if verdict in (SpawnVerdict.FENCED, SpawnVerdict.SUPERSEDED):
-            self._answers.refuse(
+            self._answers.report_refused(
                 key, command.attempt, f"spawn.{verdict.value}", "this attempt was given up on this host"
             )
             return None
         if verdict is SpawnVerdict.NOT_OURS:
-            self._answers.refuse(
+            self._answers.report_refused(
                 key, command.attempt, "spawn.not_ours", "another deployment's machine has this uuid here"
             )
             return None
         if command.host_uuid not in self._hosts:
-            self._answers.refuse(key, command.attempt, "host.unknown", "this service has no such host")
+            self._answers.report_refused(key, command.attempt, "host.unknown", "this service has no such host")
             return None
         if self._accepted >= self._limits.accepted:
-            self._answers.refuse(key, command.attempt, "service.busy", "too many builds are waiting here")
+            self._answers.report_refused(key, command.attempt, "service.busy", "too many builds are waiting here")
             return None
         row = self._records.note(key, entry, command)
         self._records.accepted += 1
@@ -153,7 +153,7 @@ class Agent:
             if spared is not None:
                 self._verdicts[spared].inc()
             if spared is DestroyVerdict.BUILT and known is not None:
-                self._answers.ended(key, known)
+                self._answers.report_end(key, known)
                 return None
             if spared is DestroyVerdict.LOOK:
                 looking = self._jobs.without_build(key)
@@ -171,7 +171,7 @@ class Agent:
         elif chain is not None and (verdict is DestroyVerdict.JOIN or chain.clearing):
             chain.answers.add(command.attempt)
         else:
-            self._answers.destroyed(key, command.attempt)
+            self._answers.report_destroyed(key, command.attempt)
         return None if entry == known else self._records.note(key, entry, self._records.spawn_of(key))
 
     # --- builds and destructions
@@ -205,14 +205,14 @@ class Agent:
                 self.take((command,))
             elif any(m.instance_uuid == key[1] and m.built and _made_by(entry, m) for m in listed.get(key[0], ())):
                 self._records.put(key, entry)
-                self._answers.ended(key, entry)
+                self._answers.report_end(key, entry)
             else:
                 self.take((replace(command, unless_built=False),))
 
     def _refuse_destroy(self, key: Key, attempt: int, reason: str) -> None:
         log.warning("destroy.not_ours", instance=key[1], cause=key[1], host=key[0], attempt=attempt, reason=reason)
         sentence = f"{reason}; nothing was changed: an operator who wants it gone removes it on the host itself"
-        self._answers.refuse(key, attempt, NotOurs.code, sentence)
+        self._answers.report_refused(key, attempt, NotOurs.code, sentence)
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
         started, begun_at = self._clock.monotonic(), self._clock.time()
@@ -228,7 +228,7 @@ class Agent:
         self._build_s.observe(self._clock.monotonic() - started)
         if not entry.final:
             self._count_failures(key[0], works=entry.phase is Phase.RUNNING)
-        self._answers.ended(key, entry, begun_at)
+        self._answers.report_end(key, entry, begun_at)
 
     async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
         """Have the driver build; how it ended, as the entry to remember."""
@@ -237,7 +237,7 @@ class Agent:
             if clear:
                 await self._clear(key, clear, command.deployment)
                 chain.clearing = False
-                self._answers.cleared(key, chain)
+                self._answers.report_cleared(key, chain)
             async with asyncio.timeout(self._limits.build_s):
                 await self._driver.spawn(Build(key[0], command.spec, number, command.allocations, command.deployment))
         except BuildFault as fault:
@@ -269,14 +269,14 @@ class Agent:
                 # Never claim what is not certain. The entry stays `destroying`: a repeated Destroy, `insist`, or the
                 # next start of the service tries again.
                 log.error("destroy.failed", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
-                self._answers.refuse(key, attempt, "destroy.failed", str(fault))
+                self._answers.report_refused(key, attempt, "destroy.failed", str(fault))
                 chain.answers.clear()
                 self._undone[key] = None
                 return
             entry = destroyed(self._records.get(key))
             if entry is not None:
                 self._records.put(key, entry)
-            self._answers.cleared(key, chain)
+            self._answers.report_cleared(key, chain)
 
     async def retry_destroys(self) -> None:
         """Take up what could not be destroyed, again and again, until cancelled.
@@ -344,11 +344,11 @@ class Agent:
             gone = failed(entry, entry.attempt, "service.restarted", "its host is not this service's any more")
             assert gone is not None
             self._records.put(key, gone)
-            self._answers.ended(key, gone)
+            self._answers.report_end(key, gone)
         elif entry.phase is Phase.RUNNING and machine is None and seen:
             self._records.put(key, lost(entry))
         elif not entry.reported:
-            self._answers.ended(key, entry)
+            self._answers.report_end(key, entry)
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are; from now on builds are taken for these, and only these."""

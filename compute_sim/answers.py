@@ -23,24 +23,24 @@ class Answers:
         self._clock = clock
         self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
 
-    def ended(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
-        """How the attempt on record ended."""
+    def report_end(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
+        """Report how the attempt on record ended."""
         said = answer(entry)
         assert said is not None, entry
         self._report(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
 
-    def refuse(self, key: Key, attempt: int, code: str, reason: str) -> None:
-        """Not on this host, and why."""
+    def report_refused(self, key: Key, attempt: int, code: str, reason: str) -> None:
+        """Report that the attempt is not taken on this host, and why."""
         self._report(key, attempt, ComputeOutcome.FAILED, code, reason[:MAX_REASON])
 
-    def destroyed(self, key: Key, attempt: int) -> None:
-        """Nothing is left of it."""
+    def report_destroyed(self, key: Key, attempt: int) -> None:
+        """Report that nothing is left of the attempt."""
         self._report(key, attempt, ComputeOutcome.DESTROYED)
 
-    def cleared(self, key: Key, chain: Chain) -> None:
-        """Nothing is left of all that this chain owes an answer for."""
+    def report_cleared(self, key: Key, chain: Chain) -> None:
+        """Report that nothing is left of all attempts that this chain owes an answer for."""
         for attempt in sorted(chain.answers):
-            self.destroyed(key, attempt)
+            self.report_destroyed(key, attempt)
         chain.answers.clear()
 
     def _report(

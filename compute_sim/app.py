@@ -62,30 +62,30 @@ def build(
     """
     parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
     result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
-    result.resource(parts.connect, parts.bus.close)
-    result.resource(parts.open, parts.close)
-    result.drain(parts.drain)
-    result.task("results", parts.announcer.run)
-    result.task("name", parts.name.watch)
-    result.task("heartbeats", parts.reporter.beat)
-    result.task("announcements", parts.reporter.announce)
-    result.task("inventory", parts.reporter.report)
-    result.task("jobs", parts.agent.watch)
-    result.task("destructions", parts.agent.retry_destroys)
-    result.task("crash plan", parts.crash_plan.wait)
+    result.add_resource(parts.connect, parts.bus.close)
+    result.add_resource(parts.open, parts.close)
+    result.add_drain(parts.drain)
+    result.add_task("results", parts.announcer.run)
+    result.add_task("name", parts.name.watch)
+    result.add_task("heartbeats", parts.reporter.beat)
+    result.add_task("announcements", parts.reporter.announce)
+    result.add_task("inventory", parts.reporter.report)
+    result.add_task("jobs", parts.agent.watch)
+    result.add_task("destructions", parts.agent.retry_destroys)
+    result.add_task("crash plan", parts.crash_plan.wait)
     if isinstance(parts.driver, BareMetal):
-        result.task("nodes", parts.driver.watch)
+        result.add_task("nodes", parts.driver.watch)
     # Before the first announcement, as the one that holds the name is: a conductor that receives it may send builds at
     # once.
-    result.declares(lambda: parts.bus.declare("compute.{service}", service=service))
+    result.add_declaration(lambda: parts.bus.declare("compute.{service}", service=service))
     # One batch at a time: a Destroy must not overtake the Spawn before it.
     commands = parts.bus.consumer(
         "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
-    result.consumer(commands)
+    result.add_consumer(commands)
     asked = parts.bus.consumer(QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service)
-    result.consumer(asked)
-    result.check_bus("bus", parts.bus)
+    result.add_consumer(asked)
+    result.add_bus_check("bus", parts.bus)
     return result
 
 
@@ -132,7 +132,7 @@ class Parts:
                 build_s=config.max_build_s,
                 destroy_attempts=config.destroy_attempts,
             ),
-            on_failures=lambda host: self.reporter.failures_changed(host),  # noqa: PLW0108  (made below)
+            on_failures=lambda host: self.reporter.on_failures_changed(host),  # noqa: PLW0108  (made below)
             on_accepted=self.crash_plan.accepted,
         )
         self.reporter = Reporter(
@@ -151,8 +151,8 @@ class Parts:
             self.agent,
             service=service,
             wait_for_capacity=self.announcer.wait_for_capacity,
-            asked=self.reporter.asked,
-            heard=self.name.heard,
+            asked=self.reporter.on_request,
+            heard=self.name.on_heartbeat,
         )
 
     async def connect(self) -> None:
@@ -169,8 +169,8 @@ class Parts:
             on_failure=lambda _error, _failures: log.warning("driver.unavailable"),
         )
         self.fleet.records.start(self.clock.time())
-        self.driver.on_change(self.reporter.host_changed)
-        self.bus.transport.on_reconnect(self.reporter.reconnected)
+        self.driver.on_change(self.reporter.on_host_changed)
+        self.bus.transport.on_reconnect(self.reporter.on_reconnected)
 
     async def _ready(self) -> None:
         await self.driver.open()

@@ -70,7 +70,7 @@ class ServiceName:
         await self._lost.wait()
         raise self._taken("since this one's connection to the bus was lost")
 
-    def heard(self, beat: Heartbeat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         """A heartbeat under this name. Raises NameTaken when it is another's.
 
         One heartbeat proves nothing, it may have been on its way since this service's former life: a second one that

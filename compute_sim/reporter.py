@@ -131,21 +131,21 @@ class Reporter:
 
     # --- what makes it speak
 
-    def asked(self) -> None:
+    def on_request(self) -> None:
         """A listener has just started and wants to know everything."""
         self._announce.add()
 
-    def host_changed(self, hosts: Sequence[str]) -> None:
+    def on_host_changed(self, hosts: Sequence[str]) -> None:
         """The driver saw these hosts change."""
         self._announce.add(hosts)
         self._inventory.add(hosts)
         self._changed.update(dict.fromkeys(hosts, self._clock.monotonic()))
 
-    def failures_changed(self, host: str) -> None:
+    def on_failures_changed(self, host: str) -> None:
         """This host's count of consecutive failed builds changed."""
         self._announce.add((host,))
 
-    def reconnected(self) -> None:
+    def on_reconnected(self) -> None:
         """The broker was away: what was said meanwhile, or just before, may be lost."""
         self._announce.add()
         self._inventory.add()

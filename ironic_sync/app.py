@@ -54,12 +54,12 @@ def build(
     async def open_nothing() -> None:
         """The source connects when it is asked."""
 
-    service.resource(bus.open, bus.close)
-    service.resource(open_nothing, reading.close)
-    service.task("sync", loop.run)
-    service.drain(loop.drain)
-    service.check_bus("bus", bus)
-    service.check("ironic", lambda: loop.healthy)
+    service.add_resource(bus.open, bus.close)
+    service.add_resource(open_nothing, reading.close)
+    service.add_task("sync", loop.run)
+    service.add_drain(loop.drain)
+    service.add_bus_check("bus", bus)
+    service.add_check("ironic", lambda: loop.healthy)
     return service
 
 
@@ -69,7 +69,7 @@ def _postgres(env: Environment, service: Service) -> Positions:
     async def open_database() -> None:
         await database.open(MIGRATIONS)
 
-    service.resource(open_database, database.close)
+    service.add_resource(open_database, database.close)
     return PostgresPositions(database)
 
 

@@ -129,15 +129,15 @@ class Reader:
             self.reachable = False
             metrics.READS.labels(fault.code).inc()
             log.warning("ironic.read_failed", node=uuid, code=fault.code, reason=fault.reason)
-            self._sync_state.failed(uuid)
+            self._sync_state.apply_failure(uuid)
             return
         self.reachable = True
         if node is None:
             metrics.READS.labels("gone").inc()
-            self._sync_state.gone(uuid, seq=seq)
+            self._sync_state.apply_removed(uuid, seq=seq)
             return
         metrics.READS.labels("unreadable" if isinstance(node, Unreadable) else "read").inc()
-        self._sync_state.read(node, seq=seq)
+        self._sync_state.apply_read(node, seq=seq)
 
     async def _read_all(self) -> bool:
         """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
@@ -146,7 +146,7 @@ class Reader:
         try:
             async for page in self._source.list_nodes():
                 for node in page:
-                    sync_state.read(node, seq=seq)
+                    sync_state.apply_read(node, seq=seq)
                 seq = sync_state.next_seq()
                 await asyncio.sleep(0)  # a page is some milliseconds of work; notifications go in between
         except Fault as fault:

@@ -84,7 +84,7 @@ class SyncState:
         if before is not None:
             self._move(before, step.wanted(before, now=self._clock.time()))
 
-    def read(self, node: Node | Unreadable, *, seq: int) -> None:
+    def apply_read(self, node: Node | Unreadable, *, seq: int) -> None:
         """The node was read by a request sent at `seq`."""
         if node.uuid is None:
             log.error("ironic.unreadable", reason=node.reason if isinstance(node, Unreadable) else "")
@@ -98,10 +98,12 @@ class SyncState:
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
             after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
         else:
-            after = self._republished(step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now)
+            after = self._mark_mark_mark_republished(
+                step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now
+            )
         self._move(before, after)
 
-    def gone(self, uuid: str, *, seq: int) -> None:
+    def apply_removed(self, uuid: str, *, seq: int) -> None:
         """Ironic said that the node does not exist."""
         before = self._of(uuid)
         if before is None:
@@ -111,7 +113,7 @@ class SyncState:
         if after.version == 0 and after.due_at is None:  # never told about: a made-up uuid leaves nothing behind
             del self.positions[uuid]
 
-    def failed(self, uuid: str) -> None:
+    def apply_failure(self, uuid: str) -> None:
         """The node could not be read."""
         before = self._of(uuid)
         if before is not None:
@@ -173,7 +175,7 @@ class SyncState:
             return None
         return position or Position(uuid=uuid)
 
-    def _republished(self, after: Position, before: Position, now: float) -> Position:
+    def _mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by something heard, it is read again at once: an offer is told again on fresh word, too.
         if after.uuid not in self._republish or after.read_at != now or after.heard_seq > after.read_seq:
             return after

@@ -116,7 +116,7 @@ class Writer:
             await self._publish_all(
                 [(update_of(position, self._cell), causes[uuid]) for uuid, position in batch.items()]
             )
-            await self._term.published({uuid: position.version for uuid, position in batch.items()})
+            await self._term.mark_published({uuid: position.version for uuid, position in batch.items()})
         except (BusError, Transient) as fault:
             log.warning("ironic.publish_waits", code=fault.code, reason=str(fault), updates=len(batch))
             await backoff.wait()

@@ -49,32 +49,32 @@ def build(
     rest = _rest(env, config, store, publisher)
     if rest is not None and health_with_rest:
         rest.add_health(Health(service.not_ready))
-        service.resource(rest.open, rest.close)  # before the book: /readyz says what it waits for
-    service.resource(store.open, store.close)
-    service.resource(api.open, api.close)
-    service.check("database", lambda: store.ready)
-    service.check_bus("bus api", api)
+        service.add_resource(rest.open, rest.close)  # before the book: /readyz says what it waits for
+    service.add_resource(store.open, store.close)
+    service.add_resource(api.open, api.close)
+    service.add_check("database", lambda: store.ready)
+    service.add_bus_check("bus api", api)
     for consumer in _writers(api, handlers, config):
-        service.consumer(consumer)
-    service.consumer(
+        service.add_consumer(consumer)
+    service.add_consumer(
         api.consumer("placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
     )
-    service.task("feed publisher", publisher.run)
-    service.task("feed head", publisher.announce)
-    service.task("feed trim", publisher.trim)
+    service.add_task("feed publisher", publisher.run)
+    service.add_task("feed head", publisher.announce)
+    service.add_task("feed trim", publisher.trim)
     links = [_link(env.bus(cell), handlers, config) for cell in cells]
     for link in links:
-        service.resource(open_nothing, link.close)
-        service.task(f"cell {link.name}", link.run)
-        service.drain(link.drain)
-        service.check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
+        service.add_resource(open_nothing, link.close)
+        service.add_task(f"cell {link.name}", link.run)
+        service.add_drain(link.drain)
+        service.add_check(f"cell {link.name}", lambda link=link: link.ready)  # type: ignore[misc]
     if rest is not None:
-        service.task("rest", rest.run)
-        service.check("rest", lambda: rest.ready)
-        service.drain(rest.drain)
-        service.prepare(rest.wait_ready)
-    service.prepare(lambda: wait_for(links, config.cell_wait_s))
-    service.drain(publisher.drain)
+        service.add_task("rest", rest.run)
+        service.add_check("rest", lambda: rest.ready)
+        service.add_drain(rest.drain)
+        service.add_preparation(rest.wait_ready)
+    service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
+    service.add_drain(publisher.drain)
     return service
 
 

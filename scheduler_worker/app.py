@@ -57,7 +57,7 @@ class HostsListener:
         metrics.KNOWN_HOSTS.set(len(self._table))
         return [Done()] * len(batch)
 
-    def reconnected(self) -> None:
+    def on_reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""
         self._requested = False
 
@@ -83,7 +83,7 @@ class HostsListener:
             await self._bus.publish(ReportHosts(why="a scheduler listens"))
         except BusError:
             return False
-        self._table.asked(self._bus.name, self._clock.monotonic())
+        self._table.count_request(self._bus.name, self._clock.monotonic())
         return True
 
     def _pause(self) -> float:
@@ -133,9 +133,9 @@ def build(
         process=f"scheduler {env.process}".strip(),
     )
 
-    service.resource(store.open, store.close)
-    service.resource(buses[API].open, buses[API].close)
-    service.resource(follower.start, follower.close)
+    service.add_resource(store.open, store.close)
+    service.add_resource(buses[API].open, buses[API].close)
+    service.add_resource(follower.start, follower.close)
 
     async def export_fleet() -> None:
         FLEET.add(selector)
@@ -143,19 +143,19 @@ def build(
     async def stop_exporting_fleet() -> None:
         FLEET.remove(selector)
 
-    service.resource(export_fleet, stop_exporting_fleet)
-    service.task("outbox", relay.run)
-    service.task("retention", lambda: purge_forever(store, env.clock, config))
-    service.drain(relay.drain)
-    service.task("replica", follower.run)
-    service.prepare(follower.ready.wait)
-    service.check("replica", follower.ready.is_set)
+    service.add_resource(export_fleet, stop_exporting_fleet)
+    service.add_task("outbox", relay.run)
+    service.add_task("retention", lambda: purge_forever(store, env.clock, config))
+    service.add_drain(relay.drain)
+    service.add_task("replica", follower.run)
+    service.add_preparation(follower.ready.wait)
+    service.add_check("replica", follower.ready.is_set)
 
     for name, bus in buses.items():
-        service.refreshes(partial(count_dead_letters, name, bus.transport))
+        service.add_refresh(partial(count_dead_letters, name, bus.transport))
     _operations(service, buses[API], store=store, selector=selector, config=config)
     links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
-    service.prepare(lambda: wait_for(links, config.cell_wait_s))
+    service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
     _requests(service, env, buses[API], store=store, selector=selector, engine=engine, config=config)
     return service
 
@@ -166,7 +166,7 @@ def _link(
     """The link to one cell: announcements of its hosts, and of its builds."""
     rng = random.Random(env.rng.getrandbits(64))
     listener = HostsListener(bus, selector.table, clock=env.clock, rng=rng, again_s=config.report_interval_s)
-    bus.transport.on_reconnect(listener.reconnected)
+    bus.transport.on_reconnect(listener.on_reconnected)
     # Announcements first: a build is dispatched only when the queue for what its cell announces exists.
     consumers = [
         bus.consumer(
@@ -186,11 +186,11 @@ def _link(
         await link.up.wait()
         await listener.run()
 
-    service.resource(open_nothing, link.close)
-    service.task(f"cell {bus.name}", link.run)
-    service.task(f"ask hosts of {bus.name}", listen)
-    service.drain(link.drain)
-    service.check_bus(f"bus {bus.name}", bus)
+    service.add_resource(open_nothing, link.close)
+    service.add_task(f"cell {bus.name}", link.run)
+    service.add_task(f"ask hosts of {bus.name}", listen)
+    service.add_drain(link.drain)
+    service.add_bus_check(f"bus {bus.name}", bus)
     return link
 
 
@@ -202,14 +202,14 @@ def _operations(
     service: Service, bus: Bus, *, store: SchedulerStore, selector: Selector, config: SchedulerConfig
 ) -> None:
     listener = AdminListener(store, selector.table, bus, again_s=config.report_interval_s)
-    bus.transport.on_reconnect(listener.reconnected)
+    bus.transport.on_reconnect(listener.on_reconnected)
     operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
     # The queue is there before the decisions on record are read: what is decided in between is heard.
-    service.declares(lambda: bus.declare("scheduler.admin.{process}"))
-    service.task("operators' decisions", listener.run)
-    service.prepare(listener.loaded.wait)
-    service.consumer(bus.consumer("scheduler.admin.{process}", listener, max_batch=64, concurrency=1, prefetch=64))
-    service.consumer(bus.consumer("scheduler.operations", operations, max_batch=16, concurrency=1, prefetch=16))
+    service.add_declaration(lambda: bus.declare("scheduler.admin.{process}"))
+    service.add_task("operators' decisions", listener.run)
+    service.add_preparation(listener.loaded.wait)
+    service.add_consumer(bus.consumer("scheduler.admin.{process}", listener, max_batch=64, concurrency=1, prefetch=64))
+    service.add_consumer(bus.consumer("scheduler.operations", operations, max_batch=16, concurrency=1, prefetch=16))
 
 
 def _requests(
@@ -224,8 +224,8 @@ def _requests(
 ) -> None:
     queries = QueryHandler(store, selector, clock=env.clock)
     requests = RequestHandler(engine, tuple(config.flavors), clock=env.clock, config=config)
-    service.consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
-    service.consumer(
+    service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
+    service.add_consumer(
         bus.consumer(
             "scheduler.requests",
             requests,
@@ -236,7 +236,7 @@ def _requests(
             paced=True,
         )
     )
-    service.consumer(
+    service.add_consumer(
         bus.consumer(
             "scheduler.given_up",
             requests.given_up,
@@ -246,4 +246,4 @@ def _requests(
             on_malformed=refused_event,
         )
     )
-    service.check_bus("bus api", bus)
+    service.add_bus_check("bus api", bus)

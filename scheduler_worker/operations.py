@@ -120,7 +120,7 @@ class AdminListener:
                     self._table.decide(decision)
         return [Done()] * len(batch)
 
-    def reconnected(self) -> None:
+    def on_reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""
         self._is_fresh = False
 

@@ -30,7 +30,7 @@ class End(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected."""
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
-        self.link.connected(self)
+        self.link.on_connected(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass on, or hold."""
@@ -78,7 +78,7 @@ class End(asyncio.Protocol):
         """Gone: so is the other side."""
         if self._timer is not None:
             self._timer.cancel()
-        self.link.lost(self)
+        self.link.on_lost(self)
 
     def _pressure(self) -> None:
         transport = self.transport
@@ -103,21 +103,21 @@ class Link:
         self.server = End(self)
         self.client.peer, self.server.peer = self.server, self.client
 
-    def connected(self, end: End) -> None:
+    def on_connected(self, end: End) -> None:
         """One end stands: the client's first, then ours to the server."""
         if end is self.client:
-            self._proxy.opened(self)
+            self._proxy.on_opened(self)
         elif self.client.transport is None or self.client.transport.is_closing():
             self.cut()
         else:
             self.client.flush_due()
 
-    def lost(self, end: End) -> None:
+    def on_lost(self, end: End) -> None:
         """One end is gone: close the other. What was held back goes with it, as with any reset."""
         other = end.peer
         if other is not None and other.transport is not None:
             other.transport.close()
-        self._proxy.closed(self)
+        self._proxy.on_closed(self)
 
     def cut(self) -> None:
         """End both sides at once, whatever was on its way."""
@@ -167,14 +167,14 @@ class TcpProxy:
         links = list(self._links)
         return rng.sample(links, min(len(links), max(1, round(share * len(links)))))
 
-    def opened(self, link: Link) -> None:
+    def on_opened(self, link: Link) -> None:
         """A client is here: reach the server for it."""
         self._links.add(link)
         task = link.loop.create_task(self._reach(link))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    def closed(self, link: Link) -> None:
+    def on_closed(self, link: Link) -> None:
         """A connection is over."""
         self._links.discard(link)
 

@@ -76,13 +76,13 @@ class LoadLedger:
         """Whether the broker has not confirmed it, and its end has not come either."""
         return self.outcome[row] == UNSENT
 
-    def confirmed(self, row: int, at: float) -> None:
+    def mark_confirmed(self, row: int, at: float) -> None:
         """The broker has it."""
         self.sent[row] = at
         if self.is_unsent(row):  # its end may have come before its confirm
             self.set_outcome(row, "open")
 
-    def in_stage(self, row: int, stage: str, seconds: float) -> None:
+    def record_stage(self, row: int, stage: str, seconds: float) -> None:
         """How long it spent in a stage."""
         times = self.stages.get(stage)
         if times is None:

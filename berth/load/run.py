@@ -92,7 +92,7 @@ class LoadRun:
         self._fault: BaseException | None = None
         self._last_sent = self.started
         client.on_event(self._heard)
-        client.on_end(self._ended)
+        client.on_end(self._on_end)
 
     @property
     def in_flight(self) -> int:
@@ -185,9 +185,9 @@ class LoadRun:
         await self._slices.acquire()
         task = asyncio.create_task(self._offer(offers, self.boots if ledger is None else ledger))
         self._offering.add(task)
-        task.add_done_callback(self._offered)
+        task.add_done_callback(self._on_offered)
 
-    def _offered(self, task: asyncio.Task[None]) -> None:
+    def _on_offered(self, task: asyncio.Task[None]) -> None:
         self._offering.discard(task)
         self._slices.release()
         if not task.cancelled() and task.exception() is not None:
@@ -232,7 +232,7 @@ class LoadRun:
         again: list[Offer] = []
         for offer, error in zip(offers, errors, strict=True):
             if error is None:
-                ledger.confirmed(offer.row, now)
+                ledger.mark_confirmed(offer.row, now)
                 self._last_sent = now
             elif isinstance(error, PublishRefused):
                 self.refusals += 1
@@ -337,7 +337,7 @@ class LoadRun:
             if row is not None:
                 self.boots.accepted[row] = self._clock.monotonic()
 
-    def _ended(self, track: Track) -> None:
+    def _on_end(self, track: Track) -> None:
         ledger = self.deletes if track.deleting else self.boots
         row = ledger.rows.get(track.instance_uuid)
         if row is None or track.ended_at is None:
@@ -379,7 +379,7 @@ class LoadRun:
         for stage, seconds in stages_of(
             event, since=ledger.intended[row] + wall, until=ledger.ended[row] + wall
         ).items():
-            ledger.in_stage(row, stage, seconds)
+            ledger.record_stage(row, stage, seconds)
 
 
 async def run_load(

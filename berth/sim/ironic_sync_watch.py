@@ -118,8 +118,8 @@ class _WatchedTerm:
         await self._inner.save(positions)
         self._loaded = {**self._loaded, **{position.uuid: position for position in positions}}
 
-    async def published(self, versions: Mapping[str, int]) -> None:
-        await self._inner.published(versions)
+    async def mark_published(self, versions: Mapping[str, int]) -> None:
+        await self._inner.mark_published(versions)
 
     async def forget(self, reported_before: float) -> int:
         return await self._inner.forget(reported_before)

@@ -32,11 +32,11 @@ class AdaptiveBatchInterval:
         """How long to wait before the next batch is taken; 0 or less: not at all."""
         return 0.0 if self._taken_at is None else self._taken_at + self.gap_s - now
 
-    def taken(self, now: float) -> None:
+    def start_batch(self, now: float) -> None:
         """A batch is taken."""
         self._taken_at = now
 
-    def took(self, seconds: float, items: int, now: float, *, more: bool) -> None:
+    def end_batch(self, seconds: float, items: int, now: float, *, more: bool) -> None:
         """A batch is done. more: so much waits that a gap would not make the next one larger."""
         base_s = seconds / (1.0 + items / ITEMS_AS_A_BATCH)
         if self._alone_s is None:

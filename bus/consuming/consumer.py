@@ -221,7 +221,7 @@ class Consumer:
                 self._passed_over = 0
                 return [self._suspects.pop(self._bus.rng.randrange(len(self._suspects)))]
         if count and self._batch_interval is not None:
-            self._batch_interval.taken(self._bus.clock.monotonic())
+            self._batch_interval.start_batch(self._bus.clock.monotonic())
         return [self._items.popleft() for _ in range(count)]
 
     def _open(self, delivery: Delivery) -> None:
@@ -272,25 +272,25 @@ class Consumer:
             outcomes = await self._ask(sound, number)
             if self._batch_interval is not None:
                 done = self._bus.clock.monotonic()
-                self._batch_interval.took(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
-            await self._act(sound, outcomes, number)
+                self._batch_interval.end_batch(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
+            await self._apply_outcomes(sound, outcomes, number)
             for item in sound:
                 self._close(item)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
 
-    async def _act(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
+    async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
         """Do what the outcomes ask for; what cannot be done for one message is that message's end alone."""
         if len(items) == 1:
-            return await self._settle_one(items[0], number, lambda: self._outcome_handler.act(items, outcomes))
+            return await self._settle_one(items[0], number, lambda: self._outcome_handler.apply(items, outcomes))
         try:
-            await self._until_available.call(number, lambda: self._outcome_handler.act(items, outcomes))
+            await self._until_available.call(number, lambda: self._outcome_handler.apply(items, outcomes))
         except BusForbidden:
             raise
         except Exception as error:
             log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
             for item, outcome in zip(items, outcomes, strict=True):
-                await self._act([item], [outcome], number)
+                await self._apply_outcomes([item], [outcome], number)
 
     async def _settle_one(self, item: InFlightMessage, number: int, call: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -48,7 +48,7 @@ class OutcomeHandler:
         self._bus = bus
         self._on_malformed = on_malformed
 
-    async def act(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
+    async def apply(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
         """Send what the outcomes ask for. Returns when it is confirmed, so that the messages may be acknowledged."""
         moves, replies = Waiter(), Waiter()
         parked: list[Outgoing] = []

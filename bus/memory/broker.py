@@ -146,7 +146,7 @@ class MemoryBroker:
             else:
                 queue.forget(transport)
 
-    def alarm(self, queue: Queue, due: float) -> None:
+    def set_alarm(self, queue: Queue, due: float) -> None:
         """See that a queue looks for expired messages at this time."""
         if queue.alarm_at is not None and queue.alarm_at <= due:
             return
@@ -160,7 +160,7 @@ class MemoryBroker:
             task.cancel()
         self._alarm_task = asyncio.get_running_loop().create_task(self._ring(), context=self.context)
 
-    def quiet(self) -> None:
+    def clear_alarm(self) -> None:
         """Stop the alarm when the last connection is gone, so that no task outlives its users."""
         if not self.transports and self._alarm_task is not None:
             self._alarm_task.cancel()

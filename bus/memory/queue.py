@@ -43,7 +43,7 @@ class QueueHost(Protocol):
     def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
         """Send a message where the queue's plan says. False: there is no room for it there."""
 
-    def alarm(self, queue: Queue, due: float) -> None:
+    def set_alarm(self, queue: Queue, due: float) -> None:
         """Call the queue's `expire` at this time."""
 
 
@@ -175,7 +175,7 @@ class Queue:
         if self.consumers:
             self.wake()
         if stored.expires_at is not None:
-            self.broker.alarm(self, stored.expires_at)
+            self.broker.set_alarm(self, stored.expires_at)
 
     def pop(self) -> Stored:
         """The first in line, out of it."""
@@ -210,7 +210,7 @@ class Queue:
         """To the dead letters; while they are full it waits here, as in RabbitMQ (at-least-once)."""
         if self.dying or not self.dead_letter(stored, reason):
             self.dying.append((stored, reason))
-            self.broker.alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
+            self.broker.set_alarm(self, self.broker.clock.monotonic() + ROOM_AGAIN_S)
 
     def dead_letter(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: there is no room for it; who ignores it loses it."""
@@ -227,9 +227,9 @@ class Queue:
             if not self.dead_letter(first, "expired"):
                 self.dying.append((first, "expired"))
         if self.dying:
-            self.broker.alarm(self, now + ROOM_AGAIN_S)
+            self.broker.set_alarm(self, now + ROOM_AGAIN_S)
         if first is not None and first.expires_at is not None and first.expires_at > now:
-            self.broker.alarm(self, first.expires_at)
+            self.broker.set_alarm(self, first.expires_at)
 
     def wake(self) -> None:
         """Hand out what is ready, on the next turn of the loop."""

@@ -96,7 +96,7 @@ class MemoryTransport:
             self.broker.transports.remove(self)
         self.lose()
         self.subscriptions.clear()
-        self.broker.quiet()
+        self.broker.clear_alarm()
 
     def lose(self) -> None:
         """The connection is cut."""

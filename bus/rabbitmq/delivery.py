@@ -37,8 +37,8 @@ class Acks:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def delivered(self, tag: int) -> None:
-        """A delivery was handed out."""
+    def register(self, tag: int) -> None:
+        """Remember a delivery that was handed out."""
         self._open[tag] = None
 
     def ack(self, tag: int, *, now: bool = False) -> None:
@@ -58,8 +58,8 @@ class Acks:
             self._given_up.append(self._frame(_REJECT, tag, _REQUEUE if requeue else 0))
             self._flush_soon()
 
-    async def flushed(self) -> None:
-        """Until all that was settled is written to the connection: what only waits there is dropped when it closes."""
+    async def flush(self) -> None:
+        """Write all acknowledgements to the connection, and wait for it: what only waits is dropped when it closes."""
         self._send()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -63,7 +63,7 @@ class RabbitSubscription:
         names = session.names
 
         def on_message(message: DeliveredMessage) -> None:
-            acks.delivered(message.delivery_tag or 0)
+            acks.register(message.delivery_tag or 0)
             try:
                 delivery = RabbitDelivery(message, acks, names)
             except Exception:  # raised in the library it would only be logged, and the message held for ever
@@ -98,7 +98,7 @@ class RabbitSubscription:
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
         if self._channel is not None:
-            await self._acks.flushed()
+            await self._acks.flush()
 
     def _ended(self, session: Session, channel: AbstractChannel) -> None:
         """The broker ended this consumption (the queue was deleted, the channel closed) but the connection stands."""
@@ -167,7 +167,7 @@ class RabbitTransport:
             for subscription in (*self._subscriptions, *self._cancelled):
                 await subscription.flush()
             for acks in self._getters.values():
-                await acks.flushed()
+                await acks.flush()
             await session.close()
         aside, self._aside = self._aside, None
         if aside is not None:
@@ -224,7 +224,7 @@ class RabbitTransport:
         if acks is None:
             self._getters = {one: held for one, held in self._getters.items() if not one.is_closed}
             acks = self._getters[channel] = Acks(channel, prefetch=1)
-        acks.delivered(message.delivery_tag)
+        acks.register(message.delivery_tag)
         return RabbitDelivery(message, acks, self._names)
 
     async def depth(self, queue: str) -> int:

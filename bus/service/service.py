@@ -70,39 +70,39 @@ class Service:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failed: asyncio.Future[None] | None = None
 
-    def resource(self, opening: Callable[[], Awaitable[Any]], closing: Callable[[], Awaitable[Any]]) -> None:
+    def add_resource(self, opening: Callable[[], Awaitable[Any]], closing: Callable[[], Awaitable[Any]]) -> None:
         """Opened in order before anything else; closed in the opposite order at the end, if it was opened."""
         self._resources.append((opening, closing))
 
-    def declares(self, declaring: Callable[[], Awaitable[Any]]) -> None:
+    def add_declaration(self, declaring: Callable[[], Awaitable[Any]]) -> None:
         """Done when everything is open: queues that must exist before this worker says it is ready."""
         self._declarations.append(declaring)
 
-    def prepare(self, preparing: Callable[[], Awaitable[Any]]) -> None:
+    def add_preparation(self, preparing: Callable[[], Awaitable[Any]]) -> None:
         """Done with the side tasks running and before the first message is taken: a replica is loaded here."""
         self._preparations.append(preparing)
 
-    def consumer(self, consumer: Consumes) -> None:
+    def add_consumer(self, consumer: Consumes) -> None:
         """Started last, drained first."""
         self._consumers.append(consumer)
 
-    def task(self, name: str, body: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    def add_task(self, name: str, body: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """A side task. It runs until it is cancelled; when it ends before that, the service ends."""
         self._task_makers.append((name, body))
 
-    def drain(self, draining: Callable[[float], Awaitable[Any]]) -> None:
+    def add_drain(self, draining: Callable[[float], Awaitable[Any]]) -> None:
         """Called with what is left of the grace time after the consumers have drained (an outbox relay, a batcher)."""
         self._drains.append(draining)
 
-    def check(self, name: str, fn: Callable[[], bool]) -> None:
+    def add_check(self, name: str, fn: Callable[[], bool]) -> None:
         """One line of /readyz: true while that part can do its work."""
         self._checks[name] = lambda: "" if fn() else name
 
-    def check_bus(self, name: str, bus: Reached) -> None:
+    def add_bus_check(self, name: str, bus: Reached) -> None:
         """One line of /readyz: the bus is connected, and its broker takes messages. It says why it does not."""
         self._checks[name] = lambda: f"{name}: {bus.trouble}" if bus.trouble else ""
 
-    def refreshes(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
+    def add_refresh(self, refreshing: Callable[[], Awaitable[Any]]) -> None:
         """Called before metrics are scraped: sets gauges whose value has to be asked for. It raises nothing."""
         self._refreshes.append(refreshing)
 
@@ -138,40 +138,40 @@ class Service:
             await _cancel({starting, stopping})
             try:
                 if clean:
-                    self._phase("draining")
+                    self._enter_phase("draining")
                     await self._drain()
             finally:
-                self._phase("closing")
+                self._enter_phase("closing")
                 await self._close()
-                self._phase("closed")
+                self._enter_phase("closed")
         if self._failed.done():  # something died while draining
             await self._failed
 
     async def _start(self) -> None:
-        self._phase("opening")
+        self._enter_phase("opening")
         for opening, closing in self._resources:
             self._closings.append(closing)  # before it is opened: half open still needs closing
             await opening()
-        self._phase("declaring")
+        self._enter_phase("declaring")
         for step in self._declarations:
             await step()
         for name, body in self._task_makers:
             self._spawn(name, body())
-        self._phase("preparing")
+        self._enter_phase("preparing")
         for step in self._preparations:
             await step()
         for consumer in self._consumers:
             await consumer.start()
             self._spawn(f"consumer {getattr(consumer, 'queue', '')}", consumer.run())
-        self._phase("ready")
+        self._enter_phase("ready")
         self.ready.set()
 
     def _spawn(self, name: str, body: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(body, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_ended)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         assert self._failed is not None
         if task.cancelled() and self.phase in {"closing", "closed"}:
@@ -200,7 +200,7 @@ class Service:
                 self.log.warning("service.close_failed", error=type(error).__name__, reason=str(error))
         self._closings.clear()
 
-    def _phase(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         self.phase = phase
         self.log.info("service.phase", phase=phase)
 

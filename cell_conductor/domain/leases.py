@@ -104,13 +104,13 @@ class LeaseTable:
                 sequence = _LAST if lease.state is LeaseState.LEFT else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
 
-    def delivered(self, now_s: float) -> None:
+    def advance_clock(self, now_s: float) -> None:
         """The bus has delivered something, whatever it was; now_s: monotonic."""
         if self._delivered is not None:
             self._clock += min(max(0.0, now_s - self._delivered), STEP_S)
         self._delivered = now_s
 
-    def heard(
+    def renew(
         self, service: str, epoch: int, sequence: int, *, at: float, interval_s: float = 0.0, leaving: bool = False
     ) -> bool:
         """One message of a service; at: seconds since the epoch. True: its state or its life is another now."""

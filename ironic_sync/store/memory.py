@@ -87,7 +87,7 @@ class MemoryTerm:
         async with self._fenced() as transaction:
             transaction.will(partial(self._write, [_kept(position) for position in positions]))
 
-    async def published(self, versions: Mapping[str, int]) -> None:
+    async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed."""
         async with self._fenced() as transaction:
             transaction.will(partial(self._note, dict(versions)))

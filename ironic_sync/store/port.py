@@ -25,7 +25,7 @@ class Term(Protocol):
     async def save(self, positions: Sequence[Position]) -> None:
         """Keep these, all or none."""
 
-    async def published(self, versions: Mapping[str, int]) -> None:
+    async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed; a newer one may have been saved since."""
 
     async def forget(self, reported_before: float) -> int:

@@ -84,7 +84,7 @@ class PostgresTerm:
         async with self._fenced() as connection:
             await connection.execute(_SAVE, *zip(*rows, strict=True))
 
-    async def published(self, versions: Mapping[str, int]) -> None:
+    async def mark_published(self, versions: Mapping[str, int]) -> None:
         """These were published and confirmed."""
         async with self._fenced() as connection:
             await connection.execute(_PUBLISHED, list(versions), list(versions.values()))

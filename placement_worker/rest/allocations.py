@@ -41,7 +41,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
             data["consumer_generation"] = rows[0].consumer_generation
         if request.version >= SINCE_CONSUMER_TYPES:
             data["consumer_type"] = rows[0].consumer_type or UNKNOWN
-    return json_response(data).modified(request, rows[0].updated_at if rows else api.clock.time())
+    return json_response(data).set_modified(request, rows[0].updated_at if rows else api.clock.time())
 
 
 async def of_provider(api: Api, request: HttpRequest) -> Response:
@@ -59,7 +59,7 @@ async def of_provider(api: Api, request: HttpRequest) -> Response:
     listed = await api.listed([list(each) for _, each in groupby(rows, lambda row: row.consumer)], text)
     modified = max((row.updated_at for row in rows), default=api.clock.time())
     body = b'{"allocations":{%b},"resource_provider_generation":%d}' % (listed, generation)
-    return Response(200, body).modified(request, modified)
+    return Response(200, body).set_modified(request, modified)
 
 
 async def put(api: Api, request: HttpRequest) -> Response:

@@ -78,7 +78,9 @@ class Application:
             response = exchange.error(_unexpected(error))
         if self._cors.on:
             response = self._crossed(exchange, headers, response)
-        metrics.answered(exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began)
+        metrics.count_answer(
+            exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began
+        )
         await _send(send, exchange, response)
 
     async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:

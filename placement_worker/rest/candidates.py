@@ -53,7 +53,7 @@ async def search(api: Api, request: HttpRequest) -> Response:
         body = await api.searches.read(
             book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True))
         )
-    return Response(200, body).modified(request, api.clock.time())
+    return Response(200, body).set_modified(request, api.clock.time())
 
 
 def _rendered(book: Book, found: CandidateSet, asked: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:

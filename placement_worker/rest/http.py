@@ -103,12 +103,12 @@ class Response:
         self.headers: list[tuple[bytes, bytes]] = []
         self.path = ""
 
-    def location(self, path: str) -> Response:
+    def set_location(self, path: str) -> Response:
         """Say where it is."""
         self.path = path
         return self
 
-    def modified(self, request: HttpRequest, at: float | None) -> Response:
+    def set_modified(self, request: HttpRequest, at: float | None) -> Response:
         """Say when it last changed (None: nothing is there that could), from 1.15 on; nothing is to be cached."""
         if request.version >= SINCE_CACHE_HEADERS:
             if at is not None:

@@ -60,7 +60,7 @@ async def show_all(api: Api, request: HttpRequest) -> Response:
         "resource_provider_generation": generation,
         "inventories": {row.resource_class: shown(row) for row in rows},
     }
-    return json_response(data).modified(request, max((row.updated_at for row in rows), default=None))
+    return json_response(data).set_modified(request, max((row.updated_at for row in rows), default=None))
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
@@ -70,7 +70,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
     for row in rows:
         if row.resource_class == name:
             data = {**shown(row), "resource_provider_generation": generation}
-            return json_response(data).modified(request, row.updated_at)
+            return json_response(data).set_modified(request, row.updated_at)
     raise HttpFault(404, f"No inventory of class {name} for {uuid}")
 
 
@@ -94,7 +94,7 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
         "resource_provider_generation": provider.generation,
         "inventories": {name: shown(provider.inventories[name]) for name in body.inventories},
     }
-    return json_response(data).modified(request, api.clock.time() if stored else None)
+    return json_response(data).set_modified(request, api.clock.time() if stored else None)
 
 
 async def create(api: Api, request: HttpRequest) -> Response:
@@ -112,7 +112,7 @@ async def create(api: Api, request: HttpRequest) -> Response:
     provider = written(outcome)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
-    return json_response(data, 201).location(path).modified(request, api.clock.time())
+    return json_response(data, 201).set_location(path).set_modified(request, api.clock.time())
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
@@ -133,7 +133,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
             raise refused(outcome, status=404)
     provider = written(outcome)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
-    return json_response(data).modified(request, api.clock.time())
+    return json_response(data).set_modified(request, api.clock.time())
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:

@@ -41,14 +41,14 @@ def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: i
     data: dict[str, Any] = {"aggregates": listed}
     if request.version >= SINCE_AGGREGATE_GENERATION:
         data["resource_provider_generation"] = generation
-    return json_response(data).modified(request, api.clock.time())
+    return json_response(data).set_modified(request, api.clock.time())
 
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET traits."""
     generation, named = await api.of_provider(request.parts[1], api.store.traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
-    return json_response(data).modified(request, max(named.values(), default=api.clock.time()))
+    return json_response(data).set_modified(request, max(named.values(), default=api.clock.time()))
 
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:
@@ -57,7 +57,7 @@ async def set_traits(api: Api, request: HttpRequest) -> Response:
     named = [text_of(name) for name in body.traits]
     provider = written(await api.write_tree(SetTraits(request.parts[1], named, body.resource_provider_generation)))
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}
-    return json_response(data).modified(request, api.clock.time())
+    return json_response(data).set_modified(request, api.clock.time())
 
 
 async def delete_traits(api: Api, request: HttpRequest) -> Response:

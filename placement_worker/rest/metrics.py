@@ -31,7 +31,7 @@ _seconds: dict[tuple[str, str], Histogram] = {}
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
 
 
-def answered(method: str, route: str, status: int, seconds: float) -> None:
+def count_answer(method: str, route: str, status: int, seconds: float) -> None:
     """Count one answer. route: a path of the table, never one that a client made up."""
     method = method if method in METHODS else "other"
     counter = _requests.get((method, route, status))

@@ -39,7 +39,7 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
     row = await api.store.name(NameKind.TRAIT, name)
     created = row is None and await api.store.create_name(NameKind.TRAIT, name)
     at = row.updated_at if row is not None else api.clock.time()
-    return Response(201 if created else 204).location(f"/traits/{name}").modified(request, at)
+    return Response(201 if created else 204).set_location(f"/traits/{name}").set_modified(request, at)
 
 
 async def show_trait(api: Api, request: HttpRequest) -> Response:
@@ -48,7 +48,7 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
     row = await api.store.name(NameKind.TRAIT, name) if _may_exist(name) else None
     if row is None:
         raise _no_trait(name)
-    return Response(204).modified(request, row.updated_at)
+    return Response(204).set_modified(request, row.updated_at)
 
 
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
@@ -87,7 +87,7 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
             raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
         associated = said.lower() == "true"
     rows = await api.store.trait_names(names, prefix, associated)
-    return json_response({"traits": [row.name for row in rows]}).modified(request, _newest(api, rows))
+    return json_response({"traits": [row.name for row in rows]}).set_modified(request, _newest(api, rows))
 
 
 def _no_trait(name: str) -> HttpFault:
@@ -113,7 +113,7 @@ async def list_classes(api: Api, request: HttpRequest) -> Response:
     """GET all."""
     rows = await api.store.resource_classes()
     data = {"resource_classes": [_shown(row.name) for row in rows]}
-    return json_response(data).modified(request, _newest(api, rows))
+    return json_response(data).set_modified(request, _newest(api, rows))
 
 
 async def create_class(api: Api, request: HttpRequest) -> Response:
@@ -121,13 +121,13 @@ async def create_class(api: Api, request: HttpRequest) -> Response:
     name = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
     if not await api.store.create_name(NameKind.CLASS, name):
         raise HttpFault(409, f"Conflicting resource class already exists: {name}")
-    return Response(201).location(f"/resource_classes/{name}")
+    return Response(201).set_location(f"/resource_classes/{name}")
 
 
 async def show_class(api: Api, request: HttpRequest) -> Response:
     """GET one."""
     row = await _class(api, request.parts[1])
-    return json_response(_shown(row.name)).modified(request, row.updated_at)
+    return json_response(_shown(row.name)).set_modified(request, row.updated_at)
 
 
 async def rename_class(api: Api, request: HttpRequest) -> Response:
@@ -152,7 +152,7 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
     known = await api.store.name(NameKind.CLASS, name)
     created = known is None and await api.store.create_name(NameKind.CLASS, name)
-    return Response(201 if created else 204).location(f"/resource_classes/{name}")
+    return Response(201 if created else 204).set_location(f"/resource_classes/{name}")
 
 
 async def delete_class(api: Api, request: HttpRequest) -> Response:

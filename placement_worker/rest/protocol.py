@@ -31,14 +31,14 @@ class Unsent:
         self._sizes: OrderedDict[Protocol, int] = OrderedDict()
         self._total = 0
 
-    def waits(self, connection: Protocol, size: int) -> None:
+    def add(self, connection: Protocol, size: int) -> None:
         """So much waits for this connection's client."""
         self._total += size - self._sizes.get(connection, 0)
         self._sizes[connection] = size
         while self._total > MAX_UNSENT_BYTES and len(self._sizes) > 1:
             next(iter(self._sizes)).let_go("unsent")
 
-    def done(self, connection: Protocol) -> None:
+    def remove(self, connection: Protocol) -> None:
         """Its client has read, or has gone."""
         self._total -= self._sizes.pop(connection, 0)
 
@@ -133,7 +133,7 @@ class Protocol(HttpToolsProtocol):
 
     def _await_reading(self) -> None:
         size = self._unsent_bytes()
-        self.unsent.waits(self, size)
+        self.unsent.add(self, size)
         if self._write_timer is not None:
             self._write_timer.cancel()
         self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_progress, size)
@@ -150,7 +150,7 @@ class Protocol(HttpToolsProtocol):
             self._await_reading()
 
     def _is_read(self) -> None:
-        self.unsent.done(self)
+        self.unsent.remove(self)
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

@@ -64,8 +64,8 @@ async def create(api: Api, request: HttpRequest) -> Response:
         raise HttpFault(400, _cannot("create", body.name, uuid, outcome.words))
     path = f"/resource_providers/{uuid}"
     if request.version < SINCE_BODY:
-        return Response(201).location(path)
-    return json_response(shown(outcome, request.version)).location(path).modified(request, api.clock.time())
+        return Response(201).set_location(path)
+    return json_response(shown(outcome, request.version)).set_location(path).set_modified(request, api.clock.time())
 
 
 def _cannot(action: str, name: str, uuid: str, why: str) -> str:
@@ -75,7 +75,7 @@ def _cannot(action: str, name: str, uuid: str, why: str) -> str:
 async def show(api: Api, request: HttpRequest) -> Response:
     """GET one."""
     row = await api.provider(request.parts[1])
-    return json_response(shown(row, request.version)).modified(request, row.updated_at)
+    return json_response(shown(row, request.version)).set_modified(request, row.updated_at)
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
@@ -96,7 +96,7 @@ async def update(api: Api, request: HttpRequest) -> Response:
         if outcome.why is Why.BAD_PARENT:
             raise refused(outcome, words=f"Unable to save resource provider {uuid}: {{}}")
         raise refused(outcome)
-    return json_response(shown(outcome, request.version)).modified(request, api.clock.time())
+    return json_response(shown(outcome, request.version)).set_modified(request, api.clock.time())
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
@@ -130,7 +130,7 @@ async def list_all(api: Api, request: HttpRequest) -> Response:
         rows = await api.store.providers(listing)
     listed = await api.listed(rows, lambda row: msgspec.json.encode(shown(ProviderRow(*row), request.version)))
     modified = max((row[-1] for row in rows), default=api.clock.time())
-    return Response(200, b'{"resource_providers":[' + listed + b"]}").modified(request, modified)
+    return Response(200, b'{"resource_providers":[' + listed + b"]}").set_modified(request, modified)
 
 
 async def _listing(api: Api, query: QueryString, version: int) -> Listing | None:

@@ -16,4 +16,4 @@ async def home(api: Api, request: HttpRequest) -> Response:
         "status": "CURRENT",
         "links": [{"rel": "self", "href": ""}],
     }
-    return json_response({"versions": [version]}).modified(request, api.clock.time())
+    return json_response({"versions": [version]}).set_modified(request, api.clock.time())

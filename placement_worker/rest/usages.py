@@ -20,7 +20,7 @@ async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET of one provider."""
     generation, used = await api.of_provider(request.parts[1], api.store.usages, words="{0}: {0}")
     data = {"resource_provider_generation": generation, "usages": used}
-    return json_response(data).modified(request, api.clock.time())
+    return json_response(data).set_modified(request, api.clock.time())
 
 
 async def of_project(api: Api, request: HttpRequest) -> Response:
@@ -43,7 +43,7 @@ async def of_project(api: Api, request: HttpRequest) -> Response:
             group = data.setdefault(row.consumer_type or UNKNOWN, {})
             group[row.resource_class] = row.amount
             group["consumer_count"] = row.count
-    return json_response({"usages": data}).modified(request, api.clock.time())
+    return json_response({"usages": data}).set_modified(request, api.clock.time())
 
 
 def _summed(rows: Any) -> dict[str, int]:

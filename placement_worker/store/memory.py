@@ -228,7 +228,7 @@ class MemoryBook:
         if classes.keys() <= table.classes.keys() and traits.keys() <= table.traits.keys():
             return
         async with self.session.transaction() as transaction:
-            transaction.will(partial(table.know, classes, traits))
+            transaction.will(partial(table.add_names, classes, traits))
 
     async def _lock_trees(
         self, transaction: MemoryDatabaseTransaction, updates: Sequence[InventoryUpdate]
@@ -337,7 +337,7 @@ class MemoryBook:
         async with self.session.transaction() as transaction:
             await transaction.lock([POSITION])
             transaction.durable = False
-            transaction.will(lambda: table.published(changes[-1].sequence, until))
+            transaction.will(lambda: table.mark_published(changes[-1].sequence, until))
         self._lease = None
         return Published(len(changes), len(changes) >= limit)
 

@@ -130,7 +130,7 @@ class MemoryBookTable(MemoryDatabase):
         """Those that exist, in lock order."""
         return sorted((uuid for uuid in uuids if uuid in self.providers), key=self.numbers.__getitem__)
 
-    def published(self, number: int, lease: float) -> None:
+    def mark_published(self, number: int, lease: float) -> None:
         """A turn of publishing has come so far; its lease ends, if it is still its own."""
         self.position = max(self.position, number)
         if self.taken_until == lease:
@@ -205,7 +205,7 @@ class MemoryBookTable(MemoryDatabase):
                 if key[0] == root and key[1] != source and said.settled:
                     self.sources[key] = replace(said, settled=False)
 
-    def know(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
+    def add_names(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
         """Names that reports brought with them."""
         now = self.clock.time()
         for name in classes:
@@ -229,7 +229,7 @@ class MemoryBookTable(MemoryDatabase):
 
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
         """A class by another name. providers: those that have it, renamed."""
-        self.know((new,), {})
+        self.add_names((new,), {})
         for uuid, provider in providers.items():
             self.providers[uuid] = provider
             self.written["inventory", uuid, new] = self.written.pop(("inventory", uuid, old))

@@ -169,7 +169,7 @@ class MemoryRest:
                 return False
             names = {name: None}
             classes, traits = (names, {}) if kind is NameKind.CLASS else ({}, names)
-            transaction.will(lambda: self._table.know(classes, traits))
+            transaction.will(lambda: self._table.add_names(classes, traits))
         return True
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:

@@ -32,7 +32,7 @@ CELL_HOLD_S = 60.0
 # The hosts of a service that is down for so long have no service, until they are announced again. Conductors forget
 # such a service much later, and say nothing of it then.
 DOWN_HOLD_S = 3600.0
-# So many questions in a row (`HostTable.asked`) are left unanswered by a service that is there, at most.
+# So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.
 MAX_UNANSWERED = 3
 LEFT = "service.left"
 UNHEARD = "service.unheard"
@@ -142,7 +142,7 @@ class HostTable:
         there = sum(service.cell == cell and service.down is None for service in self.services)
         return digest is not None and 0 <= digest.up < there
 
-    def asked(self, cell: str, now_s: float) -> None:
+    def count_request(self, cell: str, now_s: float) -> None:
         """Every service of this cell was asked to announce its hosts; one that never does so is taken for down."""
         digest = self._digests.get(cell, CellDigest())
         for service in self.services:

@@ -95,8 +95,8 @@ async def test_a_broker_short_of_memory_is_told_on_readyz_and_what_waits_for_it_
     """Nothing could be published for minutes, and every /readyz said 200."""
     bus = bus_on(own_broker.url())
     service = Service("p", clock=SystemClock())
-    service.resource(bus.open, bus.close)
-    service.check_bus("bus api", bus)
+    service.add_resource(bus.open, bus.close)
+    service.add_bus_check("bus api", bus)
     health = Health(service.not_ready)
     stop = asyncio.Event()
     running = asyncio.create_task(service.run(stop))

@@ -30,8 +30,8 @@ how = sys.argv[1]
 def build(env):
     service = Service("worker", clock=env.clock, grace_s=20.0)
     bus = env.bus("api")
-    service.resource(bus.open, bus.close)
-    service.check("bus api", lambda: bus.transport.connected)
+    service.add_resource(bus.open, bus.close)
+    service.add_check("bus api", lambda: bus.transport.connected)
     async def side():
         if how == "invariant":
             raise BrokenInvariant("used > capacity")
@@ -42,15 +42,15 @@ def build(env):
         print("draining", flush=True)
         if how == "slow":
             await asyncio.Event().wait()
-    service.task("side", side)
-    service.drain(slow)
+    service.add_task("side", side)
+    service.add_drain(slow)
     if how == "database":
-        service.resource(env.database("x").open, bus.close)
+        service.add_resource(env.database("x").open, bus.close)
     async def tell():
         await service.ready.wait()
         print("ready", flush=True)
         await asyncio.Event().wait()
-    service.task("tell", tell)
+    service.add_task("tell", tell)
     return service
 
 def environment():

@@ -100,10 +100,10 @@ def dead_service_still_chosen() -> AbstractContextManager[Any]:
 def change_not_reported() -> AbstractContextManager[Any]:
     """A host that changes is announced, and its new inventory is not reported."""
 
-    def host_changed(self: Reporter, hosts: Sequence[str]) -> None:
+    def on_host_changed(self: Reporter, hosts: Sequence[str]) -> None:
         self._announce.add(hosts)
 
-    return patch.object(Reporter, "host_changed", host_changed)
+    return patch.object(Reporter, "on_host_changed", on_host_changed)
 
 
 def half_built_is_kept() -> AbstractContextManager[Any]:

@@ -146,7 +146,7 @@ def overtaken_report_believed() -> AbstractContextManager[Any]:
 
 def hosts_not_asked_after_a_loss() -> AbstractContextManager[Any]:
     """A scheduler whose connection was lost does not ask the hosts what they said meanwhile."""
-    return patch.object(HostsListener, "reconnected", lambda self: None)
+    return patch.object(HostsListener, "on_reconnected", lambda self: None)
 
 
 def overtaken_write_given_up() -> AbstractContextManager[Any]:

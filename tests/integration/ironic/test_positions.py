@@ -45,7 +45,7 @@ async def test_what_is_saved_is_loaded(positions: Positions) -> None:
     async with positions.become_leader() as term:
         assert await term.load() == ({}, {})
         await term.save([POSITION, Position(uuid=OTHER, version=3)])
-        await term.published({NODE: 5})
+        await term.mark_published({NODE: 5})
     async with positions.become_leader() as term:
         loaded, published = await term.load()
         assert loaded == {NODE: POSITION, OTHER: Position(uuid=OTHER, version=3)}
@@ -57,8 +57,8 @@ async def test_saving_again_replaces_and_published_only_rises(positions: Positio
     async with positions.become_leader() as term:
         await term.save([POSITION])
         await term.save([replace(POSITION, version=9, report=None)])
-        await term.published({NODE: 9})
-        await term.published({NODE: 7})
+        await term.mark_published({NODE: 9})
+        await term.mark_published({NODE: 7})
         loaded, published = await term.load()
         assert (loaded[NODE].version, loaded[NODE].report, published[NODE]) == (9, None, 9)
 
@@ -68,7 +68,7 @@ async def test_only_removed_and_published_nodes_are_forgotten(positions: Positio
         gone = replace(POSITION, report=None)
         await term.save([gone, replace(POSITION, uuid=OTHER)])
         assert await term.forget(1.0) == 0
-        await term.published({NODE: 7, OTHER: 7})
+        await term.mark_published({NODE: 7, OTHER: 7})
         assert await term.forget(0.0) == 0
         assert await term.forget(1.0) == 1
         assert list((await term.load())[0]) == [OTHER]

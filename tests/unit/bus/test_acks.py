@@ -32,7 +32,7 @@ def given(prefetch: int) -> tuple[Channel, Acks]:
     channel = Channel()
     acks = Acks(channel, prefetch=prefetch)  # type: ignore[arg-type]
     for tag in range(1, prefetch + 1):
-        acks.delivered(tag)
+        acks.register(tag)
     return channel, acks
 
 
@@ -75,7 +75,7 @@ async def test_what_is_given_back_takes_along_what_gathered() -> None:
 async def test_a_connection_that_closes_sends_them_first() -> None:
     channel, acks = given(100)
     acks.ack(1)
-    flushing = asyncio.create_task(acks.flushed())
+    flushing = asyncio.create_task(acks.flush())
     assert len((await asyncio.wait_for(channel.write_queue.get(), 10)).payload) == FRAME_SIZE
     last = await asyncio.wait_for(channel.write_queue.get(), 10)
     assert not flushing.done(), "nothing is written yet"

@@ -11,8 +11,8 @@ def told(
     interval: AdaptiveBatchInterval, seconds: float, *, batches: int = 1, items: int = 0, more: bool = False
 ) -> None:
     for _ in range(batches):
-        interval.taken(0.0)
-        interval.took(seconds, items, 0.0, more=more)
+        interval.start_batch(0.0)
+        interval.end_batch(seconds, items, 0.0, more=more)
 
 
 def known() -> AdaptiveBatchInterval:
@@ -64,5 +64,5 @@ def test_what_it_takes_alone_is_learned_anew() -> None:
     """A machine that has become slower for good is not busy for ever."""
     interval = known()
     for minute in range(1, 60):
-        interval.took(3 * ALONE_S, 0, 60.0 * minute, more=False)
+        interval.end_batch(3 * ALONE_S, 0, 60.0 * minute, more=False)
     assert interval.gap_s == 0.0

@@ -93,7 +93,7 @@ class Building(SlowWorld):
         self.answers = Answers("s", self.results.append, self, self.records)
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[tuple[str, int]]]:
-        self.answers.ended((HOST, HOST), Entry(1, Phase.RUNNING))
+        self.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
         return {}
 
 
@@ -101,7 +101,7 @@ async def test_a_result_that_is_told_during_a_look_is_not_older_than_it() -> Non
     """The look may have missed the machine: only a later one proves it lost, whatever the clock says."""
     world = Building()
     world.records.start(world.now)
-    world.answers.ended((HOST, HOST), Entry(1, Phase.RUNNING))
+    world.answers.report_end((HOST, HOST), Entry(1, Phase.RUNNING))
     for _ in range(2):
         await announced(world, world.records)
     reports = [message for message in world.said if isinstance(message, ComputeHosts)]
@@ -161,19 +161,19 @@ async def test_the_inventory_of_a_host_that_changed_is_said_once_more() -> None:
     async with asyncio.timeout(10):
         await world.updates.get()  # all, at start
         await world.announced.get()
-        reporter.host_changed([HOST])
+        reporter.on_host_changed([HOST])
         first = await world.updates.get()
         await world.announced.get()
-        reporter.asked()
+        reporter.on_request()
         await world.announced.get()
         assert world.updates.empty(), "not yet: who undoes it is still on the way"
         world.now += UNDONE_S
-        reporter.asked()
+        reporter.on_request()
         again = await world.updates.get()
         assert again.version > first.version
         await world.announced.get()
         world.now += UNDONE_S
-        reporter.asked()
+        reporter.on_request()
         await world.announced.get()
     assert world.updates.empty()
     for task in tasks:

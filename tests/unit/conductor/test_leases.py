@@ -22,7 +22,7 @@ class Story:
         for _ in range(seconds):
             self.now += 1.0
             self.sequence += 1
-            self.table.delivered(self.now)  # the digest
+            self.table.advance_clock(self.now)  # the digest
             for service, epoch in self.services.items():
                 if service not in without.split():
                     self.beat(service, epoch)
@@ -30,8 +30,8 @@ class Story:
         return silent
 
     def beat(self, service: str, epoch: int, *, leaving: bool = False) -> bool:
-        self.table.delivered(self.now)
-        return self.table.heard(service, epoch, self.sequence, at=self.now, interval_s=1.0, leaving=leaving)
+        self.table.advance_clock(self.now)
+        return self.table.renew(service, epoch, self.sequence, at=self.now, interval_s=1.0, leaving=leaving)
 
     def state(self, service: str) -> LeaseState:
         return self.table.leases[service].state
@@ -66,7 +66,7 @@ def test_a_heartbeat_ends_the_suspicion_in_the_same_life_and_in_the_next() -> No
 
 def test_a_service_is_measured_by_its_own_interval() -> None:
     story = Story("a")
-    story.table.heard("slow", 1, 1, at=story.now, interval_s=60.0)
+    story.table.renew("slow", 1, 1, at=story.now, interval_s=60.0)
     assert story.run(60 * MISSED) == []
     assert story.run(1) == ["slow"]
 
@@ -107,8 +107,8 @@ def test_what_comes_late_or_twice_renews_nothing() -> None:
     first = story.sequence
     for _ in range(MISSED):
         story.run(1, without="a")
-        assert not story.table.heard("a", 1, first, at=story.now, interval_s=1.0)
-        assert not story.table.heard("a", 0, first + 99, at=story.now, interval_s=1.0)
+        assert not story.table.renew("a", 1, first, at=story.now, interval_s=1.0)
+        assert not story.table.renew("a", 0, first + 99, at=story.now, interval_s=1.0)
     assert story.run(1, without="a") == ["a"]
 
 
@@ -139,7 +139,7 @@ def test_forgotten_services_are_not_told_and_living_ones_are_not_forgotten() -> 
 
 def test_numbers_that_no_service_has_and_too_many_names_are_left_out() -> None:
     table = LeaseTable(MISSED)
-    table.delivered(1.0)
+    table.advance_clock(1.0)
     for epoch, sequence in ((-1, 1), (2**63, 1), (1, -1), (1, 2**70)):
-        assert not table.heard("a", epoch, sequence, at=1.0)
+        assert not table.renew("a", epoch, sequence, at=1.0)
     assert len(table) == 0

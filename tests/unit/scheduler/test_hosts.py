@@ -163,7 +163,7 @@ def test_a_service_that_its_cell_has_forgotten_and_that_answers_nothing_is_away(
     assert table.knows_more("c1")
     for number in range(hosts.MAX_UNANSWERED + 1):
         assert table.down().tolist() == [False, False, True], number
-        table.asked("c1", 2.0 + number)
+        table.count_request("c1", 2.0 + number)
         table.apply(ComputeHosts(service="b", cell="c1", epoch=1, sequence=2 + number), 2.0 + number)
     assert table.down().tolist() == [True, False, True]
     assert not table.knows_more("c1"), "nothing is left to ask about"

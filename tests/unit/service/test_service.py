@@ -40,11 +40,11 @@ class Recorder:
 def service_of(recorder: Recorder) -> Service:
     service = Service("test", clock=SystemClock(), grace_s=1.0)
     for name in ("one", "two"):
-        service.resource(recorder.step(f"open {name}"), recorder.step(f"close {name}"))  # type: ignore[arg-type]
-    service.declares(recorder.step("declare"))  # type: ignore[arg-type]
-    service.prepare(recorder.step("prepare"))  # type: ignore[arg-type]
-    service.drain(recorder.step("drain relay"))  # type: ignore[arg-type]
-    service.consumer(recorder)
+        service.add_resource(recorder.step(f"open {name}"), recorder.step(f"close {name}"))  # type: ignore[arg-type]
+    service.add_declaration(recorder.step("declare"))  # type: ignore[arg-type]
+    service.add_preparation(recorder.step("prepare"))  # type: ignore[arg-type]
+    service.add_drain(recorder.step("drain relay"))  # type: ignore[arg-type]
+    service.add_consumer(recorder)
     return service
 
 
@@ -55,7 +55,7 @@ async def until_cancelled() -> None:
 async def test_the_order_of_a_whole_life() -> None:
     recorder = Recorder()
     service = service_of(recorder)
-    service.task("side", until_cancelled)
+    service.add_task("side", until_cancelled)
     stop = asyncio.Event()
     life = asyncio.create_task(service.run(stop))
     await service.ready.wait()
@@ -71,8 +71,8 @@ async def test_the_order_of_a_whole_life() -> None:
 
 async def test_a_check_names_what_is_not_ready() -> None:
     service = service_of(Recorder())
-    service.check("bus api", lambda: False)
-    service.check("database", lambda: True)
+    service.add_check("bus api", lambda: False)
+    service.add_check("database", lambda: True)
     assert service.not_ready() == ["service is new", "bus api"]
 
 
@@ -81,7 +81,7 @@ async def test_a_bus_says_why_nothing_can_be_said_on_it() -> None:
         trouble = "not connected"
 
     service, bus = service_of(Recorder()), Told()
-    service.check_bus("bus api", bus)
+    service.add_bus_check("bus api", bus)
     assert service.not_ready() == ["service is new", "bus api: not connected"]
     bus.trouble = ""
     assert service.not_ready() == ["service is new"]
@@ -96,7 +96,7 @@ async def test_a_side_task_that_dies_ends_the_service_undrained_with_its_fault()
         await die.wait()
         raise Fault("gone", code="side.gone")
 
-    service.task("side", side)
+    service.add_task("side", side)
     life = asyncio.create_task(service.run(asyncio.Event()))
     await service.ready.wait()
     die.set()
@@ -113,7 +113,7 @@ async def test_a_side_task_that_just_ends_is_a_fault_too() -> None:
     async def side() -> None:
         return
 
-    service.task("side", side)
+    service.add_task("side", side)
     with pytest.raises(SideTaskEnded):
         await service.run(asyncio.Event())
 
@@ -124,7 +124,7 @@ async def test_of_a_group_the_broken_invariant_is_reported() -> None:
     async def side() -> None:
         raise ExceptionGroup("both", [KeyError("other"), BrokenInvariant("used > capacity")])
 
-    service.task("side", side)
+    service.add_task("side", side)
     with pytest.raises(BrokenInvariant):
         await service.run(asyncio.Event())
 
@@ -148,7 +148,7 @@ async def test_stop_while_a_resource_waits_to_open_closes_what_was_opened() -> N
         waits.set()
         await until_cancelled()
 
-    service.resource(opening, recorder.step("close waiting"))  # type: ignore[arg-type]
+    service.add_resource(opening, recorder.step("close waiting"))  # type: ignore[arg-type]
     stop = asyncio.Event()
     life = asyncio.create_task(service.run(stop))
     await waits.wait()
@@ -164,7 +164,7 @@ async def test_a_resource_that_cannot_open_raises_and_the_opened_ones_close() ->
     async def opening() -> None:
         raise Fault("no", code="resource.no")
 
-    service.resource(opening, recorder.step("close failed"))  # type: ignore[arg-type]
+    service.add_resource(opening, recorder.step("close failed"))  # type: ignore[arg-type]
     with pytest.raises(Fault, match="no"):
         await service.run(asyncio.Event())
     assert recorder.said == ["open one", "open two", "close failed", "close two", "close one"]
@@ -177,7 +177,7 @@ async def test_a_closing_that_fails_does_not_keep_the_others_open() -> None:
     async def closing() -> None:
         raise OSError("broken pipe")
 
-    service.resource(recorder.step("open three"), closing)  # type: ignore[arg-type]
+    service.add_resource(recorder.step("open three"), closing)  # type: ignore[arg-type]
     stop = asyncio.Event()
     life = asyncio.create_task(service.run(stop))
     await service.ready.wait()
@@ -200,8 +200,8 @@ async def test_a_side_task_dead_while_draining_is_reported_after_the_drain() -> 
         draining.set()
         await dead.wait()
 
-    service.task("side", side)
-    service.drain(drain)
+    service.add_task("side", side)
+    service.add_drain(drain)
     stop = asyncio.Event()
     life = asyncio.create_task(service.run(stop))
     await service.ready.wait()
