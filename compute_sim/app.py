@@ -18,8 +18,8 @@ from compute_sim.announcer import ResultSender
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import plan_attempt
 from compute_sim.driver import Driver, DriverUnavailable
-from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.name import QUEUE, ServiceName

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.contracts.base import Amount, ClassName, TraitName, Uuid, Word
+from bus.contracts.base import Amount, ClassName, Label, TraitName, Uuid, Word
+from bus.contracts.deploy import ImageSource
+from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds
 
@@ -54,18 +56,35 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the bare-metal nodes are. share of shares: which free ones are this service's, by a hash of uuids.
 
+    url: with or without /v1. keystone, token, username and password, verify_tls, ca_file: as for ironic_sync.
+    images: what a request's `image` means, by name. network: `static` attaches the ports that a request names.
+    validate: ask Ironic whether the node can be deployed before it is.
     A node with an instance of ours stays with the service that its mark names. takes_over: names of services of this
     cell that run no more, whose marked nodes are this service's now.
     watch_interval_s: between two scans for nodes that came, or went into maintenance; longer when a scan takes long.
+    poll_interval_s, max_poll_interval_s: between two reads of a node on its way; it grows with the time taken.
+    release_timeout_s: so long an attempt waits until the node of the one before has let go of the instance;
+    lock_timeout_s: until a node that is locked is not.
     """
 
     url: str = "http://127.0.0.1:6385"
+    keystone: KeystoneLogin = KeystoneLogin()
     token: Secret = ""
-    microversion: str = "1.81"
+    username: str = ""
+    password: Secret = ""
+    verify_tls: bool = True
+    ca_file: str = ""
+    microversion: Annotated[str, Bound(pattern=r"^1\.[0-9]{1,3}$")] = "1.81"
+    images: dict[Label, ImageSource] = {}
+    network: Literal["none", "static"] = "none"
+    validate: bool = True
     poll_interval_s: Annotated[float, Bound(gt=0, le=60)] = 0.5
+    max_poll_interval_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     watch_interval_s: Annotated[float, Bound(gt=0, le=3_600)] = 2.0
     deploy_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
     clean_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 3_600.0
+    release_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 600.0
+    lock_timeout_s: Annotated[float, Bound(gt=0, le=3_600)] = 30.0
     request_timeout_s: Annotated[float, Bound(gt=0, le=600)] = 10.0
     share: Annotated[int, Bound(ge=0)] = 0
     shares: Annotated[int, Bound(ge=1)] = 1

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import httpx
 import structlog
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.openstack.rest import auth_of, tls_of
+from bus.port import Transport
+from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url
 from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.service.settings import SettingsError
-from ironic_sync.config import IronicSyncConfig
+from ironic_sync.config import IronicSyncConfig, NotificationBroker
 from ironic_sync.loop import SyncLoop
-from ironic_sync.source.keystone import KeystoneAuth
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.port import Positions
@@ -38,13 +39,14 @@ def build(
         known = ", ".join(env.cells)
         raise SettingsError("ironic_sync.cell", f"there is no cell {config.cell!r}; the settings know {known}")
     bus = env.bus(API)
+    own_broker = notifications_transport(config.broker)
     service = Service("ironic-sync", clock=env.clock, log=log)
     positions = store if store is not None else _postgres(env, service)
     reading = source if source is not None else rest_source(config, env.clock)
     loop = SyncLoop(
         reading,
         positions,
-        bus.transport,
+        own_broker or bus.transport,
         bus.publish_all,
         clock=env.clock,
         rng=env.rng,
@@ -55,12 +57,25 @@ def build(
         """The source connects when it is asked."""
 
     service.add_resource(bus.open, bus.close)
+    if own_broker is not None:
+        service.add_resource(own_broker.open, own_broker.close)
     service.add_resource(open_nothing, reading.close)
     service.add_task("sync", loop.run)
     service.add_drain(loop.drain)
     service.add_bus_check("bus", bus)
     service.add_check("ironic", lambda: loop.healthy)
     return service
+
+
+def notifications_transport(config: NotificationBroker) -> Transport | None:
+    """A connection to Ironic's own broker; None: it publishes on the API bus. Raises SettingsError."""
+    if not config.url:
+        return None
+    try:
+        parse_bus_url(config.url)
+    except BadBusUrl as error:
+        raise SettingsError(error.code, f"ironic_sync.broker.url: {error}") from None
+    return RabbitTransport(config.url, name="ironic", connection_name="berth ironic-sync notifications")
 
 
 def _postgres(env: Environment, service: Service) -> Positions:
@@ -75,6 +90,7 @@ def _postgres(env: Environment, service: Service) -> Positions:
 
 def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:
     """Ironic's REST API as the configuration says. Raises SettingsError."""
+    verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting="ironic_sync.ca_file")
     return RestSource(
         config.url,
         microversion=config.microversion,
@@ -82,14 +98,15 @@ def rest_source(config: IronicSyncConfig, clock: Clock) -> RestSource:
         list_timeout_s=config.list_timeout_s,
         page_size=config.page_size,
         connections=config.reads_in_flight + 2,  # beside the single reads, one of all and one of an allocation
-        auth=_auth(config, clock),
+        auth=auth_of(
+            config.keystone,
+            username=config.username,
+            password=config.password,
+            clock=clock,
+            timeout_s=config.request_timeout_s,
+            verify=verify,
+            setting="ironic_sync.keystone",
+        ),
         token=config.token,
-        verify_tls=config.verify_tls,
+        verify=verify,
     )
-
-
-def _auth(config: IronicSyncConfig, clock: Clock) -> httpx.Auth | None:
-    if config.keystone.auth_url:
-        timeout_s, verify_tls = config.request_timeout_s, config.verify_tls
-        return KeystoneAuth(config.keystone, clock=clock, timeout_s=timeout_s, verify_tls=verify_tls)
-    return httpx.BasicAuth(config.username, config.password) if config.username else None

@@ -7,18 +7,29 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
+from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import Secret
-from ironic_sync.source.keystone import KeystoneLogin
 
 Seconds = Annotated[float, Bound(gt=0, le=86_400)]
+
+
+class NotificationBroker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where Ironic publishes its notifications, when that is not the API bus.
+
+    url: `amqp://user:password@host:port/vhost`, as bus.url; empty: the API bus. Its user needs there: to read the
+    exchange `ironic_sync.exchange`, and to make, write to and read the queue `ironic_sync.queue`.
+    """
+
+    url: str = ""
 
 
 class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one ironic_sync process; BERTH_IRONIC_SYNC__... or [ironic_sync] in the settings file.
 
-    url: Ironic's API, without /v1. microversion: the newest field we read is allocation_uuid (1.52).
+    url: Ironic's API, with or without /v1. microversion: the newest field we read is allocation_uuid (1.52).
     keystone: sign in there, and again when the token runs out; token: an X-Auth-Token that another program renews;
     username and password: HTTP basic (Ironic's auth_strategy http_basic); none of them: noauth.
+    ca_file: certificates (PEM) that Ironic's and Keystone's are signed with; empty: those that the system trusts.
     cell: the cell whose compute services serve these nodes: no other may claim them. Empty: any cell may, because
     several share them.
     """
@@ -30,7 +41,9 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     username: str = ""
     password: Secret = ""
     verify_tls: bool = True
+    ca_file: str = ""
     cell: Annotated[str, Bound(pattern=r"^[A-Za-z0-9_\-]{0,64}\Z")] = ""
+    broker: NotificationBroker = NotificationBroker()
     exchange: str = "ironic"
     topics: tuple[str, ...] = ("ironic_versioned_notifications",)
     queue: str = "ironic_sync.notifications"

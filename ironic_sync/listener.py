@@ -50,7 +50,9 @@ class NotificationListener:
         self._check = asyncio.Event()
         self._stopped = False
         self._events: set[str] = set()
+        self._told_missing = False
         self.bound = False
+        self.unspoken = False  # the exchange is not there: Ironic makes it with its first notification
 
     async def run(self) -> None:
         """Bind, consume, and bind again after each reconnection and now and then, until cancelled.
@@ -85,6 +87,7 @@ class NotificationListener:
 
     async def _bind(self) -> bool:
         config = self._config
+        self.unspoken = False
         try:
             # Never `#`: Ironic's RPC goes through the same exchange.
             await self._transport.bind_foreign(config.queue, config.exchange, [f"{topic}.*" for topic in config.topics])
@@ -93,7 +96,10 @@ class NotificationListener:
                     config.queue, self.on_delivery, prefetch=config.prefetch
                 )
         except QueueMissing:
-            log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
+            self.unspoken = True
+            if not self._told_missing:  # a fresh Ironic is silent for hours; the metric tells all the while
+                log.warning("ironic.exchange_missing", exchange=config.exchange, again_in_s=config.bind_retry_s)
+            self._told_missing = True
             return False
         except BusUnavailable as error:
             log.warning("ironic.bus_unavailable", reason=str(error))
@@ -101,6 +107,7 @@ class NotificationListener:
         except BusError as error:
             log.error("ironic.cannot_bind", exchange=config.exchange, queue=config.queue, code=error.code)
             return False
+        self._told_missing = False
         return True
 
     def on_delivery(self, delivery: Delivery) -> None:

@@ -56,11 +56,15 @@ class SyncLoop:
 
     @property
     def healthy(self) -> bool:
-        """Waiting for another writer is fine; a writer must have Ironic's notifications and answers."""
+        """Waiting for another writer is fine; a writer must have Ironic's answers, and its notifications if it has any.
+
+        A fresh Ironic that has said nothing yet has no exchange. Until then its nodes are read every `resync_s`.
+        """
         term = self._term
         if term is None:
             return self._waiting
-        return term.listener.bound and term.reader.reachable and term.reader.last_all_at is not None
+        listening = term.listener.bound or term.listener.unspoken
+        return listening and term.reader.reachable and term.reader.last_all_at is not None
 
     @property
     def idle(self) -> bool:

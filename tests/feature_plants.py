@@ -116,6 +116,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "    if asked:\n        return asked",
     ),
     "I-14": ("scheduler_worker/config.py", '"resources:MEMORY_MB": "0", ', ""),
+    "I-19": ("compute_sim/drivers/ironic/request.py", '{"project_id": spec.project_id}', "{}"),
     "I-15": (_RANKING, "rng if shuffle else None", "None"),
     "D-13": (
         _PARSER,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -29,6 +30,7 @@ from berth.commands.common import (
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
+from bus.contracts.deploy import MAX_USER_DATA, ConfigDrive, ImageSource, NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.port import BusUnavailable, PublishRefused
 
@@ -44,6 +46,16 @@ def boot(
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = "",
     project: Annotated[str, typer.Option(help="Whose they are.")] = "default",
     image: Annotated[str, typer.Option(help="The image's name.")] = "",
+    image_source: Annotated[str | None, typer.Option(help="Where the image is, for bare metal (a URL).")] = None,
+    image_sha256: Annotated[str | None, typer.Option(help="Its SHA-256.")] = None,
+    user_data: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A file for cloud-init, for bare metal.")
+    ] = None,
+    key: Annotated[list[Path] | None, typer.Option(help="A file with a public SSH key; repeatable.")] = None,
+    port: Annotated[
+        list[str] | None,
+        typer.Option(parser=parse_uuid, metavar="UUID", help="A network port to attach to a node; repeatable."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Only this host (through the filters).")] = None,
     uuid: Annotated[
         str | None,
@@ -69,6 +81,7 @@ def boot(
     """Ask for machines. With --wait, exit status 1 when one of them failed."""
     if uuid is not None and count > 1:
         raise typer.BadParameter("--uuid names one instance; leave --count away")
+    image_of_its_own, drive = _image_source(image_source, image_sha256), _config_drive(user_data, key or ())
     requests = [
         BuildRequest(
             instance_uuid=uuid or new_uuid(random.SystemRandom()),
@@ -80,6 +93,9 @@ def boot(
             server_group=None if group is None else ServerGroup(uuid=group, policy=policy, max_per_host=max_per_host),
             different_host=tuple(different_host or ()),
             same_host=tuple(same_host or ()),
+            image_source=image_of_its_own,
+            config_drive=drive,
+            networks=tuple(NetworkRequest(port=one) for one in port or ()),
         )
         for number in range(1, count + 1)
     ]
@@ -95,6 +111,36 @@ def boot(
         return EXIT_NO if wait and any(t.state != "active" for t in tracks) else 0
 
     run(body)
+
+
+def _image_source(source: str | None, sha256: str | None) -> ImageSource | None:
+    if source is None:
+        if sha256 is not None:
+            raise typer.BadParameter("--image-sha256 is of --image-source")
+        return None
+    if sha256 is None:
+        return ImageSource(source=source)
+    return ImageSource(source=source, hash_algorithm="sha256", hash_value=sha256)
+
+
+def _config_drive(user_data: Path | None, keys: Sequence[Path]) -> ConfigDrive | None:
+    if user_data is None and not keys:
+        return None
+    return ConfigDrive(
+        user_data="" if user_data is None else _read(user_data), public_keys=tuple(_read(key).strip() for key in keys)
+    )
+
+
+def _read(path: Path) -> str:
+    """A small text file. Raises BadParameter."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_USER_DATA + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > MAX_USER_DATA:
+        raise typer.BadParameter(f"{path} has more than {MAX_USER_DATA} characters")
+    return text
 
 
 def delete(

@@ -58,6 +58,9 @@ class NodePool:
     ) -> None:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.version = 0  # rises with every change
+        self.invalid: dict[str, str] = {}  # why a node's deploy interface would not deploy it, by node
+        self.vifs: dict[str, list[str]] = {}  # attached network ports, by node
+        self.config_drives: dict[str, Any] = {}  # of the last deployment, by node
         self.behaviour = behaviour or Behaviour()
         self._announcer = announcer
         self._clock = clock
@@ -245,6 +248,7 @@ class NodePool:
         await self._clock.sleep(self.behaviour.undeploy_s)
         node["instance_uuid"] = None
         node["instance_info"] = {}
+        self.vifs.pop(node["uuid"], None)
         node["power_state"] = "power off"
         node["last_error"] = None
         await self._move(node, "cleaning", "success", "clean", request_id, target="available")

@@ -106,6 +106,9 @@ class IronicStandIn:
             Route("/v1/nodes/{ident}", self._delete, methods=["DELETE"]),
             Route("/v1/nodes/{ident}/maintenance", self._maintenance, methods=["PUT", "DELETE"]),
             Route("/v1/nodes/{ident}/traits", self._traits, methods=["PUT"]),
+            Route("/v1/nodes/{ident}/validate", self._validate, methods=["GET"]),
+            Route("/v1/nodes/{ident}/vifs", self._vifs, methods=["GET", "POST"]),
+            Route("/v1/nodes/{ident}/vifs/{vif}", self._vifs, methods=["DELETE"]),
             Route("/v1/nodes/{ident}/states", self._states, methods=["GET"]),
             Route("/v1/nodes/{ident}/states/provision", self._provision, methods=["PUT"]),
             Route("/v1/nodes/{ident}/states/power", self._power, methods=["PUT"]),
@@ -149,7 +152,8 @@ class IronicStandIn:
                 )
             removes = operation["op"] == "remove"
             if not entry:
-                changes[field] = None if removes else operation["value"]
+                gone: Any = {} if isinstance(node[field], dict) else None
+                changes[field] = gone if removes else operation["value"]
                 continue
             inside = dict(changes.get(field, node[field]))
             if removes and entry not in inside:
@@ -180,9 +184,28 @@ class IronicStandIn:
         node = self._node(request)
         return _answer({name: node[name] for name in fields})
 
+    async def _validate(self, request: Request) -> Response:
+        why = self.pool.invalid.get(self._node(request)["uuid"])
+        fine: dict[str, Any] = {"result": True}
+        verdict = fine if why is None else {"result": False, "reason": why}
+        return _answer({"boot": fine, "deploy": verdict, "network": fine, "power": fine, "storage": fine})
+
+    async def _vifs(self, request: Request) -> Response:
+        attached = self.pool.vifs.setdefault(self._node(request)["uuid"], [])
+        if request.method == "GET":
+            return _answer({"vifs": [{"id": vif} for vif in attached]})
+        if request.method == "DELETE":
+            attached.remove(request.path_params["vif"])
+        else:
+            attached.append(str((await _json(request, dict))["id"]))
+        return Response(status_code=204, headers=VERSIONS)
+
     async def _provision(self, request: Request) -> Response:
-        target = (await _json(request, dict)).get("target", "")
-        self.pool.provision(self._node(request), str(target), self._request_id())
+        asked = await _json(request, dict)
+        node = self._node(request)
+        self.pool.provision(node, str(asked.get("target", "")), self._request_id())
+        if "configdrive" in asked:
+            self.pool.config_drives[node["uuid"]] = asked["configdrive"]
         return Response(status_code=202, headers=VERSIONS)
 
     async def _power(self, request: Request) -> Response:

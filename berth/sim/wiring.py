@@ -26,7 +26,7 @@ from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.drivers.baremetal import BareMetal
+from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import RestSource

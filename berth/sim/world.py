@@ -34,7 +34,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.wire import BATCH
 from cell_conductor.store.memory import MemoryInstanceTable
-from compute_sim.drivers.baremetal import DEPLOYED
+from compute_sim.drivers.ironic.node import DEPLOYED
 from compute_sim.fleet import Host
 from ironic_sync.store.memory import MemoryPositionTable
 from placement_worker.replica.book import Book

@@ -13,6 +13,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from .base import Label, Message, Reason, Uuid, Word
+from .deploy import ConfigDrive, ImageSource, Networks
 from .groups import ServerGroup
 from .operations import HostAdminState
 from .stages import Stamps
@@ -45,6 +46,8 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     also where another named another, and no instance is moved for it. different_host, same_host: not where any of these
     instances of the project is, or only where one of them is; those that are nowhere count for nothing.
     image_properties: what the image says of itself, for filters (hw_architecture, img_hv_type, hw_vm_mode, or any).
+    image_source: where the image is; without, `image` is a name that the compute service's settings know.
+    config_drive, networks: what a driver that deploys real machines gives the machine; others ignore them.
     """
 
     instance_uuid: Uuid
@@ -63,6 +66,9 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     different_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     same_host: Annotated[tuple[Uuid, ...], Bound(max_length=64)] = ()
     image_properties: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
+    image_source: ImageSource | None = None
+    config_drive: ConfigDrive | None = None
+    networks: Networks = ()
 
 
 class DeleteRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.delete.v1"):

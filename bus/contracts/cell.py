@@ -8,7 +8,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, Uuid, Word
+from .base import Allocations, ClassName, Count, Generation, Label, Message, Reason, TraitName, Uuid, Word
+from .deploy import ConfigDrive, ImageSource, Networks
 from .groups import ServerGroup
 from .stages import Stamps
 
@@ -27,7 +28,11 @@ class Selection(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to build, as far as a cell needs to know."""
+    """What to build, as far as a cell needs to know.
+
+    root_gb, traits (required ones), capabilities (`capabilities:NAME` of its extra specs): of the flavor, for drivers
+    that deploy by them.
+    """
 
     instance_uuid: Uuid
     project_id: Word
@@ -35,6 +40,12 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""
     image: str = ""
     flavor: str = ""
+    image_source: ImageSource | None = None
+    config_drive: ConfigDrive | None = None
+    networks: Networks = ()
+    root_gb: Count = 0
+    traits: Annotated[tuple[TraitName, ...], Bound(max_length=256)] = ()
+    capabilities: Annotated[dict[Label, Annotated[str, Bound(max_length=255)]], Bound(max_length=64)] = {}
 
 
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -10,11 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import msgspec
 
+from bus.openstack.keystone import KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.openstack.rest import IRONIC_VERSION, api_root, error_text, version_advice
 from ironic_sync.domain.node import Allocation, Node, Unreadable, parse_node
-from ironic_sync.source.keystone import KeystoneAuth
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 
-VERSION_HEADER = "X-OpenStack-Ironic-API-Version"
 MAX_NODE_BYTES = 4 * 1024 * 1024  # driver_info, properties and extra are free-form
 MAX_PAGE_BYTES = 64 * 1024 * 1024
 MAX_PAGES = 10_000
@@ -39,10 +40,10 @@ class RestSource:
         connections: int,
         auth: httpx.Auth | None = None,
         token: str = "",
-        verify_tls: bool = True,
+        verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        headers = {"Accept": "application/json", VERSION_HEADER: microversion}
+        headers = {"Accept": "application/json", IRONIC_VERSION: microversion}
         if token:
             headers["X-Auth-Token"] = token
         self._auth = auth
@@ -50,12 +51,12 @@ class RestSource:
         self._list_timeout_s = list_timeout_s
         self._page_size = page_size
         self._client = httpx.AsyncClient(
-            base_url=url.rstrip("/"),
+            base_url=api_root(url),
             headers=headers,
             auth=auth,
             timeout=timeout_s,
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            verify=verify_tls,
+            verify=verify,
             transport=transport,
             trust_env=False,  # a proxy meant for the world outside must not stand between us and Ironic
         )
@@ -107,6 +108,10 @@ class RestSource:
         try:
             async with asyncio.timeout(timeout_s), self._client.stream("GET", path, params=params) as answer:
                 body = await _body(answer, max_bytes)
+        except SignInUnavailable as error:
+            raise SourceUnavailable(error.reason, code=error.code) from error
+        except SignInRefused as error:
+            raise SourceRefused(error.reason, code=error.code) from error
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise SourceUnavailable(f"{path}: {type(error).__name__}: {error}") from error
         if answer.status_code == 200:
@@ -115,7 +120,11 @@ class RestSource:
             return None
         if answer.status_code >= 500 or answer.status_code in BUSY:
             raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
-        raise SourceRefused(f"{path}: HTTP {answer.status_code}", code=f"ironic.http_{answer.status_code}")
+        if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
+            raise SourceRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
+        said = error_text(body)
+        reason = f"{path}: HTTP {answer.status_code}{': ' if said else ''}{said}"
+        raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
 
 
 async def _body(answer: httpx.Response, max_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
-from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.attempt import (
     FIRST_ATTEMPT,
     ClaimsContended,
@@ -35,6 +35,12 @@ from scheduler_worker.domain.selector import NoValidHost
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
 STRANDED = "claim.stranded"
+
+# Of a flavor's extra specs: traits of the whole host (of numbered groups they are not the node's own), and what Ironic
+# gets as the instance's capabilities.
+TRAIT = "trait:"
+CAPABILITY = "capabilities:"
+NO_FLAVOR = Flavor()
 
 
 def decision(
@@ -150,19 +156,33 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
     )
 
 
+def instance_spec(request: BuildRequest, flavor: Flavor) -> InstanceSpec:
+    """What the cell needs to know of the request and its flavor."""
+    specs = flavor.extra_specs
+    return InstanceSpec(
+        instance_uuid=request.instance_uuid,
+        project_id=request.project_id,
+        user_id=request.user_id,
+        name=request.name,
+        image=request.image,
+        flavor=request.flavor,
+        image_source=request.image_source,
+        config_drive=request.config_drive,
+        networks=request.networks,
+        root_gb=flavor.disk_gb,
+        traits=tuple(
+            key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
+        ),
+        capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
+    )
+
+
 def cell_build(
     request: BuildRequest, claimed: HostClaimed, at: float, stamps: Stamps, config: SchedulerConfig
 ) -> CellBuild:
     """The command to the cell."""
     return CellBuild(
-        spec=InstanceSpec(
-            instance_uuid=request.instance_uuid,
-            project_id=request.project_id,
-            user_id=request.user_id,
-            name=request.name,
-            image=request.image,
-            flavor=request.flavor,
-        ),
+        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR)),
         selections=claimed.selections,
         consumer_generation=claimed.consumer_generation,
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,

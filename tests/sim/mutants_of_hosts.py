@@ -16,8 +16,8 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
 from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import rules
-from compute_sim.drivers.baremetal import BareMetal
 from compute_sim.drivers.hypervisor import Hypervisors
+from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.reporter import Reporter
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules

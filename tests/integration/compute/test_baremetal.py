@@ -16,7 +16,7 @@ from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import Build, DriverUnavailable, Machine, NotOurs, Reschedule
-from compute_sim.drivers.baremetal import BareMetal
+from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S, Cell
 
@@ -131,11 +131,14 @@ async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
 async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandIn, driver: BareMetal) -> None:
     node = next(iter(ironic.pool.nodes))
     first, second = "20000000-0000-4000-8000-000000000000", "30000000-0000-4000-8000-000000000000"
-    await driver._take(build(node, first))
-    with pytest.raises(Reschedule):
-        await driver._take(build(node, second))
-    await driver.destroy(node, second, 1, DEPLOYMENT)  # the loser's clean-up leaves the winner alone
-    assert ironic.pool.nodes[node]["instance_uuid"] == first
+    ended = await asyncio.gather(
+        driver.spawn(build(node, first)), driver.spawn(build(node, second)), return_exceptions=True
+    )
+    lost = [one for one in ended if one is not None]
+    assert len(lost) == 1 and isinstance(lost[0], Reschedule) and lost[0].code == "node.taken"
+    winner, loser = (first, second) if ended[0] is None else (second, first)
+    await driver.destroy(node, loser, 1, DEPLOYMENT)  # the loser's clean-up leaves the winner alone
+    assert ironic.pool.nodes[node]["instance_uuid"] == winner
 
 
 async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
@@ -253,7 +256,7 @@ async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
 ) -> None:
     node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
     await driver.spawn(build(node, instance, attempt=3))
-    assert ironic.pool.nodes[node]["instance_info"] == mark(instance, attempt=3)
+    assert ironic.pool.nodes[node]["instance_info"] == {**mark(instance, attempt=3), "project_id": "p"}
     assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "one PATCH carries both"
     assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
     await driver.destroy(node, instance, 3, DEPLOYMENT)

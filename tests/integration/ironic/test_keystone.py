@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from berth.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
+from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import SettingsError
 from ironic_sync.app import rest_source
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.source.keystone import KeystoneLogin
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in

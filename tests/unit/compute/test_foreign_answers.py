@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from compute_sim.driver import DriverUnavailable
-from compute_sim.drivers.baremetal import IronicNode, Page, _parse
+from compute_sim.drivers.ironic.api import _parse
+from compute_sim.drivers.ironic.node import IronicNode, Page
 
 NOT_JSON = (b'{"berth":"\xff"}', b'{"berth":{"deployment":"\xff"}}', b'{"more":' + b"[" * 5_000)
 

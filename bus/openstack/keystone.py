@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from collections.abc import AsyncGenerator
 from datetime import datetime
 from typing import Any
@@ -17,14 +18,26 @@ import msgspec
 from msgspec import Struct
 
 from bus.clock import Clock
+from bus.faults import Fault, Transient
 from bus.service.settings import Secret, SettingsError
-from ironic_sync.source.port import SourceRefused, SourceUnavailable
 
 TOKEN = "X-Auth-Token"
 SUBJECT = "X-Subject-Token"
 # A token is not used in its last moments: the request it goes with has a way before it.
 RENEW_EARLY_S = 60.0
 MAX_TOKEN_BYTES = 8192
+
+
+class SignInUnavailable(Transient):
+    """Keystone cannot be reached, or does not answer a sign-in with a token: try again later."""
+
+    code = "keystone.unavailable"
+
+
+class SignInRefused(Fault):
+    """Keystone turns our credentials down. For an operator."""
+
+    code = "keystone.refused"
 
 
 class KeystoneLogin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,11 +68,20 @@ class _Answer(Struct, frozen=True):
 class KeystoneAuth(httpx.Auth):
     """Gives each request of a client our token."""
 
-    def __init__(self, login: KeystoneLogin, *, clock: Clock, timeout_s: float, verify_tls: bool = True) -> None:
-        self._body = _identity(login)
+    def __init__(
+        self,
+        login: KeystoneLogin,
+        *,
+        clock: Clock,
+        timeout_s: float,
+        verify: ssl.SSLContext | bool = True,
+        setting: str = "keystone",
+    ) -> None:
+        """setting: what the login is called in the settings, for the error's code. Raises SettingsError."""
+        self._body = _identity(login, setting)
         self._url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock
-        self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify_tls, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
         self._token = ""
         self._renew_at = 0.0
         self._signing_in = asyncio.Lock()
@@ -80,25 +102,28 @@ class KeystoneAuth(httpx.Auth):
         await self._client.aclose()
 
     async def _sign_in(self, stale: str) -> str:
-        """A token, unless another request has just fetched a newer one than `stale`. Raises SourceUnavailable."""
+        """A token, unless another request has just fetched a newer one than `stale`.
+
+        Raises SignInUnavailable, SignInRefused.
+        """
         async with self._signing_in:
             if self._token == stale:
                 try:
                     answer = await self._client.post(self._url, json=self._body)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
                     said = f"Keystone at {self._url}: {type(error).__name__}: {error}"
-                    raise SourceUnavailable(said, code="keystone.unavailable") from error
+                    raise SignInUnavailable(said) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token
 
     def _parse_token(self, answer: httpx.Response) -> tuple[str, float]:
-        """(the token, when to ask for the next). Raises SourceRefused, SourceUnavailable."""
+        """(the token, when to ask for the next). Raises SignInRefused, SignInUnavailable."""
         status = answer.status_code
         if status in {400, 401, 403, 404}:
-            raise SourceRefused(f"Keystone answered {status} to our credentials", code=f"keystone.http_{status}")
+            raise SignInRefused(f"Keystone answered {status} to our credentials", code=f"keystone.http_{status}")
         token = answer.headers.get(SUBJECT, "")
         if status != 201 or not token or len(token) > MAX_TOKEN_BYTES:
-            raise SourceUnavailable(f"Keystone answered {status} to our sign-in", code="keystone.unavailable")
+            raise SignInUnavailable(f"Keystone answered {status} to our sign-in")
         try:
             expires = datetime.fromisoformat(msgspec.json.decode(answer.content, type=_Answer).token.expires_at)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
@@ -106,19 +131,19 @@ class KeystoneAuth(httpx.Auth):
         return token, expires.timestamp() - RENEW_EARLY_S
 
 
-def _identity(login: KeystoneLogin) -> dict[str, Any]:
+def _identity(login: KeystoneLogin, setting: str) -> dict[str, Any]:
     """The body that Keystone wants (Identity API v3). Raises SettingsError."""
     user = {"name": login.username, "domain": {"name": login.user_domain_name}}
     if login.application_credential_id or login.application_credential_name:
         named: dict[str, Any] = {"id": login.application_credential_id}
         if not login.application_credential_id:
             if not login.username:
-                raise SettingsError("ironic_sync.keystone", "an application credential's name needs its username, too")
+                raise SettingsError(setting, "an application credential's name needs its username, too")
             named = {"name": login.application_credential_name, "user": user}
         secret = {**named, "secret": login.application_credential_secret}
         return {"auth": {"identity": {"methods": ["application_credential"], "application_credential": secret}}}
     if not login.username:
-        raise SettingsError("ironic_sync.keystone", "a username or an application credential is needed")
+        raise SettingsError(setting, "a username or an application credential is needed")
     scope = {"project": {"name": login.project_name, "domain": {"name": login.project_domain_name}}}
     password = {"user": {**user, "password": login.password}}
     return {"auth": {"identity": {"methods": ["password"], "password": password}, "scope": scope}}

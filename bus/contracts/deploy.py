@@ -1,0 +1,74 @@
+"""What a machine is given beside its place: an image, a config drive, networks. For drivers that deploy real ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import Uuid
+
+MAX_USER_DATA = 65_535  # characters, as Nova's of what a client sends
+MAX_NETWORK_DATA = 65_535  # bytes of JSON
+
+# An address or an id: printable ASCII without spaces.
+Reference = Annotated[str, Bound(pattern=r"^[!-~]{1,2048}$(?!\n)")]
+PublicKey = Annotated[str, Bound(min_length=1, max_length=16_384)]
+
+
+class ImageSource(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where a driver gets an image, as Ironic's `instance_info` has it.
+
+    source: `http(s)://`, `file://`, `oci://` or a Glance image's uuid. checksum: of the image, or where a file with
+    it is. hash_algorithm, hash_value: as Glance's os_hash_algo and os_hash_value. kernel, ramdisk: of
+    a partition image.
+    """
+
+    source: Reference
+    checksum: Reference | None = None
+    hash_algorithm: Literal["md5", "sha256", "sha512"] | None = None
+    hash_value: Annotated[str, Bound(pattern=r"^[0-9a-fA-F]{32,128}$(?!\n)")] | None = None
+    kernel: Reference | None = None
+    ramdisk: Reference | None = None
+    disk_format: Literal["raw", "qcow2"] | None = None
+    type: Literal["whole-disk", "partition"] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.hash_algorithm is None) != (self.hash_value is None):
+            raise ValueError("hash_algorithm and hash_value are given together")
+
+
+class ConfigDrive(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the machine finds on its config drive at its first boot. It may hold secrets: it is never logged.
+
+    user_data: for cloud-init; at most 65,535 characters. public_keys: SSH keys, a line each. network_data: OpenStack's
+    `network_data.json`, at most 65,535 bytes. hostname: empty = the instance's name.
+    """
+
+    user_data: Annotated[str, Bound(max_length=MAX_USER_DATA)] = ""
+    public_keys: Annotated[tuple[PublicKey, ...], Bound(max_length=16)] = ()
+    network_data: dict[str, Any] = {}
+    hostname: Annotated[str, Bound(pattern=r"^[A-Za-z0-9.\-]{0,255}$(?!\n)")] = ""
+
+    def __post_init__(self) -> None:
+        if self.network_data and len(msgspec.json.encode(self.network_data)) > MAX_NETWORK_DATA:
+            raise ValueError(f"network_data is larger than {MAX_NETWORK_DATA} bytes")
+
+    def __repr__(self) -> str:
+        return f"ConfigDrive(user_data of {len(self.user_data)}, {len(self.public_keys)} public keys)"
+
+
+class NetworkRequest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One network interface: a port that there is already, or a network to make a port on. Exactly one of them."""
+
+    port: Uuid | None = None
+    network: Uuid | None = None
+
+    def __post_init__(self) -> None:
+        if (self.port is None) == (self.network is None):
+            raise ValueError("a port or a network is named, and not both")
+
+
+Networks = Annotated[tuple[NetworkRequest, ...], Bound(max_length=16)]

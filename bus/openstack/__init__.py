@@ -1,0 +1,1 @@
+"""OpenStack's services as a client meets them: signing in to Keystone, addresses, microversions, error texts."""

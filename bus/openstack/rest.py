@@ -1,0 +1,82 @@
+"""What a client of an OpenStack service's REST API needs: its address, sign-in, TLS, and the words of its refusals."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from bus.clock import Clock
+from bus.openstack.keystone import KeystoneAuth, KeystoneLogin
+from bus.service.settings import SettingsError
+
+IRONIC_VERSION = "X-OpenStack-Ironic-API-Version"
+_LEAST, _MOST = "X-OpenStack-Ironic-API-Minimum-Version", "X-OpenStack-Ironic-API-Maximum-Version"
+MAX_ERROR = 1_500  # characters of a service's error that go into a reason
+_VERSION_PATH = re.compile(r"/v\d+(\.\d+)?$")
+
+
+def api_root(url: str) -> str:
+    """The address before the version: operators copy it with `/v1` or without."""
+    return _VERSION_PATH.sub("", url.rstrip("/"))
+
+
+def auth_of(
+    keystone: KeystoneLogin,
+    *,
+    username: str,
+    password: str,
+    clock: Clock,
+    timeout_s: float,
+    verify: ssl.SSLContext | bool,
+    setting: str,
+) -> httpx.Auth | None:
+    """Keystone where its address is given, else HTTP basic where a user is, else none. Raises SettingsError."""
+    if keystone.auth_url:
+        return KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)
+    return httpx.BasicAuth(username, password) if username else None
+
+
+def tls_of(*, verify: bool, ca_file: str, setting: str) -> ssl.SSLContext | bool:
+    """How a server's certificate is checked. Raises SettingsError when the file cannot be used."""
+    if not verify or not ca_file:
+        return verify
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(setting, f"{ca_file} is no file of certificates: {error}") from error
+
+
+def error_text(body: bytes) -> str:
+    """What the service says of its refusal, at most MAX_ERROR characters; empty when it says nothing readable.
+
+    Ironic: `{"error_message": {"faultstring": ...}}`, where the inner object may be a text that holds JSON.
+    """
+    try:
+        said: Any = msgspec.json.decode(body)
+        for _ in range(4):  # no service nests deeper
+            if isinstance(said, str) and said.startswith("{"):
+                said = msgspec.json.decode(said)
+            if not isinstance(said, dict):
+                break
+            said = said.get("error_message") or said.get("faultstring") or said.get("message") or _only(said)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return " ".join(said.split())[:MAX_ERROR] if isinstance(said, str) else ""
+
+
+def _only(said: dict[str, Any]) -> Any:
+    """Neutron and Keystone put the error under a name of its own."""
+    return next(iter(said.values())) if len(said) == 1 else None
+
+
+def version_advice(headers: Mapping[str, str], setting: str) -> str:
+    """What to do about Ironic's 406: it does not speak the microversion that was asked for."""
+    least, most = headers.get(_LEAST), headers.get(_MOST)
+    if not least or not most:
+        return f"Ironic does not speak the microversion asked for: set {setting} to one that it does"
+    return f"Ironic speaks microversions {least} to {most}: set {setting} to one of them"

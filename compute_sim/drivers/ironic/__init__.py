@@ -1,0 +1,1 @@
+"""Bare metal through Ironic's REST API: a small subset of it, the one that deploying a node needs."""

@@ -1,0 +1,194 @@
+"""Ironic's REST API over HTTP: one request at a time, bounded, with Ironic's own words in every refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from bus.clock import Clock
+from bus.faults import Fault
+from bus.openstack.keystone import KeystoneAuth
+from bus.openstack.rest import IRONIC_VERSION, api_root, auth_of, error_text, tls_of, version_advice
+from compute_sim.config import IronicConfig
+from compute_sim.driver import DriverUnavailable
+from compute_sim.drivers.ironic.node import FIELDS, IronicNode, Page
+
+T = TypeVar("T")
+
+MAX_NODES = 100_000
+PAGE = 1000
+MAX_BODY = 32 * 2**20
+# Servers close a connection that was idle for five seconds; a request that crosses with that would fail a build.
+KEEPALIVE_S = 2.0
+PASSING = frozenset({401, 403, 406, 408, 429})  # credentials, settings and load are not the build's fault
+
+
+class Refused(Struct, frozen=True):
+    """Ironic turned a change down: its status and its own words."""
+
+    status: int
+    said: str
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether the node is locked or taken just now: another look tells which."""
+        return self.status == httpx.codes.CONFLICT
+
+    def __str__(self) -> str:
+        return f"Ironic answered {self.status}{': ' if self.said else ''}{self.said}"
+
+
+class IronicApi:
+    """What of the API is used here. What time or an operator may heal is DriverUnavailable."""
+
+    def __init__(
+        self, config: IronicConfig, *, clock: Clock, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """Raises SettingsError: the login or the certificates cannot be used."""
+        self._config = config
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+        self._verify = tls_of(verify=config.verify_tls, ca_file=config.ca_file, setting="compute.ironic.ca_file")
+        self._auth = auth_of(
+            config.keystone,
+            username=config.username,
+            password=config.password,
+            clock=clock,
+            timeout_s=config.request_timeout_s,
+            verify=self._verify,
+            setting="compute.ironic.keystone",
+        )
+
+    def open(self) -> None:
+        """Make the client; Ironic itself is asked when something is to be known."""
+        if self._client is None:
+            headers = {IRONIC_VERSION: self._config.microversion}
+            if self._config.token:
+                headers["X-Auth-Token"] = self._config.token
+            self._client = httpx.AsyncClient(
+                base_url=api_root(self._config.url),
+                headers=headers,
+                auth=self._auth,
+                timeout=self._config.request_timeout_s,
+                limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+                transport=self._transport,
+                verify=self._verify,
+                trust_env=False,  # a proxy meant for the world outside must not stand between us and Ironic
+            )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+        if isinstance(self._auth, KeystoneAuth):
+            await self._auth.aclose()
+
+    async def nodes(self, **filters: str) -> builtins.list[IronicNode]:
+        """All nodes (that these filters of Ironic's name), in its order."""
+        found: builtins.list[IronicNode] = []
+        params = {"fields": FIELDS, "limit": str(PAGE), **filters}
+        for _ in range(MAX_NODES // PAGE):
+            answer = await self._call("GET", "/v1/nodes", params=params)
+            page = _parse(answer, Page).nodes
+            found.extend(page)
+            if "next" not in answer.json() or not page:
+                break
+            params["marker"] = page[-1].uuid
+        return found
+
+    async def node(self, ident: str) -> IronicNode | None:
+        """One node; None: Ironic says that there is none."""
+        answer = await self._call("GET", f"/v1/nodes/{ident}")
+        return None if answer.status_code == httpx.codes.NOT_FOUND else _parse(answer, IronicNode)
+
+    async def holder(self, instance: str) -> IronicNode | None:
+        """The node that carries this instance, by Ironic's word; Ironic lets only one. With all its fields."""
+        held = await self.nodes(instance_uuid=instance)
+        found = next((node.uuid for node in held if node.instance == instance), None)
+        return None if found is None else await self.node(found)
+
+    async def refusals(self, ident: str, interfaces: builtins.list[str]) -> builtins.list[str]:
+        """Why these interfaces of the node would not deploy it, in Ironic's words; none: they would."""
+        answer = await self._call("GET", f"/v1/nodes/{ident}/validate")
+        found = _parse(answer, dict[str, Any])
+        told = {name: found.get(name) for name in interfaces}
+        # `result: null` means that the interface has nothing to say.
+        return [
+            f"{name}: {verdict.get('reason') or ''!s}"
+            for name, verdict in told.items()
+            if isinstance(verdict, dict) and verdict.get("result") is False
+        ]
+
+    async def patch(self, ident: str, operations: builtins.list[dict[str, Any]]) -> Refused | None:
+        """Change fields of the node, all or none."""
+        return await self._change("PATCH", f"/v1/nodes/{ident}", operations)
+
+    async def provision(self, ident: str, target: str, **more: Any) -> Refused | None:
+        """Ask for a provision state; the node goes there by itself."""
+        return await self._change("PUT", f"/v1/nodes/{ident}/states/provision", {"target": target, **more})
+
+    async def power(self, ident: str, target: str) -> Refused | None:
+        """Ask for a power state: `power on`, `power off`, `rebooting`, or `soft ...`."""
+        return await self._change("PUT", f"/v1/nodes/{ident}/states/power", {"target": target})
+
+    async def attach_vif(self, ident: str, vif: str) -> Refused | None:
+        """Attach a network port; one that is attached already is fine."""
+        return await self._change("POST", f"/v1/nodes/{ident}/vifs", {"id": vif})
+
+    async def vifs(self, ident: str) -> builtins.list[str]:
+        """The network ports that are attached."""
+        answer = await self._call("GET", f"/v1/nodes/{ident}/vifs")
+        entries = _parse(answer, dict[str, Any]).get("vifs")
+        return [str(entry["id"]) for entry in entries if "id" in entry] if isinstance(entries, builtins.list) else []
+
+    async def detach_vif(self, ident: str, vif: str) -> Refused | None:
+        """Detach a network port."""
+        return await self._change("DELETE", f"/v1/nodes/{ident}/vifs/{vif}")
+
+    async def _change(self, method: str, path: str, body: Any = None) -> Refused | None:
+        """A request that changes something is never left half-way: cancelled, it could land after its undoing."""
+        asking = asyncio.ensure_future(self._call(method, path, body))
+        try:
+            answer = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait({asking})  # bounded by the request's own timeout
+            if not asking.cancelled():
+                asking.exception()
+            raise
+        return Refused(answer.status_code, error_text(answer.content)) if answer.is_error else None
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, params: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """One request. What time or an operator may heal is DriverUnavailable; other answers are the caller's."""
+        if self._client is None:
+            raise DriverUnavailable("the driver is closed")
+        try:
+            answer = await self._client.request(method, path, json=body, params=params)
+        except httpx.HTTPError as error:
+            raise DriverUnavailable(f"Ironic: {type(error).__name__}") from error
+        except Fault as fault:  # Keystone
+            raise DriverUnavailable(fault.reason) from fault
+        if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
+            raise DriverUnavailable(version_advice(answer.headers, "compute.ironic.microversion"))
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or answer.status_code in PASSING:
+            raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
+        return answer
+
+
+def _parse(answer: httpx.Response, kind: type[T]) -> T:
+    if answer.is_error:
+        raise DriverUnavailable(str(Refused(answer.status_code, error_text(answer.content))))
+    if len(answer.content) > MAX_BODY:
+        raise DriverUnavailable("Ironic's answer is too large")
+    try:
+        return msgspec.json.decode(answer.content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DriverUnavailable(f"Ironic's answer is not understood: {error}") from error

@@ -1,0 +1,161 @@
+"""One attempt to deploy one instance on one node, as a loop: look at the node, do the next thing, look again.
+
+Every pass starts from what Ironic says now, so that an attempt that was interrupted, or whose request's answer was
+lost, goes on where it stands. Nova's order: take the node, attach its networks, validate, deploy with a config drive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from bus.clock import Clock
+from compute_sim.config import IronicConfig
+from compute_sim.driver import Build, BuildAbort, DriverUnavailable, Reschedule
+from compute_sim.drivers.ironic.api import IronicApi, Refused
+from compute_sim.drivers.ironic.network import Attachments, Network
+from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
+from compute_sim.drivers.ironic.request import config_drive, image_of, take_patch
+
+log = structlog.get_logger()
+
+# Whose verdict decides, as in Nova; the others (console, inspect, rescue ...) have nothing to do with a deployment.
+VALIDATED = ["boot", "deploy", "network", "power", "storage"]
+# A poll waits this part of the time that the deployment has taken: minutes are not asked about twice a second.
+POLL_SHARE = 0.05
+
+
+class NodeDeployment:
+    """One attempt. `run` returns when the node is active with this instance."""
+
+    def __init__(
+        self, build: Build, mark: Mark, *, api: IronicApi, network: Network, config: IronicConfig, clock: Clock
+    ):
+        self._build = build
+        self._mark = mark
+        self._api = api
+        self._network = network
+        self._config = config
+        self._clock = clock
+        self._image = image_of(build.spec, config.images)
+        self._began = clock.monotonic()
+        self._taken = False  # we have asked for the node: it may be ours though no answer says so
+        self._locked_since: float | None = None
+        self._attachments: Attachments | None = None
+
+    async def run(self) -> None:
+        """Deploy. Raises Reschedule, BuildAbort, or DriverUnavailable (only before anything was asked for)."""
+        try:
+            async with asyncio.timeout(self._config.deploy_timeout_s):
+                while not await self._pass():
+                    await self._clock.sleep(self._pause())
+        except TimeoutError:
+            seconds = f"{self._config.deploy_timeout_s:g} s"
+            raise Reschedule("node.deploy_timeout", f"the node is not active after {seconds}") from None
+
+    def _pause(self) -> float:
+        took = self._clock.monotonic() - self._began
+        return max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, POLL_SHARE * took))
+
+    async def _pass(self) -> bool:
+        """Look, and do the next thing; True when the node is active."""
+        try:
+            node = await self._api.node(self._build.host_uuid)
+            if node is None:
+                raise Reschedule("host.unknown", "Ironic has no such node")
+            return await self._next(node)
+        except DriverUnavailable as fault:
+            # A deployment takes minutes. While Ironic is away for a moment the node deploys on.
+            if not self._taken:
+                raise
+            log.warning("ironic.away", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault))
+            return False
+
+    async def _next(self, node: IronicNode) -> bool:
+        if node.instance is None:
+            self._check_free(node)
+            await self._take()
+            return False
+        if not is_of(node, self._mark):
+            raise Reschedule("node.taken", "the node carries an instance that this build did not put there")
+        self._taken = True
+        if node.provision_state in BUILT:
+            return True
+        if node.provision_state == "available":
+            self._check_free(node)
+            await self._deploy(node)
+        elif node.provision_state not in DEPLOYING:
+            raise Reschedule("node.deploy_failed", f"the node is {node.condition}")
+        return False
+
+    def _check_free(self, node: IronicNode) -> None:
+        """Whether the node can take this build now: the book may be behind."""
+        if node.maintenance:
+            raise Reschedule("node.maintenance", "the node is in maintenance")
+        if node.retired:
+            raise Reschedule("node.retired", "the node is retired")
+        if node.provision_state != "available":
+            raise Reschedule("node.not_available", f"the node is {node.condition}")
+
+    async def _take(self) -> None:
+        """Write our instance and our mark on the node. Ironic answers 409 to what cannot be just now."""
+        self._taken = True
+        refused = await self._api.patch(self._build.host_uuid, take_patch(self._build.spec, self._mark, self._image))
+        if refused is None:
+            self._locked_since = None
+        elif refused.is_conflict:
+            await self._conflict(refused)
+        else:
+            raise Reschedule("node.refused", f"{refused} (to taking the node)")
+
+    async def _conflict(self, refused: Refused) -> None:
+        """The node is another's or locked, or another node still carries this instance. Returns when waiting may help.
+
+        An earlier attempt that failed has its node until that is undeployed: Ironic lets one node carry an instance.
+        """
+        if self._locked_since is None:
+            self._locked_since = self._clock.monotonic()
+        waited = self._clock.monotonic() - self._locked_since
+        holder = await self._api.holder(self._mark.instance)
+        if holder is not None and holder.uuid != self._build.host_uuid:
+            mark = holder.mark
+            if mark is None or mark.deployment != self._mark.deployment or mark.attempt >= self._mark.attempt:
+                raise BuildAbort("instance.elsewhere", f"node {holder.uuid} carries this instance, and not as ours")
+            if waited > self._config.release_timeout_s:
+                left = f"node {holder.uuid} of attempt {mark.attempt} has not let go of the instance"
+                raise BuildAbort("node.not_released", f"{left}: it is {holder.condition}")
+        elif holder is None and waited > self._config.lock_timeout_s:
+            raise Reschedule("node.locked", f"{refused} (to taking the node)")
+
+    async def _deploy(self, node: IronicNode) -> None:
+        """Networks, Ironic's own check, and the order. A conflict (the node is locked) is seen at the next look."""
+        spec = self._build.spec
+        if self._attachments is None:
+            self._attachments = await self._network.prepare(node.uuid, spec)
+        attached = await self._api.vifs(node.uuid) if self._attachments.vifs else []
+        for vif in self._attachments.vifs:
+            if vif in attached:
+                continue
+            refused = await self._api.attach_vif(node.uuid, vif)
+            if refused is not None and refused.is_conflict:
+                return
+            if refused is not None:
+                raise Reschedule("node.network", f"{refused} (to attaching port {vif})")
+        if self._config.validate and (refusals := await self._api.refusals(node.uuid, VALIDATED)):
+            raise Reschedule("node.invalid", "; ".join(refusals))
+        drive = config_drive(spec, self._attachments.network_data)
+        more = {} if drive is None else {"configdrive": drive}
+        refused = await self._api.provision(node.uuid, "active", **more)
+        if refused is not None and not refused.is_conflict:
+            raise Reschedule("node.refused", f"{refused} (to deploying the node)")
+
+
+def is_of(node: IronicNode, mark: Mark) -> bool:
+    """Whether the node carries this very attempt, by its mark."""
+    found = node.mark
+    return (
+        found is not None
+        and node.instance == mark.instance
+        and (found.deployment, found.attempt) == (mark.deployment, mark.attempt)
+    )

@@ -1,0 +1,173 @@
+"""Bare metal through Ironic's REST API.
+
+Inventory is not reported here: ironic_sync does that, for all nodes, from Ironic's own word. What is at a node is
+always read again before acting, because the book may be behind.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+
+from bus.clock import Clock
+from compute_sim.config import IronicConfig
+from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule, Tree
+from compute_sim.drivers.ironic.api import IronicApi, Refused
+from compute_sim.drivers.ironic.deployment import NodeDeployment
+from compute_sim.drivers.ironic.network import Network, NoNetwork, StaticNetwork
+from compute_sim.drivers.ironic.node import DELETABLE, IronicNode, Mark, machines_of
+from compute_sim.drivers.ironic.request import free_patch
+
+# Looking for new nodes is to take one part in so many of this service's time, however many nodes there are.
+LOOK_SHARE = 20
+ATTRIBUTES = {"hypervisor_type": "ironic"}
+
+
+class BareMetal:
+    """The driver of one service's nodes: those that carry its mark, and its share of those that carry no mark."""
+
+    def __init__(
+        self,
+        config: IronicConfig,
+        *,
+        cell: str,
+        service: str,
+        clock: Clock,
+        is_live: Callable[[str, str], bool] = lambda _host, _instance: False,
+        transport: httpx.AsyncBaseTransport | None = None,
+        network: Network | None = None,
+    ) -> None:
+        """`is_live(host, instance)`: whether the service's own records hold such a machine."""
+        self._config = config
+        self._cell = cell
+        self._service = service
+        self._services = frozenset((service, *config.takes_over))
+        self._is_live = is_live
+        self._clock = clock
+        self._api = IronicApi(config, clock=clock, transport=transport)
+        self._network = network if network is not None else make_network(config)
+        # Of each node whether it is in maintenance: as the first announcement has it, and then as `watch` has told it.
+        self._told: dict[str, bool] | None = None
+        self._changed: Callable[[Sequence[str]], None] | None = None
+
+    async def open(self) -> None:
+        """Make the client; Ironic itself is asked when something is to be known."""
+        self._api.open()
+
+    async def close(self) -> None:
+        """Close the clients."""
+        await self._api.close()
+        await self._network.close()
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
+        nodes = await self._nodes()
+        if self._told is None:
+            self._told = {node.uuid: node.maintenance for node in nodes}
+        return [
+            DriverHost(
+                uuid=node.uuid,
+                name=node.uuid,
+                enabled=not node.maintenance,
+                disabled_reason="maintenance" if node.maintenance else "",
+                attributes=ATTRIBUTES,
+            )
+            for node in nodes
+        ]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
+        """None: ironic_sync reports them."""
+        return ()
+
+    async def spawn(self, build: Build) -> None:
+        """Take the node, deploy it, wait until it is active."""
+        await self._deployment(build).run()
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """Undeploy the node when its mark says that it is ours; return when it is not any more (cleaning goes on)."""
+        began = self._clock.monotonic()
+        refused: Refused | None = None
+        while (node := await self._api.node(host_uuid)) is not None and node.instance == instance_uuid:
+            mark = node.mark
+            if mark is None or mark.deployment != deployment:
+                named = "no mark of ours" if mark is None else f"the mark of deployment {mark.deployment}"
+                raise NotOurs(f"node {host_uuid} carries instance {instance_uuid} with {named}")
+            if mark.attempt > attempt:
+                return
+            if node.protected:
+                why = f" ({node.protected_reason})" if node.protected_reason else ""
+                raise DriverUnavailable(f"node {host_uuid} is protected in Ironic{why}: it is kept until that is unset")
+            took = self._clock.monotonic() - began
+            if took > self._config.clean_timeout_s:
+                said = f"; {refused}" if refused is not None else ""
+                raise DriverUnavailable(f"node {host_uuid} still carries the instance and is {node.condition}{said}")
+            refused = await self._let_go(node)
+            await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
+        await self._network.release(instance_uuid)
+
+    async def _let_go(self, node: IronicNode) -> Refused | None:
+        """The next thing to undo. A refusal decides nothing (the node may be locked just now): the next look tells."""
+        if node.provision_state == "available":  # taken, and not deployed
+            for vif in await self._api.vifs(node.uuid):
+                await self._api.detach_vif(node.uuid, vif)
+            return await self._api.patch(node.uuid, free_patch())
+        if node.provision_state in DELETABLE:
+            return await self._api.provision(node.uuid, "deleted")
+        return None
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """What every node carries, whatever its provision state; the mark tells whose it is, and of which attempt."""
+        wanted = None if hosts is None else frozenset(hosts)
+        nodes = await self._nodes()
+        return {node.uuid: machines_of(node) for node in nodes if wanted is None or node.uuid in wanted}
+
+    def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Nodes that came, or whose maintenance changed, as `watch` finds them."""
+        self._changed = callback
+
+    async def watch(self) -> None:
+        """Look for nodes that have not been announced, until cancelled.
+
+        ironic_sync tells the book of a node at once; no build goes there before its compute service has announced it.
+        What went is told with the next whole announcement: the book has dropped it already.
+        """
+        while True:
+            began = self._clock.monotonic()
+            with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
+                nodes = await self._nodes()
+                told = self._told or {}
+                news = [node.uuid for node in nodes if told.get(node.uuid) != node.maintenance]
+                self._told = {node.uuid: node.maintenance for node in nodes}
+                if news and self._changed is not None:
+                    self._changed(news)
+            await self._clock.sleep(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))
+
+    def _deployment(self, build: Build) -> NodeDeployment:
+        if build.deployment is None:
+            raise Reschedule("spawn.unmarked", "the command names no deployment, so the node could not be given back")
+        instance = build.spec.instance_uuid
+        mark = Mark(build.deployment, self._cell, self._service, instance, build.attempt)
+        return NodeDeployment(build, mark, api=self._api, network=self._network, config=self._config, clock=self._clock)
+
+    async def _nodes(self) -> builtins.list[IronicNode]:
+        """This service's nodes, by uuid."""
+        nodes = [node for node in await self._api.nodes() if self._is_host(node)]
+        return sorted(nodes, key=lambda node: node.uuid)
+
+    def _is_host(self, node: IronicNode) -> bool:
+        """Whether this service announces the node. Shares decide about nodes without a mark only."""
+        mark = node.mark
+        if mark is not None:
+            return mark.cell == self._cell and mark.service in self._services
+        if node.instance is not None and self._is_live(node.uuid, node.instance):
+            return True
+        return zlib.crc32(node.uuid.encode()) % self._config.shares == self._config.share
+
+
+def make_network(config: IronicConfig) -> Network:
+    """The network that the settings name."""
+    return StaticNetwork() if config.network == "static" else NoNetwork()

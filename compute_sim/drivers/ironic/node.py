@@ -1,0 +1,150 @@
+"""A node as Ironic's REST API has it, its provision states, and the mark that says whose machine is on it."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from bus.contracts.base import Uuid, Word
+from compute_sim.driver import Machine
+
+# What a list asks of each node; a page of a thousand is then some 300 kB.
+FIELDS = "uuid,name,provision_state,maintenance,instance_uuid,instance_info"
+# Where our mark is on a node. Ironic keeps `instance_info` through rescue and service and empties it together with
+# `instance_uuid` when it undeploys a node. An operator who clears `instance_uuid` alone leaves the mark behind: while
+# the node is deployed it still says whose machine is on it.
+MARK = "/instance_info/berth"
+
+DEPLOYING = frozenset({"deploying", "wait call-back", "deploy hold"})
+# From these, Ironic takes the target `deleted`; in any other state the node is on its way already.
+DELETABLE = frozenset(
+    {
+        "active",
+        "deploy failed",
+        "deploy hold",
+        "deploying",
+        "error",
+        "rescue",
+        "rescue failed",
+        "rescue wait",
+        "service failed",
+        "service hold",
+        "service wait",
+        "unrescue failed",
+        "wait call-back",
+    }
+)
+# In these states a node has certainly been deployed. In any other one it may still be, or be deployed anew.
+BUILT = frozenset(
+    {
+        "active",
+        "rescue",
+        "rescue failed",
+        "rescue wait",
+        "rescuing",
+        "service failed",
+        "service hold",
+        "service wait",
+        "servicing",
+        "unrescue failed",
+        "unrescuing",
+    }
+)
+# In these a machine may be on a node that carries no instance by Ironic's word.
+DEPLOYED = BUILT | DELETABLE
+
+
+class Mark(Struct, frozen=True):
+    """What proves that a node's instance is ours: written in the same PATCH as its `instance_uuid`."""
+
+    deployment: Uuid
+    cell: Word
+    service: Word
+    instance: Uuid
+    attempt: Annotated[int, Bound(ge=1)]
+
+
+class InstanceInfo(Struct, frozen=True):
+    """Our entry of a node's `instance_info`; the others are not ours to read."""
+
+    berth: Mark | None = None
+
+
+class IronicNode(Struct, frozen=True):
+    """What of an Ironic node is needed here. Anything else in the answer is ignored."""
+
+    uuid: str
+    name: str | None = None
+    provision_state: str | None = None
+    maintenance: bool = False
+    instance_uuid: str | None = None
+    instance_info: msgspec.Raw = msgspec.Raw(b"{}")
+    last_error: str | None = None
+    protected: bool | None = None
+    protected_reason: str | None = None
+    retired: bool | None = None
+
+    @property
+    def instance(self) -> str | None:
+        """The uuid of the instance that it carries, spelled as everywhere here (Ironic takes other spellings)."""
+        if self.instance_uuid is None:
+            return None
+        with contextlib.suppress(ValueError):
+            return str(uuid.UUID(self.instance_uuid))
+        return self.instance_uuid
+
+    @property
+    def mark(self) -> Mark | None:
+        """Our mark for the machine that is on it. Anything that is not one is another's business, and no fault.
+
+        Of a node that carries an instance it counts for that one; of one that carries none, while it is deployed: an
+        operator has cleared `instance_uuid` alone, and that does not prove the machine gone.
+        """
+        if self.instance_uuid is None and self.provision_state not in DEPLOYED:
+            return None
+        try:
+            mark = msgspec.json.decode(self.instance_info, type=InstanceInfo).berth
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        return mark if mark is not None and self.instance in (None, mark.instance) else None
+
+    @property
+    def machine(self) -> str | None:
+        """The uuid of the instance whose machine is on it: by Ironic's word, else by our mark."""
+        mark = self.mark
+        return self.instance if self.instance is not None or mark is None else mark.instance
+
+    @property
+    def condition(self) -> str:
+        """Its state and Ironic's own words about the last thing that failed, for a reason."""
+        said = " ".join((self.last_error or "").split())
+        return f"in {self.provision_state}{': ' if said else ''}{said}"
+
+
+class Page(Struct, frozen=True):
+    """One page of nodes."""
+
+    nodes: list[IronicNode] = []
+
+
+def machines_of(node: IronicNode) -> tuple[Machine, ...]:
+    """What is on the node; a text that is no uuid names no instance that a report could name."""
+    machine, mark = node.machine, node.mark
+    if machine is None or not _is_uuid(machine):
+        return ()
+    built = node.provision_state in BUILT
+    if mark is None:
+        return (Machine(node.uuid, machine, None, None, built),)
+    return (Machine(node.uuid, machine, mark.attempt, mark.deployment, built),)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False

@@ -1,0 +1,96 @@
+"""What Ironic is told of an instance: `instance_info`, as Nova writes it, and the config drive. Plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.deploy import ImageSource
+from compute_sim.driver import BuildAbort
+from compute_sim.drivers.ironic.node import MARK, Mark
+
+MAX_HOSTNAME = 63
+
+
+def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSource | None:
+    """The image: as the request has it, else the settings' of that name. Raises BuildAbort: no such name."""
+    if spec.image_source is not None or not spec.image:
+        return spec.image_source
+    if spec.image not in images:
+        known = ", ".join(sorted(images)) or "none"
+        raise BuildAbort("image.unknown", f"compute.ironic.images has no {spec.image!r}; it has {known}")
+    return images[spec.image]
+
+
+def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> list[dict[str, Any]]:
+    """The PATCH that takes a node for an instance: its uuid, our mark, and what its deployment goes by, at once."""
+    return [
+        {"op": "add", "path": "/instance_uuid", "value": spec.instance_uuid},
+        {"op": "add", "path": MARK, "value": msgspec.to_builtins(mark)},
+        *(
+            {"op": "add", "path": f"/instance_info/{name}", "value": value}
+            for name, value in instance_info(spec, image).items()
+        ),
+    ]
+
+
+def free_patch() -> list[dict[str, Any]]:
+    """The PATCH that gives a node back that was taken and not deployed.
+
+    Removing the mark first fails, and with it the whole PATCH, when the node is not ours any more.
+    """
+    return [{"op": "remove", "path": path} for path in (MARK, "/instance_info", "/instance_uuid")]
+
+
+def instance_info(spec: InstanceSpec, image: ImageSource | None) -> dict[str, Any]:
+    """The entries beside our mark. Ironic makes `project_id` the node's lessee, until it is undeployed."""
+    info: dict[str, Any] = {"project_id": spec.project_id}
+    if spec.name:
+        info["display_name"] = spec.name
+    if spec.root_gb:
+        info["root_gb"] = spec.root_gb
+    if spec.traits:
+        info["traits"] = list(spec.traits)  # deploy templates match by them
+    if spec.capabilities:
+        info["capabilities"] = dict(spec.capabilities)
+    if image is not None:
+        named = {
+            "image_source": image.source,
+            "image_checksum": image.checksum,
+            "image_os_hash_algo": image.hash_algorithm,
+            "image_os_hash_value": image.hash_value,
+            "image_disk_format": image.disk_format,
+            "image_type": image.type,
+            "kernel": image.kernel,
+            "ramdisk": image.ramdisk,
+        }
+        info.update((name, value) for name, value in named.items() if value is not None)
+    return info
+
+
+def config_drive(spec: InstanceSpec, network_data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config drive as Ironic takes it and makes an image of it; None when nothing is to be on it."""
+    asked = spec.config_drive
+    if asked is None and not network_data:
+        return None
+    hostname = (asked.hostname if asked is not None else "") or _hostname(spec)
+    meta: dict[str, Any] = {"uuid": spec.instance_uuid, "name": spec.name or hostname, "hostname": hostname}
+    meta["project_id"] = spec.project_id
+    drive: dict[str, Any] = {"meta_data": meta}
+    if asked is not None and asked.public_keys:
+        meta["public_keys"] = {f"key{number}": key for number, key in enumerate(asked.public_keys)}
+    if asked is not None and asked.user_data:
+        drive["user_data"] = asked.user_data
+    data = (asked.network_data if asked is not None else None) or network_data
+    if data:
+        drive["network_data"] = dict(data)
+    return drive
+
+
+def _hostname(spec: InstanceSpec) -> str:
+    """Of the name what a host name may hold, else of the uuid."""
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in spec.name).strip("-")
+    return plain[:MAX_HOSTNAME].strip("-").lower() or f"host-{spec.instance_uuid}"

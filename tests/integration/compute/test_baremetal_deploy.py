@@ -1,0 +1,262 @@
+"""What a bare-metal build gives Ironic, and how it ends when Ironic, a node or an earlier attempt is in its way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+
+from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from bus.clock import SystemClock
+from bus.contracts.cell import InstanceSpec
+from bus.contracts.deploy import ConfigDrive, ImageSource, NetworkRequest
+from compute_sim.config import IronicConfig
+from compute_sim.driver import Build, BuildAbort, BuildFault, DriverUnavailable, Reschedule
+from compute_sim.drivers.ironic.driver import BareMetal
+from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S
+
+INSTANCE = "20000000-0000-4000-8000-000000000000"
+PORT = "90000000-0000-4000-8000-000000000000"
+DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+IMAGE = ImageSource(source="http://images/debian.qcow2", hash_algorithm="sha256", hash_value=DIGEST, type="whole-disk")
+QUICK = Behaviour(verify_s=0.001, deploy_s=0.01, undeploy_s=0.005, clean_s=0.005)
+
+
+@pytest_asyncio.fixture
+async def ironic() -> AsyncIterator[IronicStandIn]:
+    stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1), behaviour=QUICK)
+    await stand_in.start()
+    stand_in.pool.plan(3)
+    yield stand_in
+    await stand_in.stop()
+
+
+def config(ironic: IronicStandIn, **more: Any) -> IronicConfig:
+    return IronicConfig(url=ironic.url, poll_interval_s=0.005, **more)
+
+
+_opened: list[BareMetal] = []
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    yield
+    while _opened:
+        await _opened.pop().close()
+
+
+async def driver_of(settings: IronicConfig, transport: httpx.AsyncBaseTransport | None = None) -> BareMetal:
+    driver = BareMetal(settings, cell=CELL, service="c1-a", clock=SystemClock(), transport=transport)
+    _opened.append(driver)
+    await driver.open()
+    return driver
+
+
+def build(node: str, attempt: int = 1, **spec: Any) -> Build:
+    return Build(
+        node, InstanceSpec(instance_uuid=INSTANCE, project_id="acme", **spec), attempt, {node: {"X": 1}}, DEPLOYMENT
+    )
+
+
+async def deployed(settings: IronicConfig, wanted: Build) -> BareMetal:
+    driver = await driver_of(settings)
+    async with asyncio.timeout(PATIENCE_S):
+        await driver.spawn(wanted)
+    return driver
+
+
+async def test_ironic_is_told_what_to_deploy(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    asked = build(
+        node,
+        name="web 1",
+        image_source=IMAGE,
+        root_gb=50,
+        traits=("CUSTOM_RAID",),
+        capabilities={"boot_mode": "uefi"},
+        config_drive=ConfigDrive(
+            user_data="#cloud-config\n", public_keys=("ssh-ed25519 AAAA me",), network_data={"links": []}
+        ),
+    )
+    await deployed(config(ironic), asked)
+    kept = ironic.pool.nodes[node]
+    assert {name: value for name, value in kept["instance_info"].items() if name != "berth"} == {
+        "project_id": "acme",
+        "display_name": "web 1",
+        "root_gb": 50,
+        "traits": ["CUSTOM_RAID"],
+        "capabilities": {"boot_mode": "uefi"},
+        "image_source": "http://images/debian.qcow2",
+        "image_os_hash_algo": "sha256",
+        "image_os_hash_value": DIGEST,
+        "image_type": "whole-disk",
+    }
+    drive = ironic.pool.config_drives[node]
+    assert drive["user_data"] == "#cloud-config\n" and drive["network_data"] == {"links": []}
+    assert drive["meta_data"]["public_keys"] == {"key0": "ssh-ed25519 AAAA me"}
+    assert (drive["meta_data"]["hostname"], drive["meta_data"]["uuid"]) == ("web-1", INSTANCE)
+    assert [method for method, _ in ironic.asked] == ["PATCH", "PUT"], "all of it is written with the instance"
+
+
+async def test_an_image_is_known_by_name_or_the_build_is_given_up(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    settings = config(ironic, images={"debian-12": IMAGE})
+    driver = await deployed(settings, build(node, image="debian-12"))
+    assert ironic.pool.nodes[node]["instance_info"]["image_source"] == IMAGE.source
+    with pytest.raises(BuildAbort) as caught:
+        await driver.spawn(build(node, image="debian-13"))
+    assert caught.value.code == "image.unknown" and "debian-12" in caught.value.reason
+
+
+async def test_ironics_own_words_say_why_a_node_was_not_deployed(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    ironic.pool.invalid[node] = "Missing are: ['instance_info.image_source']"
+    driver = await driver_of(config(ironic))
+    with pytest.raises(Reschedule) as caught:
+        await driver.spawn(build(node))
+    assert caught.value.code == "node.invalid"
+    assert caught.value.reason == "deploy: Missing are: ['instance_info.image_source']"
+    assert ironic.pool.nodes[node]["provision_state"] == "available", "nothing was begun"
+    await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
+    assert ironic.pool.nodes[node]["instance_uuid"] is None and ironic.pool.nodes[node]["instance_info"] == {}
+    ironic.pool.invalid.clear()
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0)
+    with pytest.raises(Reschedule) as caught:
+        await driver.spawn(build(node, attempt=2))
+    assert caught.value.reason == "the node is in deploy failed: Timeout reached while waiting for callback"
+
+
+async def test_ports_are_attached_before_the_deployment_and_detached_when_it_never_began(
+    ironic: IronicStandIn,
+) -> None:
+    first, second, _ = ironic.pool.nodes
+    asked: dict[str, Any] = {"networks": (NetworkRequest(port=PORT),)}
+    driver = await deployed(config(ironic, network="static"), build(first, **asked))
+    assert ironic.pool.vifs[first] == [PORT]
+    await driver.destroy(first, INSTANCE, 1, DEPLOYMENT)
+    ironic.pool.invalid[second] = "no"
+    with pytest.raises(Reschedule):
+        await driver.spawn(build(second, attempt=2, **asked))
+    assert ironic.pool.vifs[second] == [PORT]
+    await driver.destroy(second, INSTANCE, 2, DEPLOYMENT)
+    assert ironic.pool.vifs[second] == []
+
+
+@pytest.mark.parametrize(
+    ("network", "asked", "code"),
+    [("none", NetworkRequest(port=PORT), "network.none"), ("static", NetworkRequest(network=PORT), "network.static")],
+)
+async def test_networks_that_no_node_here_can_have_end_the_build(
+    ironic: IronicStandIn, network: str, asked: NetworkRequest, code: str
+) -> None:
+    driver = await driver_of(config(ironic, network=network))
+    with pytest.raises(BuildAbort) as caught:
+        await driver.spawn(build(next(iter(ironic.pool.nodes)), networks=(asked,)))
+    assert caught.value.code == code
+
+
+async def test_an_alternate_waits_until_the_failed_node_has_let_go(ironic: IronicStandIn) -> None:
+    """The alternate failed with node.taken, and the good node was charged with it: three times of three."""
+    failing, good, _ = ironic.pool.nodes
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0, undeploy_s=0.2)
+    driver = await driver_of(config(ironic))
+    with pytest.raises(Reschedule):
+        await driver.spawn(build(failing))
+    ironic.pool.behaviour = msgspec.structs.replace(QUICK, undeploy_s=0.2)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(driver.destroy(failing, INSTANCE, 1, DEPLOYMENT), driver.spawn(build(good, attempt=2)))
+    assert ironic.pool.nodes[good]["provision_state"] == "active"
+    assert ironic.pool.nodes[failing]["instance_uuid"] is None
+
+
+async def test_a_node_that_does_not_let_go_ends_the_build_and_is_named(ironic: IronicStandIn) -> None:
+    failing, good, _ = ironic.pool.nodes
+    driver = await deployed(config(ironic, release_timeout_s=0.05), build(failing))
+    ironic.pool.nodes[failing].update(provision_state="error", last_error="the BMC does not answer")
+    with pytest.raises(BuildAbort) as caught:  # final: no other node could take the instance, and none is charged
+        await driver.spawn(build(good, attempt=2))
+    assert caught.value.code == "node.not_released"
+    assert failing in caught.value.reason and "the BMC does not answer" in caught.value.reason
+
+
+async def test_an_instance_that_another_deployment_has_on_a_node_is_built_nowhere(ironic: IronicStandIn) -> None:
+    theirs, free, _ = ironic.pool.nodes
+    ironic.pool.nodes[theirs].update(instance_uuid=INSTANCE, provision_state="active")
+    driver = await driver_of(config(ironic))
+    with pytest.raises(BuildAbort) as caught:
+        await driver.spawn(build(free))
+    assert caught.value.code == "instance.elsewhere" and ironic.pool.nodes[free]["instance_uuid"] is None
+
+
+class Flaky(httpx.AsyncBaseTransport):
+    """A way to Ironic that answers some requests with 503, or loses an answer."""
+
+    def __init__(self, *, busy: int = 0, lost: int = 0) -> None:
+        self._inner = httpx.AsyncHTTPTransport()
+        self.busy, self.lost, self.changes = busy, lost, 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.changes += request.method != "GET"
+        if self.changes and self.busy:
+            self.busy -= 1
+            return httpx.Response(503, json={"error_message": {"faultstring": "no free conductor workers"}})
+        answer = await self._inner.handle_async_request(request)
+        if request.method == "PATCH" and self.lost:
+            self.lost -= 1
+            await answer.aread()
+            raise httpx.ReadTimeout("lost")
+        return answer
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+@pytest.mark.parametrize("way", [{"busy": 7}, {"lost": 1}])
+async def test_an_ironic_that_is_away_for_a_moment_costs_no_attempt(ironic: IronicStandIn, way: dict[str, int]) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await driver_of(config(ironic), Flaky(**way))
+    async with asyncio.timeout(PATIENCE_S):
+        await driver.spawn(build(node))
+    assert ironic.pool.nodes[node]["provision_state"] == "active"
+
+
+async def test_a_protected_node_is_kept_and_the_reason_said(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    ironic.pool.nodes[node].update(protected=True, protected_reason="the ledger is on it")
+    ironic.asked.clear()
+    with pytest.raises(DriverUnavailable, match=r"protected in Ironic \(the ledger is on it\)"):
+        await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
+    assert not ironic.asked and ironic.pool.nodes[node]["provision_state"] == "active"
+
+
+async def test_a_retired_node_takes_no_build(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    ironic.pool.nodes[node]["retired"] = True
+    driver = await driver_of(config(ironic))
+    with pytest.raises(BuildFault) as caught:
+        await driver.spawn(build(node))
+    assert caught.value.code == "node.retired" and not ironic.asked
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_the_address_is_taken_with_the_version_or_without(ironic: IronicStandIn, suffix: str) -> None:
+    driver = await driver_of(config(ironic).__class__(url=ironic.url + suffix))
+    assert len(await driver.hosts()) == len(ironic.pool.nodes)
+
+
+async def test_a_microversion_that_ironic_does_not_speak_is_answered_with_what_to_do() -> None:
+    limits = {"X-OpenStack-Ironic-API-Minimum-Version": "1.1", "X-OpenStack-Ironic-API-Maximum-Version": "1.58"}
+    answers = httpx.MockTransport(lambda _: httpx.Response(406, headers=limits))
+    driver = await driver_of(IronicConfig(), answers)
+    with pytest.raises(DriverUnavailable) as caught:
+        await driver.hosts()
+    assert (
+        str(caught.value) == "Ironic speaks microversions 1.1 to 1.58: set compute.ironic.microversion to one of them"
+    )
