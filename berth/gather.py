@@ -175,7 +175,7 @@ async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceD
             cell=cell,
             service=lease.service,
             why=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
-            is_expected=lease.state is LeaseState.LEFT,
+            is_expected=lease.state is LeaseState.STOPPED,
         )
         for cell, database in cells.items()
         for lease in await PostgresLeases(database).leases()
@@ -304,8 +304,8 @@ class Reports:
 
     def _fold(self, page: ComputeHosts) -> None:
         order = (page.epoch, page.sequence)
-        if page.began:
-            report = (page.epoch, page.began)
+        if page.first_sequence:
+            report = (page.epoch, page.first_sequence)
             last, heard, _ = self._pages.get(page.service, (report, set(), 0))
             if report >= last:
                 heard = heard if report == last else set()

@@ -107,7 +107,7 @@ def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int
         rejected = ", ".join(
             f"{count} {why}" for why, count in sorted(step.rejected.items(), key=lambda item: -item[1])
         )
-        line = f"{' ' * indent}{step.step:36} {step.left:6} left{'   rejected: ' + rejected if rejected else ''}"
+        line = f"{' ' * indent}{step.step:36} {step.remaining:6} left{'   rejected: ' + rejected if rejected else ''}"
         console.print(Text(printable(line)), soft_wrap=True)
 
 

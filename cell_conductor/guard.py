@@ -63,7 +63,7 @@ class Guard:
         scan.pages += 1
         scan.findings += [Finding(uuid, event) for uuid, event in found.harmful]
         scan.quarantined += new
-        is_whole = bool(report.scan and report.began)
+        is_whole = bool(report.scan and report.first_sequence)
         if is_whole and scan.pages < report.pages:
             return ()  # judged with the last page; should one be lost, the next scan brings it all again
         del self._scans[report.service]
@@ -72,7 +72,7 @@ class Guard:
         return await self._decide(report, scan)
 
     def _scan_of(self, report: ComputeHosts) -> ScanFindings:
-        key = (report.epoch, report.scan, report.began)
+        key = (report.epoch, report.scan, report.first_sequence)
         scan = self._scans.pop(report.service, None)
         if scan is None or scan.key != key or not report.scan:
             scan = ScanFindings(key)

@@ -143,7 +143,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 attempt=message.attempt,
                 host_uuid=message.host_uuid,
                 service=message.service,
-                begun_at=message.begun_at,
+                started_at=message.started_at,
                 ended_at=message.at,
                 scan=ScanId(message.epoch, message.scan) if message.epoch else None,
             )
@@ -155,7 +155,7 @@ def _result(message: ComputeResult, at: float) -> Event:
                 code=message.code or "spawn.failed",
                 reason=message.reason,
                 final=message.final,
-                begun_at=message.begun_at,
+                started_at=message.started_at,
                 ended_at=message.at,
             )
         case ComputeOutcome.DESTROYED:

@@ -76,7 +76,7 @@ class LeaseKeeper:
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
                 changed = self._table.renew(
-                    beat.service, beat.epoch, beat.sequence, at=at, interval_s=beat.interval_s, leaving=beat.leaving
+                    beat.service, beat.epoch, beat.sequence, at=at, interval_s=beat.interval_s, stopping=beat.stopping
                 )
                 if changed:
                     lease = self._table.leases[beat.service]

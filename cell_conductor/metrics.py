@@ -11,11 +11,13 @@ from bus.contracts.build import BuildEvent
 from bus.service.stages import STAGE_S
 
 STEPS = Counter("berth_conductor_steps", "Events taken, by state before and event.", ["state", "event"])
-ASKED = Counter("berth_conductor_asked", "Questions to placement, by kind and outcome.", ["kind", "outcome"])
+ASKED = Counter(
+    "berth_conductor_placement_requests", "Questions to placement, by kind and outcome.", ["kind", "outcome"]
+)
 ENDED = Counter("berth_conductor_ended", "Instances that reached active, failed or deleted.", ["state"])
 ALTERNATES = Counter("berth_conductor_alternates", "Attempts commanded on an alternate.")
-SWEPT = Counter("berth_conductor_swept", "Deadlines that passed, by state.", ["state"])
-REPAIRED = Counter("berth_conductor_repaired", "Differences between hosts' reports and the record.", ["kind"])
+SWEPT = Counter("berth_conductor_deadlines", "Deadlines that passed, by state.", ["state"])
+REPAIRED = Counter("berth_conductor_report_differences", "Differences between hosts' reports and the record.", ["kind"])
 UNEXPLAINED = Counter(
     "berth_conductor_unexplained", "Machines that no record explains, as each first appeared, by kind.", ["kind"]
 )
@@ -26,7 +28,7 @@ DATABASE_CHANGES = Counter(
     "berth_conductor_database_changes", "How often the cell's database was found restored, promoted or replaced."
 )
 UNASKED = Counter(
-    "berth_conductor_unasked",
+    "berth_conductor_unexpected_answers",
     "Placement's answers to what no record has asked, by state and answer: the database was set back or replaced.",
     ["state", "answer"],
 )

@@ -215,7 +215,7 @@ class Agent:
         self._answers.report_refused(key, attempt, NotOurs.code, sentence)
 
     async def _build(self, key: Key, chain: Chain, command: Spawn, clear: int) -> None:
-        started, begun_at = self._clock.monotonic(), self._clock.time()
+        started, started_at = self._clock.monotonic(), self._clock.time()
         slot = self._host_slots.get(key[0])
         if slot is None:
             slot = self._host_slots[key[0]] = asyncio.Semaphore(self._limits.per_host)
@@ -228,7 +228,7 @@ class Agent:
         self._build_s.observe(self._clock.monotonic() - started)
         if not entry.final:
             self._count_failures(key[0], works=entry.phase is Phase.RUNNING)
-        self._answers.report_end(key, entry, begun_at)
+        self._answers.report_end(key, entry, started_at)
 
     async def _attempt(self, key: Key, chain: Chain, command: Spawn, clear: int) -> Entry | None:
         """Have the driver build; how it ended, as the entry to remember."""
@@ -396,5 +396,5 @@ def _running(machine: Machine, known: Entry | None) -> Running:
         attempt=attempt,
         deployment=machine.deployment,
         built=machine.built,
-        leaving=is_leaving(known, attempt),
+        destroying=is_leaving(known, attempt),
     )

@@ -23,11 +23,11 @@ class Answers:
         self._clock = clock
         self._ended = {outcome: metrics.BUILDS.labels(service, outcome.value) for outcome in ComputeOutcome}
 
-    def report_end(self, key: Key, entry: Entry, begun_at: float = 0.0) -> None:
+    def report_end(self, key: Key, entry: Entry, started_at: float = 0.0) -> None:
         """Report how the attempt on record ended."""
         said = answer(entry)
         assert said is not None, entry
-        self._report(key, said[0], said[1], entry.code, entry.reason, final=entry.final, begun_at=begun_at)
+        self._report(key, said[0], said[1], entry.code, entry.reason, final=entry.final, started_at=started_at)
 
     def report_refused(self, key: Key, attempt: int, code: str, reason: str) -> None:
         """Report that the attempt is not taken on this host, and why."""
@@ -52,7 +52,7 @@ class Answers:
         reason: str = "",
         *,
         final: bool = False,
-        begun_at: float = 0.0,
+        started_at: float = 0.0,
     ) -> None:
         self._ended[outcome].inc()
         self._say(
@@ -66,7 +66,7 @@ class Answers:
                 reason=reason,
                 at=self._clock.time(),
                 final=final,
-                begun_at=begun_at,
+                started_at=started_at,
                 epoch=self._records.epoch,
                 scan=self._records.scans,
             )

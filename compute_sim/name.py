@@ -77,7 +77,7 @@ class ServiceName:
         is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
         """
         own = self._records.epoch
-        if beat.service != self._service or beat.epoch == own or beat.leaving:
+        if beat.service != self._service or beat.epoch == own or beat.stopping:
             return
         now = self._clock.monotonic()
         if self._other is None or self._other[0] != beat.epoch:

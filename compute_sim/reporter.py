@@ -170,7 +170,7 @@ class Reporter:
     async def leave(self) -> None:
         """The last heartbeat: this service stops on purpose."""
         with contextlib.suppress(BusError, Transient):
-            await self._heartbeat(leaving=True)
+            await self._heartbeat(stopping=True)
 
     async def _repeat(
         self, wanted: PendingReport, say: Callable[[list[str] | None], Awaitable[None]], interval_s: float
@@ -194,7 +194,7 @@ class Reporter:
 
     # --- speaking
 
-    async def _heartbeat(self, *, leaving: bool = False) -> None:
+    async def _heartbeat(self, *, stopping: bool = False) -> None:
         async with self._publishing:
             self._sequence += 1
             await self._bus.publish(
@@ -203,7 +203,7 @@ class Reporter:
                     cell=self._cell,
                     epoch=self._records.epoch,
                     sequence=self._sequence,
-                    leaving=leaving,
+                    stopping=stopping,
                     interval_s=self._heartbeat_interval_s,
                 )
             )
@@ -220,12 +220,12 @@ class Reporter:
         else:
             self._republish_changed()
         pages = self._pages(known, running)
-        began = 0
+        first_sequence = 0
         for number, page in enumerate(pages, 1):
             async with self._publishing:
                 self._sequence += 1
                 if hosts is None:
-                    began = began or self._sequence
+                    first_sequence = first_sequence or self._sequence
                 await self._bus.publish(
                     ComputeHosts(
                         service=self._service,
@@ -235,7 +235,7 @@ class Reporter:
                         hosts=tuple(page),
                         complete=hosts is None and number == len(pages),
                         seen_at=seen_at,
-                        began=began,
+                        first_sequence=first_sequence,
                         pages=len(pages),
                         scan=scan,
                     )

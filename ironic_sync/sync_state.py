@@ -98,7 +98,7 @@ class SyncState:
             log.error("ironic.unreadable", node=node.uuid, reason=node.reason)
             after = step.apply_unreadable(before, UNREADABLE, seq=seq, now=now, timing=self._timing)
         else:
-            after = self._mark_mark_mark_republished(
+            after = self._mark_mark_mark_mark_republished(
                 step.apply_read(before, node, seq=seq, now=now, timing=self._timing), before, now
             )
         self._move(before, after)
@@ -175,7 +175,7 @@ class SyncState:
             return None
         return position or Position(uuid=uuid)
 
-    def _mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
+    def _mark_mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
         # Overtaken by something heard, it is read again at once: an offer is told again on fresh word, too.
         if after.uuid not in self._republish or after.read_at != now or after.heard_seq > after.read_seq:
             return after

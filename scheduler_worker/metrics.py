@@ -69,7 +69,7 @@ def count_claim(answer: ClaimResult | Fault, *, retried: bool) -> None:
 
 def observe_decisions(builds: Sequence[Stamps]) -> None:
     """The stages that end with the decision."""
-    BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.asked for stamps in builds])
+    BUILD_STAGE_S.observe("queued", [stamps.queued - stamps.requested for stamps in builds])
     BUILD_STAGE_S.observe("decided", [stamps.decided - stamps.queued for stamps in builds])
     BUILD_STAGE_S.observe("claimed", [stamps.claimed - stamps.decided for stamps in builds if stamps.claimed])
 

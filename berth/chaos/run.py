@@ -221,7 +221,7 @@ def _reasons(events: Sequence[BuildEvent]) -> dict[str, str]:
     found: dict[str, str] = {}
     for event in events:
         if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED) and event.code not in found:
-            steps = "; ".join(f"{step.step} left {step.left} {step.rejected or ''}" for step in event.funnel)
+            steps = "; ".join(f"{step.step} left {step.remaining} {step.rejected or ''}" for step in event.funnel)
             found[event.code] = f"{event.reason} {steps}".strip()
     return found
 

@@ -88,7 +88,7 @@ class FunnelStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step of the search: how many hosts it left, and how many it rejected for which reason ({reason: hosts})."""
 
     step: str
-    left: int
+    remaining: int
     rejected: dict[str, int] = {}
 
 

@@ -130,7 +130,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     """How one attempt ended on its host. May come late, twice, or never.
 
     final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
-    begun_at: when the service took the command (0: it does not remember); at: when it says this. scan: how many scans
+    started_at: when the service took the command (0: it does not remember); at: when it says this. scan: how many scans
     of its hosts the service had begun then, in this epoch (epoch 0: not said); see ComputeHosts.
     """
 
@@ -143,7 +143,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
     reason: Reason = ""
     at: float = 0.0
     final: bool = False
-    begun_at: float = 0.0
+    started_at: float = 0.0
     epoch: int = 0
     scan: int = 0
 
@@ -162,15 +162,15 @@ class Running(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One instance that a host carries, and the attempt that built it (0: the host does not know).
 
     deployment: the identity that its mark names (None: it has no mark of ours). built: it is certainly complete.
-    leaving: the service has taken the order to destroy this attempt, and is carrying it out. stopped: it does not run:
-    it was stopped by its client, or to be handed over to another host.
+    destroying: the service has taken the order to destroy this attempt, and is carrying it out. stopped: it does not
+    run: it was stopped by its client, or to be handed over to another host.
     """
 
     instance_uuid: Uuid
     attempt: int
     deployment: Uuid | None = None
     built: bool = True
-    leaving: bool = False
+    destroying: bool = False
     stopped: bool = False
 
 
@@ -193,7 +193,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     """A compute service announces its hosts: at start, when asked, when one changes. Pages of at most 1000.
 
-    epoch: rises with every start of the service; sequence rises within it: older ones lose. began: the
+    epoch: rises with every start of the service; sequence rises within it: older ones lose. first_sequence: the
     sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
     this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
@@ -207,26 +207,26 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     hosts: Annotated[tuple[HostReport, ...], Bound(max_length=1000)] = ()
     complete: bool = False
     seen_at: float = 0.0
-    began: int = 0
+    first_sequence: int = 0
     pages: int = 1
     scan: int = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
-    """A compute service is alive. `leaving`: it stops now, on purpose. interval_s: the next one comes after so long."""
+    """A compute service is up. stopping: it stops now, on purpose. interval_s: when to expect the next heartbeat."""
 
     service: Word
     cell: Word
     epoch: int
     sequence: int
-    leaving: bool = False
+    stopping: bool = False
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
 
 
 class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A compute service that takes no builds now. epoch: its life that this is said of, and all before.
 
-    code: `service.silent` or `service.left`; since: seconds since the epoch.
+    code: `service.silent` or `service.stopped`; since: seconds since the epoch.
     """
 
     service: Word

@@ -15,14 +15,14 @@ STAGES = ("queued", "decided", "claimed", "dispatched", "built", "announced")
 class Stamps(Struct, frozen=True, array_like=True):
     """When each stage of a build ended: seconds since the epoch; 0 means that it never came to that, or is not known.
 
-    asked: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was chosen
-    (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
+    requested: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was
+    chosen (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
     dispatched: the compute service of the first host took the command. built: a host said how its attempt ended, the
-    last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
-    lost_claims: how many claims others were faster with before one was given; in `claimed`.
+    last if there were several. announced: the scheduler passed that on; its reader knows when it arrived. lost_claims:
+    how many claims others were faster with before one was given; in `claimed`.
     """
 
-    asked: float = 0.0
+    requested: float = 0.0
     queued: float = 0.0
     decided: float = 0.0
     claimed: float = 0.0
@@ -47,7 +47,7 @@ def durations(stamps: Stamps, *, since: float | None = None, until: float | None
         stamps.built,
         stamps.announced if until is None else until,
     )
-    last = since if since is not None else stamps.asked or next((end for end in ends if end), 0.0)
+    last = since if since is not None else stamps.requested or next((end for end in ends if end), 0.0)
     spent: dict[str, float] = {}
     for stage, stamp in zip(STAGES, ends, strict=True):
         if stamp:

@@ -50,9 +50,9 @@ HANDLED_BATCH = 5_000
 HANDLED_EVERY_S = 30.0
 
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
-_swept = Counter("berth_outbox_swept_rows", "Outbox rows that a sweep found left behind")
-_left = Counter("berth_outbox_left_rows", "Outbox rows left to the sweep", ["reason"])
-_held = Gauge("berth_outbox_held_rows", "Outbox rows that wait for the broker's confirm")
+_swept = Counter("berth_outbox_recovered_rows", "Outbox rows that a sweep found left behind")
+_left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", ["reason"])
+_held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 
 
 class OutboxMessage(Struct, frozen=True):

@@ -39,7 +39,7 @@ class DeleteAsked(Event, frozen=True, kw_only=True):
 
 
 class Spawned(Event, frozen=True, kw_only=True):
-    """A host says that an attempt runs. begun_at, ended_at: by its own clock (0: not known).
+    """A host says that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
     scan: the last that its service had begun then (None: not said).
     """
@@ -47,7 +47,7 @@ class Spawned(Event, frozen=True, kw_only=True):
     attempt: int
     host_uuid: str
     service: str
-    begun_at: float = 0.0
+    started_at: float = 0.0
     ended_at: float = 0.0
     scan: ScanId | None = None
 
@@ -60,7 +60,7 @@ class SpawnFailed(Event, frozen=True, kw_only=True):
     code: str = ""
     reason: str = ""
     final: bool = False
-    begun_at: float = 0.0
+    started_at: float = 0.0
     ended_at: float = 0.0
 
 

@@ -22,7 +22,7 @@ UNSAID_BEAT_S = 10.0
 # So many services are kept at most; further ones are not suspected of anything.
 MAX_SERVICES = 100_000
 
-LEFT = "service.left"
+STOPPED = "service.stopped"
 SILENT = "service.silent"
 
 
@@ -31,7 +31,7 @@ class LeaseState(StrEnum):
 
     UP = "up"
     SILENT = "silent"  # suspected: so many heartbeats in a row did not come
-    LEFT = "left"  # it said that it stops
+    STOPPED = "stopped"  # it announced that it stops
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,7 +51,7 @@ class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def code(self) -> str:
         """Why it takes no builds, as a stable code; "" while it is up."""
-        return {LeaseState.UP: "", LeaseState.SILENT: SILENT, LeaseState.LEFT: LEFT}[self.state]
+        return {LeaseState.UP: "", LeaseState.SILENT: SILENT, LeaseState.STOPPED: STOPPED}[self.state]
 
 
 class _Held(Struct):
@@ -101,7 +101,7 @@ class LeaseTable:
         for lease in recorded:
             if lease.service not in self._held and len(self._held) < MAX_SERVICES:
                 # After its farewell nothing of that life counts: what comes is a copy, or was overtaken.
-                sequence = _LAST if lease.state is LeaseState.LEFT else -1
+                sequence = _LAST if lease.state is LeaseState.STOPPED else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
 
     def advance_clock(self, now_s: float) -> None:
@@ -111,7 +111,7 @@ class LeaseTable:
         self._delivered = now_s
 
     def renew(
-        self, service: str, epoch: int, sequence: int, *, at: float, interval_s: float = 0.0, leaving: bool = False
+        self, service: str, epoch: int, sequence: int, *, at: float, interval_s: float = 0.0, stopping: bool = False
     ) -> bool:
         """One message of a service; at: seconds since the epoch. True: its state or its life is another now."""
         if not (0 <= epoch <= _LAST and 0 <= sequence <= _LAST):
@@ -126,10 +126,10 @@ class LeaseTable:
             return False
         interval_s = interval_s if interval_s > 0 else before.interval_s
         held.sequence, held.heard = sequence, self._clock
-        if leaving:
+        if stopping:
             held.sequence = _LAST
             held.lease = replace(
-                before, epoch=epoch, interval_s=interval_s, state=LeaseState.LEFT, since=at, reason="it was stopped"
+                before, epoch=epoch, interval_s=interval_s, state=LeaseState.STOPPED, since=at, reason="it was stopped"
             )
         elif (before.state, before.epoch, before.interval_s) != (LeaseState.UP, epoch, interval_s):
             held.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)

@@ -97,11 +97,11 @@ def differences(
                     unexplained.append(
                         Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.FOREIGN, NO_MARK)
                     )
-            elif not one.leaving and (why := _unexplained(record, one, host_uuid)):
+            elif not one.destroying and (why := _unexplained(record, one, host_uuid)):
                 unexplained.append(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
-            elif record is not None and not one.leaving and not _agrees(record, host_uuid, one, report.service):
+            elif record is not None and not one.destroying and not _agrees(record, host_uuid, one, report.service):
                 unwanted = record.state not in DELETE_ASKED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))

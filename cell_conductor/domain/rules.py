@@ -435,10 +435,12 @@ def _stamped(instance: Instance, event: Event) -> Stamps | None:
     """
     if instance.stamps is None:
         return None
-    begun_at, ended_at = (event.begun_at, event.ended_at) if isinstance(event, Spawned | SpawnFailed) else (0.0, 0.0)
+    started_at, ended_at = (
+        (event.started_at, event.ended_at) if isinstance(event, Spawned | SpawnFailed) else (0.0, 0.0)
+    )
     return replace(
         instance.stamps,
-        dispatched=instance.stamps.dispatched or begun_at or instance.since,
+        dispatched=instance.stamps.dispatched or started_at or instance.since,
         built=ended_at or event.at,
     )
 

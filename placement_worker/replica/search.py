@@ -101,7 +101,7 @@ def _rows_of(book: Book, uuids: Sequence[str]) -> Rows:
 def _funnel(verdicts: RootVerdicts, counts: Rows, pins: dict[str, int]) -> tuple[FunnelStep, ...]:
     """Step by step: how many roots are left, and why the others were rejected."""
     left = int(counts[1:].sum())
-    funnel = [FunnelStep(step="providers", left=left, rejected={why: many for why, many in pins.items() if many})]
+    funnel = [FunnelStep(step="providers", remaining=left, rejected={why: many for why, many in pins.items() if many})]
     rejected: dict[str, dict[str, int]] = {step: {} for step in verdicts.reasons.steps()}
     for code in range(1, verdicts.passes):
         if many := int(counts[code]):
@@ -109,5 +109,5 @@ def _funnel(verdicts: RootVerdicts, counts: Rows, pins: dict[str, int]) -> tuple
             rejected.setdefault(reason.step, {})[reason.reason] = many
     for name, reasons in rejected.items():
         left -= sum(reasons.values())
-        funnel.append(FunnelStep(step=name, left=left, rejected=reasons))
+        funnel.append(FunnelStep(step=name, remaining=left, rejected=reasons))
     return tuple(funnel)

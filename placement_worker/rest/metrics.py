@@ -22,8 +22,10 @@ GROUP_ITEMS = Histogram(
 REPLICA = Gauge("berth_placement_rest_replica_sequence", "The feed number that this process's replica is at.")
 
 OFFLOADED = Counter("berth_placement_rest_offloaded", "Work too long for the event loop, done in a thread.", ["kind"])
-LET_GO = Counter("berth_placement_rest_let_go", "Clients that were let go, by what they were too slow at.", ["at"])
-GATHERING = Gauge("berth_placement_rest_gathering_bytes", "Bytes of request bodies that are not whole yet.")
+LET_GO = Counter(
+    "berth_placement_rest_disconnected", "Clients that were let go, by what they were too slow at.", ["at"]
+)
+GATHERING = Gauge("berth_placement_rest_buffered_bytes", "Bytes of request bodies that are not whole yet.")
 
 # Looking labels up costs as much as all the rest of counting, and there are few: methods times routes times statuses.
 _requests: dict[tuple[str, str, int], Counter] = {}

@@ -75,7 +75,7 @@ def sentence(spec: RequestSpec, funnel: Sequence[FunnelStep], nearest: int) -> s
     """Why no host can take the request, in one line: the last steps first, most frequent reasons first, with counts."""
     amounts = ", ".join(f"{amount} {name}" for name, amount in total_resources(spec.query).items())
     asked = f"{spec.flavor} ({amounts})"
-    hosts = funnel[0].left + sum(funnel[0].rejected.values()) if funnel else 0
+    hosts = funnel[0].remaining + sum(funnel[0].rejected.values()) if funnel else 0
     if hosts == 0:
         return f"No host can take {asked}: the resource book has no hosts at all."
     reasons = nearest_reasons(funnel, nearest)
@@ -121,4 +121,4 @@ def funnel_step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelSt
     """One step of a funnel; the hosts rejected and those left add up to those before."""
     left = before - sum(rejected.values())
     assert left >= 0, (name, before, rejected)
-    return FunnelStep(step=name, left=left, rejected=dict(rejected))
+    return FunnelStep(step=name, remaining=left, rejected=dict(rejected))

@@ -34,7 +34,7 @@ CELL_HOLD_S = 60.0
 DOWN_HOLD_S = 3600.0
 # So many questions in a row (`HostTable.count_request`) are left unanswered by a service that is there, at most.
 MAX_UNANSWERED = 3
-LEFT = "service.left"
+STOPPED = "service.stopped"
 UNHEARD = "service.unheard"
 ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here; 0 is enabled
 
@@ -42,8 +42,8 @@ ADMIN_STATES = tuple(AdminState)  # a column holds the place of a state in here;
 class ServiceState(Struct):
     """The last announcement of one compute service. `heard_s`: when, monotonic. down: why it takes no builds now.
 
-    began: the sequence of the first page of its newest full report; heard: how many pages of it came; listing: its
-    number here. unanswered: how often services were asked to announce their hosts since.
+    first_sequence: the sequence of the first page of its newest full report; heard: how many pages of it came; listing:
+    its number here. unanswered: how often services were asked to announce their hosts since.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ServiceState(Struct):
     heard_s: float
     down: ServiceDown | None = None
     down_s: float = 0.0
-    began: int = 0
+    first_sequence: int = 0
     heard: int = 0
     listing: int = 0
     unanswered: int = 0
@@ -124,7 +124,7 @@ class HostTable:
             if (message.epoch, message.sequence) <= (service.epoch, service.sequence):
                 return False
             if message.epoch != service.epoch:
-                service.began = 0  # its sequence starts again
+                service.first_sequence = 0  # its sequence starts again
             service.epoch, service.sequence, service.heard_s = message.epoch, message.sequence, now_s
             service.unanswered = 0
         digest = self._digests.get(message.cell)
@@ -213,14 +213,14 @@ class HostTable:
     def _apply_hosts(self, service: int, message: ComputeHosts, now_s: float) -> None:
         cell = self.cells.index(message.cell)
         state = self.services[service]
-        began = message.began or (message.sequence if message.complete else 0)
-        if began and began != state.began:
+        first_sequence = message.first_sequence or (message.sequence if message.complete else 0)
+        if first_sequence and first_sequence != state.first_sequence:
             self._listings += 1
-            state.began, state.heard, state.listing = began, 0, self._listings
+            state.first_sequence, state.heard, state.listing = first_sequence, 0, self._listings
         for host in message.hosts:
             if not self._is_held(host.uuid, cell, now_s):
                 self._put(host, service, cell)
-        if not began:
+        if not first_sequence:
             return
         state.heard += 1
         # A lost page would remove its hosts: only a report of which every page came tells which hosts have left.
@@ -236,7 +236,7 @@ class HostTable:
             return False
         holder = self.services[int(self.service[index])]
         if holder.down is not None:
-            return holder.down.code != LEFT and now_s - holder.down_s <= CELL_HOLD_S
+            return holder.down.code != STOPPED and now_s - holder.down_s <= CELL_HOLD_S
         digest = self._digests.get(holder.cell)
         return now_s - max(holder.heard_s, digest.heard_s if digest else -math.inf) <= CELL_HOLD_S
 

@@ -200,9 +200,9 @@ def is_unused(known: BuildStatus) -> bool:
 def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
     """When each stage so far has ended."""
     if claimed is None:
-        return Stamps(asked=pending.asked_at, queued=pending.taken_at, decided=now)
+        return Stamps(requested=pending.asked_at, queued=pending.taken_at, decided=now)
     return Stamps(
-        asked=pending.asked_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
+        requested=pending.asked_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
     )
 
 

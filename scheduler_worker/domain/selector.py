@@ -38,7 +38,7 @@ class NoValidHost(Struct, frozen=True):
     @property
     def may_be_early(self) -> bool:
         """Whether reports may only be late: hosts not announced yet, or no host in the replica at all."""
-        hosts = self.funnel[0].left + sum(self.funnel[0].rejected.values()) if self.funnel else 1
+        hosts = self.funnel[0].remaining + sum(self.funnel[0].rejected.values()) if self.funnel else 1
         return self.unannounced > 0 or hosts == 0
 
 

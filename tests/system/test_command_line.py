@@ -198,7 +198,7 @@ def test_a_build_that_no_host_takes_is_explained(berth: Berth) -> None:
     failed = next(one for one in done.data if one["state"] == "failed")
     assert failed["code"] == "no_valid_host" and "CUSTOM_BAREMETAL_GOLD" in failed["reason"]
     record = berth("show", failed["instance_uuid"], "--json").data
-    assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["left"] == 0
+    assert record["funnel"][0]["step"] == "providers" and record["funnel"][-1]["remaining"] == 0
     said = berth("boot", "--flavor", "bm.gold", "--count", "2", "--wait").out
     assert said.count("  CUSTOM_BAREMETAL_GOLD ") == 1, "the same explanation is given once"
 

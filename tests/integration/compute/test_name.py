@@ -29,8 +29,8 @@ async def ended(life: Life) -> None:
         await life.task
 
 
-async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE, leaving: bool = False) -> None:
-    said = Heartbeat(service=service, cell=CELL, epoch=epoch, sequence=sequence, leaving=leaving)
+async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE, stopping: bool = False) -> None:
+    said = Heartbeat(service=service, cell=CELL, epoch=epoch, sequence=sequence, stopping=stopping)
     await cell.bus.publish(said)
 
 
@@ -112,8 +112,8 @@ async def test_late_heartbeats_of_a_former_life_end_nothing(cell: Cell) -> None:
     await beat(cell, own + 1, 7)
     await beat(cell, own + 1, 7)  # the same one, doubled
     await beat(cell, own + 1, 6)
-    await beat(cell, own + 2, 9, leaving=True)
-    await beat(cell, own + 2, 10, leaving=True)
+    await beat(cell, own + 2, 9, stopping=True)
+    await beat(cell, own + 2, 10, stopping=True)
     await beat(cell, own - 1, 1)
     await beat(cell, own - 1, 2)
     count = len(cell.heartbeats())

@@ -215,7 +215,7 @@ async def test_start_tells_hosts_inventory_and_heartbeats(cell: Cell) -> None:
     beats = cell.heartbeats()
     assert [beat.sequence for beat in beats] == sorted({beat.sequence for beat in beats})
     await life.stop()
-    await cell.until(lambda: cell.heartbeats()[-1].leaving)
+    await cell.until(lambda: cell.heartbeats()[-1].stopping)
 
 
 async def test_more_hosts_than_a_page_holds_are_said_to_be_all(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ async def test_more_hosts_than_a_page_holds_are_said_to_be_all(cell: Cell, monke
     pages = cell.announced()[:3]
     assert [len(page.hosts) for page in pages] == [4, 4, 2]
     assert [(page.pages, page.complete) for page in pages] == [(3, False), (3, False), (3, True)]
-    assert {page.began for page in pages} == {pages[0].sequence}
+    assert {page.first_sequence for page in pages} == {pages[0].sequence}
     await life.stop()
 
 
@@ -257,7 +257,7 @@ async def test_a_disabled_or_resized_host_is_told_at_once_with_higher_versions(c
     fleet.disable(host, "a fan is loud")
     page = (await cell.until(lambda: cell.announced()[1:]))[0]
     assert [(h.uuid, h.enabled, h.disabled_reason) for h in page.hosts] == [(host, False, "a fan is loud")]
-    assert (page.complete, page.began) == (False, 0), "it is no report of all hosts"
+    assert (page.complete, page.first_sequence) == (False, 0), "it is no report of all hosts"
     update = (await cell.until(lambda: cell.inventory()[4:]))[0]
     assert update.root_uuid == host and update.version > before
     assert DISABLED_TRAIT in update.providers[0].traits

@@ -181,17 +181,17 @@ async def test_no_host_is_explained(world: World) -> None:
     failed = await world.ended(request.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
     steps = {step.step: step for step in failed.funnel}
-    assert steps["ComputeFilter"].rejected == {"host.disabled": 2} and steps["ComputeFilter"].left == 0
-    assert steps["MEMORY_MB"].left == 2, failed.funnel
+    assert steps["ComputeFilter"].rejected == {"host.disabled": 2} and steps["ComputeFilter"].remaining == 0
+    assert steps["MEMORY_MB"].remaining == 2, failed.funnel
     assert failed.reason.startswith("None of 5 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): 2 are di")
     record = await world.show(request.instance_uuid)
     assert record is not None and record.funnel == failed.funnel and record.timeline[-1].what == "failed"
     for stamps in (failed.stamps, record.timeline[-1].stamps):  # said, and on record
-        assert stamps is not None and 0 < stamps.asked <= stamps.queued <= stamps.decided and not stamps.claimed
+        assert stamps is not None and 0 < stamps.requested <= stamps.queued <= stamps.decided and not stamps.claimed
     zoned = world.request(availability_zone="mars")
     await world.ask(zoned)
     failed = await world.ended(zoned.instance_uuid)
-    assert failed.code == "no_valid_host" and "mars" in failed.reason and failed.funnel[0].left == 0
+    assert failed.code == "no_valid_host" and "mars" in failed.reason and failed.funnel[0].remaining == 0
 
 
 async def test_two_schedulers_fill_few_hosts_without_overcommitting(world: World) -> None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bus.contracts.stages import STAGES, Stamps, durations
 from bus.service.stages import BUCKETS_S, MAX_STAGE_S, StageSeconds
 
-WHOLE = Stamps(asked=10.0, queued=11.0, decided=13.0, claimed=16.0, dispatched=20.0, built=25.0, announced=31.0)
+WHOLE = Stamps(requested=10.0, queued=11.0, decided=13.0, claimed=16.0, dispatched=20.0, built=25.0, announced=31.0)
 
 
 def test_a_whole_build_has_every_stage_in_its_order() -> None:
@@ -34,17 +34,17 @@ def test_clocks_that_differ_move_time_between_stages_but_neither_lose_nor_invent
 
 
 def test_what_never_happened_is_absent_and_its_time_is_in_the_next_stage() -> None:
-    nowhere = Stamps(asked=10.0, queued=11.0, decided=13.0)
+    nowhere = Stamps(requested=10.0, queued=11.0, decided=13.0)
     assert durations(nowhere) == {"queued": 1.0, "decided": 2.0}
     assert durations(nowhere, until=14.0) == {"queued": 1.0, "decided": 2.0, "announced": 1.0}
-    assert durations(Stamps(asked=10.0, built=12.0)) == {"built": 2.0}
+    assert durations(Stamps(requested=10.0, built=12.0)) == {"built": 2.0}
     assert durations(Stamps(queued=10.0, decided=12.0)) == {"queued": 0.0, "decided": 2.0}
     assert durations(Stamps()) == {}
 
 
 def test_stamps_travel_as_a_short_array_and_an_older_writer_is_understood() -> None:
-    assert msgspec.json.encode(Stamps(asked=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0,0]"
-    assert msgspec.json.decode(b"[1.5,2.5]", type=Stamps) == Stamps(asked=1.5, queued=2.5)
+    assert msgspec.json.encode(Stamps(requested=1.5, queued=2.5)) == b"[1.5,2.5,0.0,0.0,0.0,0.0,0.0,0]"
+    assert msgspec.json.decode(b"[1.5,2.5]", type=Stamps) == Stamps(requested=1.5, queued=2.5)
 
 
 def test_the_histogram_reads_as_prometheus_has_it() -> None:

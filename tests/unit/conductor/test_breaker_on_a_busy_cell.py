@@ -64,7 +64,7 @@ async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look
         hosts=(HostReport(uuid=HOST, name="h", running=()),),
         seen_at=100.0,
         scan=look,
-        began=9,
+        first_sequence=9,
     )
     briefs = await store.briefs([HOST], [])
     found = differences(report, briefs, now=101.0, seen_at=100.0, grace_s=30.0, deployment=store.deployment)

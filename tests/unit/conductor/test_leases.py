@@ -29,9 +29,9 @@ class Story:
             silent += [lease.service for lease in self.table.assess(self.now)]
         return silent
 
-    def beat(self, service: str, epoch: int, *, leaving: bool = False) -> bool:
+    def beat(self, service: str, epoch: int, *, stopping: bool = False) -> bool:
         self.table.advance_clock(self.now)
-        return self.table.renew(service, epoch, self.sequence, at=self.now, interval_s=1.0, leaving=leaving)
+        return self.table.renew(service, epoch, self.sequence, at=self.now, interval_s=1.0, stopping=stopping)
 
     def state(self, service: str) -> LeaseState:
         return self.table.leases[service].state
@@ -91,10 +91,10 @@ def test_a_cell_that_delivers_nothing_is_not_judged() -> None:
 def test_a_service_that_says_good_bye_takes_no_builds_at_once_and_its_builds_are_waited_for_a_lease() -> None:
     story = Story("a", "b")
     story.sequence += 1
-    assert story.beat("a", 1, leaving=True)
-    assert story.state("a") is LeaseState.LEFT and list(story.table.down) == ["a"] and not story.table.abandoned
+    assert story.beat("a", 1, stopping=True)
+    assert story.state("a") is LeaseState.STOPPED and list(story.table.down) == ["a"] and not story.table.abandoned
     story.run(1)
-    assert story.state("a") is LeaseState.LEFT, "a heartbeat that came late, of a life that is over"
+    assert story.state("a") is LeaseState.STOPPED, "a heartbeat that came late, of a life that is over"
     story.run(MISSED, without="a")
     assert list(story.table.abandoned) == ["a"]
     story.services["a"] = 2
@@ -119,7 +119,7 @@ def test_a_restarted_conductor_gives_a_whole_lease_to_who_was_up_and_believes_wh
             Lease(service="a", epoch=1, interval_s=1.0),
             Lease(service="b", epoch=0, interval_s=1.0, state=LeaseState.SILENT, since=3.0),
             Lease(service="gone", epoch=1, interval_s=1.0, state=LeaseState.SILENT, since=3.0, reason="why"),
-            Lease(service="left", epoch=1, interval_s=1.0, state=LeaseState.LEFT, since=3.0),
+            Lease(service="left", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=3.0),
         ]
     )
     assert sorted(story.table.down) == ["gone", "left"], "b was heard here, which counts for more"

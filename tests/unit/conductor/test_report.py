@@ -25,10 +25,10 @@ def report(
     epoch: int = 1,
     deployment: str | None = DEPLOYMENT,
     built: bool = True,
-    leaving: bool = False,
+    destroying: bool = False,
 ) -> ComputeHosts:
     runs = tuple(
-        Running(instance_uuid=uuid, attempt=attempt, deployment=deployment, built=built, leaving=leaving)
+        Running(instance_uuid=uuid, attempt=attempt, deployment=deployment, built=built, destroying=destroying)
         for uuid, attempt in running
     )
     host = HostReport(uuid=HOST, name="host-1", running=runs if said else None)
@@ -86,7 +86,7 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
 
 def test_what_its_host_is_destroying_already_is_no_difference() -> None:
     for record in ([], [brief(State.FAILED)], [brief(State.RECLAIMING)], [brief(State.ACTIVE, attempt=2)]):
-        assert compared(report((A, 1), leaving=True), *record) == Differences()
+        assert compared(report((A, 1), destroying=True), *record) == Differences()
 
 
 def test_a_machine_that_may_still_be_building_proves_nothing() -> None:

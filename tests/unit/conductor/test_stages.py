@@ -22,7 +22,7 @@ from tests.unit.conductor.scenario import (
     spawned,
 )
 
-SO_FAR = Stamps(asked=90.0, queued=91.0, decided=92.0, claimed=93.0)
+SO_FAR = Stamps(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
 BEGIN = replace(asked(), stamps=SO_FAR)  # at 100
 
 
@@ -33,7 +33,7 @@ def ended(*happened: e.Event) -> BuildEvent:
 
 
 def test_a_host_tells_when_it_began_and_ended() -> None:
-    event = ended(replace(spawned(), begun_at=102.0, ended_at=109.0))
+    event = ended(replace(spawned(), started_at=102.0, ended_at=109.0))
     assert event.stamps == replace(SO_FAR, dispatched=102.0, built=109.0)
 
 
@@ -46,18 +46,18 @@ def test_a_host_that_does_not_tell_began_when_commanded_and_ended_when_heard_of(
 @pytest.mark.parametrize(
     ("first", "dispatched"),
     [
-        ((replace(failed(), begun_at=101.0, ended_at=104.0),), 101.0),
+        ((replace(failed(), started_at=101.0, ended_at=104.0),), 101.0),
         (SILENT, 100.0),
         ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1)),), 100.0),
     ],
 )
 def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
-    event = ended(*first, claimed(), replace(spawned(2), begun_at=205.0, ended_at=206.0))
+    event = ended(*first, claimed(), replace(spawned(2), started_at=205.0, ended_at=206.0))
     assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
 
 
 def test_the_end_of_a_failure_tells_as_well_and_a_delete_does_not() -> None:
-    event = ended(replace(failed(final=True), begun_at=101.0, ended_at=104.0), RELEASED)
+    event = ended(replace(failed(final=True), started_at=101.0, ended_at=104.0), RELEASED)
     assert (event.state, event.stamps) == (BuildState.FAILED, replace(SO_FAR, dispatched=101.0, built=104.0))
     gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1))
     assert ended(DELETE, gone, RELEASED).stamps is None

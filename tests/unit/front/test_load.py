@@ -48,7 +48,7 @@ def test_the_same_seed_asks_for_the_same_flavors_but_never_for_the_same_machines
 def ended(uuid: str, state: BuildState, intended: float, at: float, *, attempt: int = 1, code: str = "") -> Track:
     last = BuildEvent(
         instance_uuid=uuid, project_id="p", state=state, sequence=9, terminal=True, attempt=attempt, code=code,
-        funnel=(FunnelStep(step="providers", left=0),) if code else (),
+        funnel=(FunnelStep(step="providers", remaining=0),) if code else (),
     )  # fmt: skip
     track = Track(instance_uuid=uuid, flavor="f", intended_at=intended, last=last, stages={state.value: at})
     track.state, track.ended_at, track.terminals = state.value, at, 1

@@ -38,7 +38,7 @@ def test_a_name_forges_no_row_of_a_listing() -> None:
     forged = "x\n3f2504e0-4f89-41d3-9a0c-0305e82c3301  web-1  m1.small  active"
     lines = shown(lambda console: render_rows(console, ["instance", "state"], [[forged, Text(f"a{forged}")]]))
     assert len(lines.splitlines()) == 2
-    funnel = (FunnelStep(step="F\nG", left=0, rejected={"a\nb": 1}),)
+    funnel = (FunnelStep(step="F\nG", remaining=0, rejected={"a\nb": 1}),)
     failure = Failure(
         instance_uuid="i", flavor="f\nf", state="failed", code="c", reason="r\nr", attempts=1, funnel=funnel
     )
@@ -46,7 +46,7 @@ def test_a_name_forges_no_row_of_a_listing() -> None:
 
 
 def test_like_failures_are_told_once() -> None:
-    funnel = (FunnelStep(step="VCPU", left=0, rejected={"in use": 3}),)
+    funnel = (FunnelStep(step="VCPU", remaining=0, rejected={"in use": 3}),)
 
     def failure(number: int, reason: str, funnel: tuple[FunnelStep, ...] = ()) -> Failure:
         return Failure(
@@ -74,6 +74,6 @@ def test_the_scores_of_a_choice_are_told_by_weigher() -> None:
 
 
 def test_stages_are_told_with_their_milliseconds_and_what_never_happened_is_not() -> None:
-    stamps = Stamps(asked=10.0, queued=10.0015, decided=10.002, announced=10.5)
+    stamps = Stamps(requested=10.0, queued=10.0015, decided=10.002, announced=10.5)
     text = shown(lambda console: render_stages([stamps], console))
     assert text == "stages: queued 1.5 ms, decided 0.5 ms, announced 498.0 ms\n"

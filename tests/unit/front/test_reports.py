@@ -12,11 +12,19 @@ HOSTS = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(4)]
 INSTANCE = "a0000000-0000-4000-8000-000000000000"
 
 
-def page(sequence: int, *hosts: str, began: int = 0, pages: int = 1, service: str = "s", epoch: int = 1) -> Received:
+def page(
+    sequence: int, *hosts: str, first_sequence: int = 0, pages: int = 1, service: str = "s", epoch: int = 1
+) -> Received:
     running = (Running(instance_uuid=INSTANCE, attempt=sequence),)
     listed = tuple(HostReport(uuid=uuid, name=uuid, running=running) for uuid in hosts)
     message = ComputeHosts(
-        service=service, cell="c", epoch=epoch, sequence=sequence, hosts=listed, began=began, pages=pages
+        service=service,
+        cell="c",
+        epoch=epoch,
+        sequence=sequence,
+        hosts=listed,
+        first_sequence=first_sequence,
+        pages=pages,
     )
     return Received(message, Meta(id="m", cause="", sent_at=0.0), "c", "q", False)
 
@@ -31,21 +39,21 @@ async def test_hosts_that_must_report_are_waited_for() -> None:
 
 async def test_a_report_that_began_is_waited_for_page_by_page() -> None:
     reports = Reports(SystemClock(), set())
-    await reports.take([page(7, HOSTS[2], began=5, pages=3), page(5, HOSTS[0], began=5, pages=3)])
-    await reports.take([page(5, HOSTS[0], began=5, pages=3)])  # twice
+    await reports.take([page(7, HOSTS[2], first_sequence=5, pages=3), page(5, HOSTS[0], first_sequence=5, pages=3)])
+    await reports.take([page(5, HOSTS[0], first_sequence=5, pages=3)])  # twice
     assert not reports.is_whole
-    await reports.take([page(6, HOSTS[1], began=5, pages=3)])
+    await reports.take([page(6, HOSTS[1], first_sequence=5, pages=3)])
     assert reports.is_whole
     assert [(fact.host_uuid, fact.attempt) for fact in reports.facts()] == [
         (HOSTS[2], 7),
         (HOSTS[0], 5),
         (HOSTS[1], 6),
     ]
-    await reports.take([page(9, HOSTS[0], began=9, pages=2)])
-    await reports.take([page(8, HOSTS[0], began=8)])  # one that began before, and comes late
+    await reports.take([page(9, HOSTS[0], first_sequence=9, pages=2)])
+    await reports.take([page(8, HOSTS[0], first_sequence=8)])  # one that began before, and comes late
     assert not reports.is_whole
     assert [fact.attempt for fact in reports.facts() if fact.host_uuid == HOSTS[0]] == [9]
-    await reports.take([page(1, HOSTS[0], began=1, epoch=2)])  # the service began anew
+    await reports.take([page(1, HOSTS[0], first_sequence=1, epoch=2)])  # the service began anew
     assert reports.is_whole
 
 
@@ -69,7 +77,7 @@ async def test_hosts_that_do_not_answer_are_waited_for_some_seconds_and_not_a_mi
     assert clock.now < 2 * SILENCE_S < REPORT_TIMEOUT_S and not nobody.has_whole("s")
     began = clock.now
     some = Reports(clock, {HOSTS[0], HOSTS[1]})
-    await some.take([page(1, HOSTS[0], began=1), page(1, HOSTS[2], began=1, pages=2, service="t")])
+    await some.take([page(1, HOSTS[0], first_sequence=1), page(1, HOSTS[2], first_sequence=1, pages=2, service="t")])
     await some.whole()
     assert clock.now - began < 2 * SILENCE_S
     assert some.has_whole("s") and not some.has_whole("t")

@@ -157,9 +157,9 @@ def compare(world: World, query: Query) -> None:
         found = search(book, query, explain=explain)
         assert [book.uuid_of(row) for row in found.roots] == sorted(expected, key=lambda one: book.row_of(one) or 0)
     steps = found.funnel
-    assert steps[-1].left == len(expected)
+    assert steps[-1].remaining == len(expected)
     for before, after in pairwise(steps):
-        assert before.left - after.left == sum(after.rejected.values())
+        assert before.remaining - after.remaining == sum(after.rejected.values())
     for root, all_ways in expected.items():
         check_options(world, query, root, all_ways)
 

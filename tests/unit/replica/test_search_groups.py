@@ -74,8 +74,8 @@ def check(book: Book, states: list[ProviderState], query: Query) -> None:
         wanted = {root: ways for root, ways in wanted.items() if root == tree}
     answer = search(book, query, explain=True)
     assert {book.uuid_of(int(row)) for row in answer.roots} == set(wanted)
-    assert answer.funnel[0].left + sum(answer.funnel[0].rejected.values()) == len(book.rows_of_roots())
-    assert answer.funnel[-1].left == len(wanted)
+    assert answer.funnel[0].remaining + sum(answer.funnel[0].rejected.values()) == len(book.rows_of_roots())
+    assert answer.funnel[-1].remaining == len(wanted)
     verdicts = verdicts_of(book, query)
     assert verdicts.reasons.unknown not in verdicts.verdicts
     assert verdicts.reasons.unexplained not in verdicts.verdicts

@@ -46,7 +46,7 @@ def test_a_required_trait_counts_only_on_a_provider_that_gives() -> None:
     )
     query = Query(resources={"VCPU": 1}, required=(("GOOD",),))
     assert found(book, query) == []
-    assert search(book, query, explain=True).funnel[-1].left == 0
+    assert search(book, query, explain=True).funnel[-1].remaining == 0
     assert found(book, structs.replace(query, resources={"VCPU": 1, "VGPU": 1})) == ["p0"]
 
 
@@ -202,7 +202,7 @@ def test_the_funnel_says_why() -> None:
         ignore_roots=(uuid(0),),
     )
     funnel = search(book, query, explain=True).funnel
-    assert [(step.step, step.left, step.rejected) for step in funnel] == [
+    assert [(step.step, step.remaining, step.rejected) for step in funnel] == [
         ("providers", 6, {"ignored": 1}),
         ("traits", 4, {"has OLD": 1, "lacks SSD": 1}),
         ("aggregates", 3, {"not in one of az1, az2": 1}),

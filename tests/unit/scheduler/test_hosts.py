@@ -18,7 +18,7 @@ def test_services_that_a_cell_makes_up_are_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def report(
-    sequence: int, *named: str, began: int = 0, pages: int = 1, complete: bool = False, epoch: int = 1
+    sequence: int, *named: str, first_sequence: int = 0, pages: int = 1, complete: bool = False, epoch: int = 1
 ) -> ComputeHosts:
     listed = tuple(HostReport(uuid=f"{name * 8}-0000-4000-8000-000000000000", name=name) for name in named)
     return ComputeHosts(
@@ -27,7 +27,7 @@ def report(
         epoch=epoch,
         sequence=sequence,
         hosts=listed,
-        began=began,
+        first_sequence=first_sequence,
         pages=pages,
         complete=complete,
     )
@@ -39,18 +39,21 @@ def managed(table: hosts.HostTable) -> str:
 
 def test_a_report_of_many_pages_says_who_is_gone_when_all_of_them_were_heard() -> None:
     table = hosts.HostTable()
-    for one in (report(1, "a", "b", began=1, pages=2), report(2, "c", "d", began=1, pages=2, complete=True)):
+    for one in (
+        report(1, "a", "b", first_sequence=1, pages=2),
+        report(2, "c", "d", first_sequence=1, pages=2, complete=True),
+    ):
         assert table.apply(one, 0.0)
     assert managed(table) == "abcd"
-    table.apply(report(3, "a", began=3, pages=3), 1.0)
+    table.apply(report(3, "a", first_sequence=3, pages=3), 1.0)
     table.apply(report(4, "e"), 1.0)  # a host that is new meanwhile, said alone
-    table.apply(report(5, "c", began=3, pages=3), 1.0)
+    table.apply(report(5, "c", first_sequence=3, pages=3), 1.0)
     assert managed(table) == "abcde"
-    table.apply(report(6, began=3, pages=3, complete=True), 1.0)
+    table.apply(report(6, first_sequence=3, pages=3, complete=True), 1.0)
     assert managed(table) == "ace"
     # A page of this one is lost: nobody is taken for gone.
-    table.apply(report(7, "a", began=7, pages=3), 2.0)
-    table.apply(report(9, "c", began=7, pages=3, complete=True), 2.0)
+    table.apply(report(7, "a", first_sequence=7, pages=3), 2.0)
+    table.apply(report(9, "c", first_sequence=7, pages=3, complete=True), 2.0)
     assert managed(table) == "ace"
     table.apply(report(10, "c", complete=True), 3.0)  # as services said it that knew no pages
     assert managed(table) == "c"
@@ -59,9 +62,9 @@ def test_a_report_of_many_pages_says_who_is_gone_when_all_of_them_were_heard() -
 def test_a_service_that_began_anew_counts_its_pages_anew() -> None:
     """It may have died within a report that had the number of its first one now."""
     table = hosts.HostTable()
-    table.apply(report(1, "a", began=1, pages=3), 0.0)
-    table.apply(report(1, "b", began=1, pages=2, epoch=2), 1.0)
-    table.apply(report(2, "c", began=1, pages=2, epoch=2, complete=True), 1.0)
+    table.apply(report(1, "a", first_sequence=1, pages=3), 0.0)
+    table.apply(report(1, "b", first_sequence=1, pages=2, epoch=2), 1.0)
+    table.apply(report(2, "c", first_sequence=1, pages=2, epoch=2, complete=True), 1.0)
     assert managed(table) == "bc"
 
 
@@ -89,7 +92,7 @@ def test_a_host_whose_service_is_silent_or_gone_may_come_to_another_cell() -> No
     table = hosts.HostTable()
     announce(table, "c1", 1, 0.0)
     assert announce(table, "c2", 1, hosts.CELL_HOLD_S + 1) == "c2"
-    down = (ServiceDown(service="s", epoch=1, code="service.left"),)
+    down = (ServiceDown(service="s", epoch=1, code="service.stopped"),)
     table.apply(ServicesDigest(cell="c2", term=1, number=1, down=down), hosts.CELL_HOLD_S + 2)
     assert announce(table, "c1", 2, hosts.CELL_HOLD_S + 3) == "c1"
 

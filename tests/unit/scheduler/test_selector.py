@@ -279,8 +279,8 @@ def test_a_funnel_adds_up_and_a_person_is_told_the_nearest_reasons() -> None:
     nothing = hosts.selector.explain(spec, {hosts.uuids[1]: "claim.full"})
     left = 4
     for step in nothing.funnel:
-        assert step.left + sum(step.rejected.values()) == left, nothing.funnel
-        left = step.left
+        assert step.remaining + sum(step.rejected.values()) == left, nothing.funnel
+        left = step.remaining
     said = sentence(spec, nothing.funnel, 3)
     assert said.startswith("None of 4 hosts can take m1.medium (40 DISK_GB, 4096 MEMORY_MB, 2 VCPU): "), said
     assert "1 were taken during the claim; 1 are disabled; 1 are too small in VCPU" in said
