@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.kit.distribution import ByFile, in_order
 from tests.kit.fixtures import amqp, amqp_server, own_broker, postgres_server, postgres_url
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
@@ -21,6 +23,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = in_order(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """For `--dist loadscope`, with which scripts/test asks for it."""
+    return ByFile(config, log) if config.option.dist == "loadscope" else None
 
 
 @pytest.fixture(autouse=True)

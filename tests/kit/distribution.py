@@ -1,0 +1,50 @@
+"""How tests are handed to pytest's processes: what is long first, and a file's tests to one process.
+
+A file's tests share what its fixtures start; two processes with some of them each would start all of it twice. Tests of
+the simulation share nothing and each takes seconds, so they go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+# The files that take longest. One that begins last would have the machine to itself, most of it idle.
+LONGEST = tuple(
+    f"tests/system/test_{name}.py"
+    for name in (
+        "chaos",
+        "up_servers",
+        "failover",
+        "fresh_clone",
+        "real_processes",
+        "dead_service",
+        "up_processes",
+        "command_line",
+        "permissions",
+        "nested",
+    )
+)
+FOLDERS = ("tests/system", "tests/sim", "tests/integration", "tests/contract", "tests/unit")
+ONE_BY_ONE = "tests/sim/"
+
+
+def rank(path: str) -> tuple[int, int]:
+    """Where a file's tests come: the longest files, then the folders, from few long tests to many short ones."""
+    if path in LONGEST:
+        return 0, LONGEST.index(path)
+    return 1, next((number for number, folder in enumerate(FOLDERS) if path.startswith(folder)), len(FOLDERS))
+
+
+def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests as they are handed out; those of a file stay together and as they were."""
+    return sorted(items, key=lambda item: rank(item.nodeid.partition("::")[0]))
+
+
+class ByFile(LoadScopeScheduling):
+    """A unit of work is a file, or a test of the simulation."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
