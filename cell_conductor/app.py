@@ -45,7 +45,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     keeper = LeaseKeeper(store, bus, clock=env.clock, config=config, cell=cell, process=env.process)
     engine = Engine(store=store, bus=bus, relay=relay, clock=env.clock, config=config, cell=cell, down=keeper.down)
     requests = RequestHandlers(engine, env.clock)
-    hosts = HostHandlers(engine, store, env.clock, config, bus)
+    hosts = HostHandlers(engine, store, env.clock, config, bus, outdated=keeper.note_outdated)
     reporter = ReportRequester(bus, env.clock, config)
 
     async def declare() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -57,21 +57,36 @@ class RequestHandlers:
 class HostHandlers:
     """Queue conductor.hosts.{process}: compare what hosts run with what is on record, and repair the difference."""
 
-    def __init__(self, engine: Engine, store: InstanceStore, clock: Clock, config: ConductorConfig, bus: Bus) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: InstanceStore,
+        clock: Clock,
+        config: ConductorConfig,
+        bus: Bus,
+        *,
+        outdated: Callable[[str, int], None],
+    ) -> None:
+        """`outdated(service, epoch)`: a report came whose epoch is below this one of the same service."""
         self._engine = engine
         self._store = store
         self._clock = clock
         self._config = config
         self._newest = Newest()
+        self._outdated = outdated
         self._guard = Guard(store, bus, clock, config, effective=engine.effective)
 
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
         for received in batch:
             message = received.message
-            if isinstance(message, ComputeHosts) and self._newest.is_news(message):
+            if not isinstance(message, ComputeHosts):
+                continue
+            if self._newest.is_news(message):
                 await self._compare(message, message.seen_at or received.meta.sent_at)
                 self._newest.note(message)
+            elif message.epoch < (newest := self._newest.epoch(message.service)):
+                self._outdated(message.service, newest)
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:

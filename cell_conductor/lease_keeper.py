@@ -14,7 +14,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import Heartbeat, ServiceDown, ServicesDigest
+from bus.contracts.cell import Heartbeat, ServiceDown, ServiceOutdated, ServicesDigest
 from bus.faults import Transient
 from bus.port import BusError
 
@@ -68,6 +68,10 @@ class LeaseKeeper:
         """Compute services that take no builds now."""
         return self._table.down
 
+    def note_outdated(self, service: str, epoch: int) -> None:
+        """A report came whose epoch is below this one of the same service."""
+        self._table.note_outdated(service, epoch)
+
     async def handle(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.leases.{process}: heartbeats, and the keeper's digests, which prove that the bus delivers."""
         now_s, at = self._clock.monotonic(), self._clock.time()
@@ -92,6 +96,7 @@ class LeaseKeeper:
                 await self._fail_over(engine)
                 await self._keep()
                 await self._tell()
+                await self._tell_outdated()
             except (Transient, BusError) as fault:
                 log.warning("leases.waiting", code=fault.code, reason=str(fault))
 
@@ -174,6 +179,13 @@ class LeaseKeeper:
                 )
             )
         self._told, self._digest_at = down, now_s + DIGEST_S * len(pages)
+
+    async def _tell_outdated(self) -> None:
+        """Who goes on under an epoch that the cell takes for over learns which one it has to outgrow."""
+        outdated = self._table.outdated()
+        if self._keeping is not None:
+            for service, epoch in outdated.items():
+                await self._bus.publish(ServiceOutdated(service=service, cell=self._cell, epoch=epoch))
 
 
 def pages_of(down: Mapping[str, Lease]) -> list[tuple[ServiceDown, ...]]:

@@ -22,7 +22,7 @@ from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from compute_sim.handlers import ComputeHandlers
-from compute_sim.name import QUEUE, ServiceName
+from compute_sim.name import QUEUE, ServiceName, source_of
 from compute_sim.reporter import Reporter
 from compute_sim.unreliable import FaultyResultSender
 
@@ -83,7 +83,9 @@ def build(
         "compute.{service}", parts.handlers.commands, max_batch=BATCH, concurrency=1, prefetch=PREFETCH, service=service
     )
     result.add_consumer(commands)
-    asked = parts.bus.consumer(QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service)
+    asked = parts.bus.consumer(
+        QUEUE, parts.handlers.asked_or_beating, concurrency=1, service=service, source=source_of(service)
+    )
     result.add_consumer(asked)
     result.add_bus_check("bus", parts.bus)
     return result
@@ -153,6 +155,7 @@ class Parts:
             wait_for_capacity=self.announcer.wait_for_capacity,
             asked=self.reporter.on_request,
             heard=self.name.on_heartbeat,
+            outdated=self.reporter.outdated,
         )
 
     async def connect(self) -> None:

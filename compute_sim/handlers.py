@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.cell import Destroy, Heartbeat, Spawn
+from bus.contracts.cell import Destroy, Heartbeat, ReportHosts, ServiceOutdated, Spawn
+from bus.contracts.placement import InventoryOutdated
 from compute_sim.agent import Agent
+from compute_sim.name import source_of
 
 DONE = Done()
 
@@ -22,12 +24,14 @@ class ComputeHandlers:
         wait_for_capacity: Callable[[], Awaitable[None]],
         asked: Callable[[], None],
         heard: Callable[[Heartbeat], None],
+        outdated: Callable[..., None],
     ) -> None:
         self._agent = agent
         self._service = service
         self._wait_for_capacity = wait_for_capacity
         self._asked = asked
         self._heard = heard
+        self._outdated = outdated
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Spawn and Destroy: Done means remembered and started, not ended; the end is said as a ComputeResult."""
@@ -47,10 +51,18 @@ class ComputeHandlers:
         return outcomes
 
     async def asked_or_beating(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """ReportHosts: one announcement answers all that asked. Heartbeats under this service's name: are they ours?"""
+        """ReportHosts: one announcement answers all that asked. Heartbeats under this service's name: are they ours?
+
+        ServiceOutdated, InventoryOutdated: what the cell and the book have heard under this name.
+        """
         for received in batch:
-            if isinstance(received.message, Heartbeat):
-                self._heard(received.message)
-        if any(not isinstance(received.message, Heartbeat) for received in batch):
+            message = received.message
+            if isinstance(message, Heartbeat):
+                self._heard(message)
+            elif isinstance(message, ServiceOutdated) and message.service == self._service:
+                self._outdated(epoch=message.epoch)
+            elif isinstance(message, InventoryOutdated) and message.source == source_of(self._service):
+                self._outdated(version=message.version)
+        if any(isinstance(received.message, ReportHosts) for received in batch):
             self._asked()
         return [DONE] * len(batch)

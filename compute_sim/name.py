@@ -25,6 +25,11 @@ QUEUE = "compute.asked.{service}"
 AGAIN_S = 1.0
 
 
+def source_of(service: str) -> str:
+    """The name under which a service reports inventory."""
+    return f"compute-{service}"
+
+
 class NameTaken(Forbidden):
     """Another process runs a compute service of this name."""
 
@@ -56,7 +61,7 @@ class ServiceName:
 
         try:
             await Retrying(policy, self._clock).call(
-                lambda: self._bus.declare_now(QUEUE, service=self._service),
+                lambda: self._bus.declare_now(QUEUE, service=self._service, source=source_of(self._service)),
                 lambda error: isinstance(error, QueueLocked),
                 on_failure=told,
             )
@@ -77,7 +82,7 @@ class ServiceName:
         is newer does. The service of the higher epoch waits for the other one to stop, for `wait_s`.
         """
         own = self._records.epoch
-        if beat.service != self._service or beat.epoch == own or beat.stopping:
+        if beat.service != self._service or beat.epoch == own or beat.epoch in self._records.former or beat.stopping:
             return
         now = self._clock.monotonic()
         if self._other is None or self._other[0] != beat.epoch:

@@ -21,6 +21,7 @@ Key = tuple[str, str]  # (host uuid, instance uuid)
 MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
 VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
+FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets numbers pass 2**62
 
 
 class EntryRow(Struct, frozen=True, array_like=True, tag="e"):
@@ -68,6 +69,7 @@ class Records:
         self._running: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
         self.epoch = 0
+        self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
         self.starts = 0
         self.scans = 0  # of the hosts, begun in this process: orders results and reports, whatever clocks do
@@ -158,6 +160,18 @@ class Records:
         """A new start: its epoch is higher than every one before, also when the clock went back."""
         self._numbers(NumbersRow(max(self.epoch + 1, int(now_s * 1000)), self.version, self.starts + 1))
         return self.epoch
+
+    def outgrow(self, epoch: int = 0, version: int = 0) -> bool:
+        """Go on above what others have heard under this name; says whether they had heard more. At most `FARTHEST`."""
+        if not (self.epoch < epoch <= FARTHEST or self.version < version <= FARTHEST):
+            return False
+        if self.epoch < epoch <= FARTHEST:
+            self.former.add(self.epoch)
+            self.epoch = epoch + 1
+        if self.version < version <= FARTHEST:
+            self.version = version
+        self._numbers(NumbersRow(self.epoch, self.version, self.starts))
+        return True
 
     def begin_scan(self) -> int:
         """Count one more scan of the hosts; returns its number."""

@@ -24,6 +24,7 @@ from bus.port import BusError
 from bus.retrying import Retrying, RetryPolicy, passes_with_time
 from compute_sim import metrics
 from compute_sim.driver import Driver, DriverHost, DriverUnavailable
+from compute_sim.name import source_of
 from compute_sim.records import Records
 
 log = structlog.get_logger()
@@ -149,6 +150,19 @@ class Reporter:
         """The broker was away: what was said meanwhile, or just before, may be lost."""
         self._announce.add()
         self._inventory.add()
+
+    def outdated(self, *, epoch: int = 0, version: int = 0) -> None:
+        """The cell or the book knows a later word under this service's name than any of its own.
+
+        Its clock was set back, its records are gone, or another process had the name while its clock was ahead. Who is
+        told so holds the name: it goes on above that word, and says everything again. A late copy changes nothing.
+        """
+        before = self._records.epoch
+        if self._records.outgrow(epoch, version):
+            log.warning(
+                "compute.outdated", service=self._service, epoch=self._records.epoch, own_epoch=before, version=version
+            )
+            self.on_reconnected()
 
     # --- side tasks
 
@@ -288,7 +302,7 @@ class Reporter:
                 [
                     (
                         InventoryUpdate(
-                            source=f"compute-{self._service}",
+                            source=source_of(self._service),
                             version=first + number,
                             root_uuid=tree[0].uuid,
                             providers=tree,

@@ -13,6 +13,7 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from bus.service.settings import SettingsError
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
+from ironic_sync.domain.position import SOURCE
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
 from ironic_sync.source.rest import RestSource
@@ -61,6 +62,8 @@ def build(
         service.add_resource(own_broker.open, own_broker.close)
     service.add_resource(open_nothing, reading.close)
     service.add_task("sync", loop.run)
+    # One at a time: the positions belong to the term.
+    service.add_consumer(bus.consumer("ironic.outdated.{process}", loop.outdated, concurrency=1, source=SOURCE))
     service.add_drain(loop.drain)
     service.add_bus_check("bus", bus)
     service.add_check("ironic", lambda: loop.healthy)

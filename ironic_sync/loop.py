@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import structlog
 
 from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.placement import InventoryOutdated
 from bus.faults import Transient, first_fault
 from bus.port import Transport
 from ironic_sync import metrics
 from ironic_sync.config import IronicSyncConfig
-from ironic_sync.domain.position import Timing
+from ironic_sync.domain.position import SOURCE, Timing
 from ironic_sync.listener import NotificationListener
 from ironic_sync.reader import Reader
 from ironic_sync.source.port import IronicSource
@@ -85,6 +88,14 @@ class SyncLoop:
         """Read all nodes now."""
         if self._term is not None:
             self._term.reader.read_all()
+
+    async def outdated(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue ironic.outdated.{process}: what the book has newer than what was told."""
+        for received in batch:
+            message = received.message
+            if isinstance(message, InventoryOutdated) and message.source == SOURCE and self._term is not None:
+                self._term.sync_state.outdated(message.root_uuid, message.version)
+        return [Done()] * len(batch)
 
     async def drain(self, grace_s: float) -> None:
         """Take no more notifications; see what was taken saved and published, if the grace time allows."""

@@ -20,6 +20,7 @@ from ironic_sync.domain.position import Position, Timing
 log = structlog.get_logger(__name__)
 
 UNREADABLE = "node.unreadable"
+FARTHEST = 2**62 - 2**52  # no clock comes near it, and no contract lets versions pass 2**62
 
 
 class SyncState:
@@ -131,6 +132,20 @@ class SyncState:
                 self._republish.add(uuid)
             elif position.version and (position.read_at or 0.0) >= gone_since:
                 self._move(position, step.republished(position, now=now))
+
+    def outdated(self, uuid: str, version: int) -> None:
+        """The book has this version of a node: positions were lost, and an earlier clock was ahead."""
+        before = self.positions.get(uuid)
+        if before is None or not 0 < before.version < version < FARTHEST:
+            return  # a late copy lost, not the newest word
+        log.warning("ironic.outdated", node=uuid, version=before.version, known=version)
+        above = replace(before, version=version)
+        if above.report is None:
+            self._move(above, step.republished(above, now=self._clock.time()))
+            return
+        self.positions[uuid] = above  # told again, above it, with the next read: an offer needs a fresh one
+        self._republish.add(uuid)
+        self.schedule_read(uuid)
 
     def known(self) -> list[str]:
         """Nodes that the book has been told to have."""

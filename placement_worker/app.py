@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,6 +11,8 @@ import structlog
 from bus.bus import API, Bus
 from bus.cell_link import CellLink, wait_for
 from bus.consuming.consumer import Consumer
+from bus.contracts.base import Message
+from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.health import Health
 from bus.service.service import Service
@@ -41,9 +44,19 @@ def build(
     service = Service(NAME, clock=env.clock, grace_s=config.grace_s)
     store = store if store is not None else PostgresStore(env.database(NAME, pool_size=config.pool_size))
     api = env.bus(API)
+    buses = {API: api, **{cell: env.bus(cell) for cell in cells}}
     publisher = FeedPublisher(store, api, clock=env.clock, config=config)
+
+    async def tell(bus: str, messages: Sequence[Message]) -> None:
+        with contextlib.suppress(BusError):
+            await buses[bus].publish_all([(message, "") for message in messages])
+
     handlers = PlacementHandlers(
-        store, clock=env.clock, committed=publisher.wake, claimed=partial(publisher.wake, in_a_hurry=False)
+        store,
+        clock=env.clock,
+        committed=publisher.wake,
+        claimed=partial(publisher.wake, in_a_hurry=False),
+        tell=tell,
     )
 
     rest = _rest(env, config, store, publisher)
@@ -62,7 +75,7 @@ def build(
     service.add_task("feed publisher", publisher.run)
     service.add_task("feed head", publisher.announce)
     service.add_task("feed trim", publisher.trim)
-    links = [_link(env.bus(cell), handlers, config) for cell in cells]
+    links = [_link(buses[cell], handlers, config) for cell in cells]
     for link in links:
         service.add_resource(open_nothing, link.close)
         service.add_task(f"cell {link.name}", link.run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -14,6 +14,7 @@ from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
     ClaimResult,
+    InventoryOutdated,
     InventoryUpdate,
     LocateRequest,
     ReleaseResult,
@@ -35,16 +36,23 @@ class PlacementHandlers:
     """Handlers of placement's queues; a batch is of one queue, and so of one bus.
 
     `committed` is called after every transaction that may have written changes, `claimed` after one of claims: the
-    requester of those has its own answer.
+    requester of those has its own answer. `tell` publishes on a bus, at once or not at all.
     """
 
     def __init__(
-        self, store: PlacementStore, *, clock: Clock, committed: Callable[[], None], claimed: Callable[[], None]
+        self,
+        store: PlacementStore,
+        *,
+        clock: Clock,
+        committed: Callable[[], None],
+        claimed: Callable[[], None],
+        tell: Callable[[str, Sequence[Message]], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
         self._committed = committed
         self._claimed = claimed
+        self._tell = tell
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """placement.requests: all claims, releases, reverts and swaps of the batch are one group, one transaction."""
@@ -68,6 +76,7 @@ class PlacementHandlers:
         self._committed()
         _measure("inventory", len(updates), self._clock.monotonic() - started)
         outcomes: list[Outcome] = []
+        outdated: list[Message] = []
         for received in batch:
             update = received.message
             if not isinstance(update, InventoryUpdate):
@@ -88,7 +97,13 @@ class PlacementHandlers:
             metrics.REPORTS.labels(result.outcome).inc()
             if result.stranded:
                 log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
+            if result.version:
+                outdated.append(
+                    InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
+                )
             outcomes.append(Done(result))
+        if outdated and self._tell is not None:
+            await self._tell(batch[0].bus, outdated)
         return outcomes
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:

@@ -43,7 +43,10 @@ class IronicSyncWatch:
 
     def heard(self, body: bytes) -> None:
         """A notification arrives at the process."""
-        inner = json.loads(json.loads(body)["oslo.message"])
+        outer = json.loads(body)
+        if "oslo.message" not in outer:
+            return  # the book's word, not Ironic's
+        inner = json.loads(outer["oslo.message"])
         _, kind, action, status = inner["event_type"].split(".")
         node = inner["payload"]["ironic_object.data"]
         if kind != "node" or (status == "start" and action not in FACTS):
@@ -64,13 +67,13 @@ class IronicSyncWatch:
             known.may_remove = False
             if not free(node):
                 known.may_offer = False
-            elif known.heard_at < at:
+            elif known.heard_at <= at:  # what was heard by then had happened
                 known.may_offer = True
 
     def missing(self, at: float, uuid: str) -> None:
         """An answer that Ironic made at this time, that it has no such node, arrives at the process."""
         known = self._nodes.setdefault(uuid, Known())
-        known.may_remove = known.may_remove or known.heard_at < at
+        known.may_remove = known.may_remove or known.heard_at <= at
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
         """The process is about to keep these, and to tell the book."""

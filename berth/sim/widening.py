@@ -37,12 +37,7 @@ class Widening(StrEnum):
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
-# Off until what they break is mended, each with its reason.
-NOT_YET: Mapping[Widening, str] = {
-    Widening.SAME_NAME: "an epoch is its service's own clock: when a second service of a name, whose clock is ahead, is"
-    " gone, all that the first one reports is taken for older, until it starts again (seed 1035)",
-}
-WIDENED = frozenset(Widening) - frozenset(NOT_YET)
+WIDENED = frozenset(Widening)
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.

@@ -223,6 +223,18 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="compute.heartbeat.v1"):
     interval_s: Annotated[float, Bound(ge=0, le=3600)] = 0.0
 
 
+class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdated.v1"):
+    """To the process that holds this compute service's name: the cell knows this epoch, and heard a lower one since.
+
+    A late copy is heard so. A process all of whose epochs are lower (another one had the name meanwhile, and its clock
+    was ahead) goes on above it, as nothing that it says counts.
+    """
+
+    service: Word
+    cell: Word
+    epoch: Annotated[int, Bound(ge=0, le=2**62)]
+
+
 class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A compute service that takes no builds now. epoch: its life that this is said of, and all before.
 

@@ -87,7 +87,7 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
 class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.v1"):
     """Reply to an InventoryUpdate that carried `reply_to`.
 
-    outcome: applied | unchanged | stale (an older version lost). Refusals come as `refusal.v1`.
+    outcome: applied | unchanged | stale (an older version lost to `version`). Refusals come as `refusal.v1`.
     stranded: what the report no longer has but a consumer still uses: a provider, or `provider/CLASS`. Nothing new
     goes there; it is removed by the first report that finds it unused.
     """
@@ -95,6 +95,19 @@ class InventoryResult(Message, frozen=True, kw_only=True, tag="inventory.result.
     outcome: str
     sequence: int = 0
     stranded: tuple[str, ...] = ()
+    version: Version = 0
+
+
+class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outdated.v1"):
+    """To a source of inventory: its report about this root lost, because the book has one of this version.
+
+    A late copy loses so. A source all of whose versions are lower (its clock was set back, or its records are gone)
+    goes on above it.
+    """
+
+    source: Word
+    root_uuid: Uuid
+    version: Version
 
 
 class ClaimOutcome(StrEnum):

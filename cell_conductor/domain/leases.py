@@ -19,6 +19,7 @@ from msgspec.structs import replace
 STEP_S = 2.0
 # A service that does not say how often it sends a heartbeat.
 UNSAID_BEAT_S = 10.0
+FARTHEST_EPOCH = 2**62  # of a message that names one
 # So many services are kept at most; further ones are not suspected of anything.
 MAX_SERVICES = 100_000
 
@@ -70,6 +71,7 @@ class LeaseTable:
         self._held: dict[str, _Held] = {}
         self._clock = 0.0
         self._delivered: float | None = None
+        self._outdated: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -122,6 +124,8 @@ class LeaseTable:
                 return False
             held = self._held[service] = _Held(Lease(service=service, epoch=-1), -1, self._clock)
         before = held.lease
+        if epoch < before.epoch:
+            self.note_outdated(service, before.epoch)
         if (epoch, sequence) <= (before.epoch, held.sequence):
             return False
         interval_s = interval_s if interval_s > 0 else before.interval_s
@@ -134,6 +138,16 @@ class LeaseTable:
         elif (before.state, before.epoch, before.interval_s) != (LeaseState.UP, epoch, interval_s):
             held.lease = Lease(service=service, epoch=epoch, interval_s=interval_s, since=at)
         return held.lease is not before
+
+    def note_outdated(self, service: str, epoch: int) -> None:
+        """Something of this service came with an epoch below this one."""
+        if epoch <= FARTHEST_EPOCH and (service in self._outdated or len(self._outdated) < MAX_SERVICES):
+            self._outdated[service] = max(epoch, self._outdated.get(service, 0))
+
+    def outdated(self) -> dict[str, int]:
+        """{service: epoch} of those noted since the last call."""
+        outdated, self._outdated = self._outdated, {}
+        return outdated
 
     def assess(self, at: float) -> list[Lease]:
         """Services that have fallen silent by now, in order of their names."""

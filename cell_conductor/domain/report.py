@@ -175,6 +175,10 @@ class Newest:
         last = self._heard.get(report.service)
         return last is None or (report.epoch, report.sequence) > last
 
+    def epoch(self, service: str) -> int:
+        """Of the newest report of this service that was handled; 0 before there is one."""
+        return self._heard.get(service, (0, 0))[0]
+
     def note(self, report: ComputeHosts) -> None:
         """The report has been handled. Not before: one that met an outage comes again, and is still news then."""
         at = (report.epoch, report.sequence)

@@ -90,7 +90,9 @@ class ReportGroup:
                 last, digest = self.updates[rival].version, self._digests[rival]
             if update.version <= last:
                 again = update.version == last and self._digests[number] == digest
-                self.results[number] = InventoryResult(outcome="unchanged" if again else "stale")
+                self.results[number] = (
+                    InventoryResult(outcome="unchanged") if again else InventoryResult(outcome="stale", version=last)
+                )
                 continue
             if rival is not None:
                 self.results[rival] = InventoryResult(outcome="stale")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 import pytest
@@ -11,13 +11,14 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
-from bus.contracts.base import Meta
+from bus.contracts.base import Message, Meta
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimResult,
     ConsumerAllocations,
     Inventory,
+    InventoryOutdated,
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
@@ -160,6 +161,19 @@ async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> 
     assert isinstance(done, Done)
     assert isinstance(done.reply, ClaimResult)
     assert str(done.reply.outcome) == "gone"
+
+
+async def test_a_source_learns_which_version_of_its_report_the_book_has(store: PlacementStore) -> None:
+    told: list[tuple[str, Message]] = []
+
+    async def tell(bus: str, messages: Sequence[Message]) -> None:
+        told.extend((bus, message) for message in messages)
+
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, tell=tell)
+    for version in (7, 7, 3, 8):
+        await handlers.inventory([Received(host(MINE, version), Meta(id="m"), "c1", "placement.inventory")])
+    known = InventoryOutdated(source=host(MINE, 1).source, root_uuid=MINE, version=7)
+    assert told == [("c1", known)], "a report that comes twice is not outdated"
 
 
 def node(version: int, cell: str | None = None) -> InventoryUpdate:

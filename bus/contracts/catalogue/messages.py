@@ -147,6 +147,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="(consumer, attempt)",
     ),
     MessageRow(
+        message=placement.InventoryOutdated,
+        owner="placement_worker",
+        publishers=("placement_worker",),
+        where=Where.BOTH,
+        exchange=EVENTS,
+        key="inventory.outdated.{source}",
+        persistent=False,
+        idempotency="source, root_uuid and version",
+    ),
+    MessageRow(
         message=placement.Release,
         owner="placement_worker",
         publishers=("scheduler_worker", "cell_conductor"),
@@ -345,6 +355,16 @@ MESSAGES: tuple[MessageRow, ...] = (
         key="services.digest",
         persistent=False,
         idempotency="cell, term, number and page",
+    ),
+    MessageRow(
+        message=cell.ServiceOutdated,
+        owner="cell_conductor",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="compute.outdated.{service}",
+        persistent=False,
+        idempotency="service and epoch",
     ),
     MessageRow(
         message=cell.MachinesUnexplained,

@@ -100,6 +100,14 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
     ),
     QueueRow(
+        name="ironic.outdated.{process}",
+        where=Where.API,
+        kind=QueueKind.PRIVATE,
+        consumer="ironic_sync",
+        bindings=((EVENTS, "inventory.outdated.{source}"),),
+        max_length=100_000,
+    ),
+    QueueRow(
         name="conductor.requests",
         where=Where.CELL,
         kind=QueueKind.DURABLE,
@@ -148,7 +156,12 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.CELL,
         kind=QueueKind.PRIVATE,
         consumer="compute_sim",
-        bindings=((EVENTS, "compute.report"), (EVENTS, "compute.heartbeat.{service}")),
+        bindings=(
+            (EVENTS, "compute.report"),
+            (EVENTS, "compute.heartbeat.{service}"),
+            (EVENTS, "compute.outdated.{service}"),
+            (EVENTS, "inventory.outdated.{source}"),
+        ),
         max_length=1_000,
     ),
     QueueRow(

@@ -196,7 +196,9 @@ class Cell:
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
         self.engine = self.new_engine()
         requests = RequestHandlers(self.engine, self.clock)
-        self.hosts = HostHandlers(self.engine, self.store, self.clock, self.config, self.bus)
+        self.hosts = HostHandlers(
+            self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
+        )
         relay = asyncio.create_task(self.relay.run())
         stack.push_async_callback(_cancel, relay)
         for consumer in (

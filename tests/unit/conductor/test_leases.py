@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cell_conductor.domain.leases import STEP_S, Lease, LeaseState, LeaseTable
+from cell_conductor.domain.leases import FARTHEST_EPOCH, STEP_S, Lease, LeaseState, LeaseTable
 
 MISSED = 5
 
@@ -143,3 +143,21 @@ def test_numbers_that_no_service_has_and_too_many_names_are_left_out() -> None:
     for epoch, sequence in ((-1, 1), (2**63, 1), (1, -1), (1, 2**70)):
         assert not table.renew("a", epoch, sequence, at=1.0)
     assert len(table) == 0
+
+
+def test_a_life_whose_epoch_is_lower_than_one_on_record_is_told_which_it_has_to_outgrow() -> None:
+    """Seed 1035: a second process had the name, its clock was ahead, and the first one counted for older for good."""
+    story = Story("a", "b")
+    assert story.table.outdated() == {}
+    story.beat("a", 7)
+    assert story.run(1) == [] and story.table.outdated() == {"a": 7}, "b is as it was"
+    assert story.table.outdated() == {}, "told once"
+    story.services["a"] = 8
+    story.run(10)
+    assert story.state("a") is LeaseState.UP and story.table.outdated() == {}
+
+
+def test_an_epoch_that_no_message_may_name_is_told_to_none() -> None:
+    table = LeaseTable(MISSED)
+    table.note_outdated("a", FARTHEST_EPOCH + 1)
+    assert table.outdated() == {}

@@ -35,3 +35,19 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
         assert looks == [5, 5]
         assert await handlers.hosts(batch) == [Done()]
         assert looks == [5, 5], "now it is old news"
+
+
+async def test_a_report_of_a_lower_epoch_tells_its_service_which_one_it_has_to_outgrow() -> None:
+    told: list[tuple[str, int]] = []
+
+    async def compare(self: HostHandlers, report: ComputeHosts, seen_at: float) -> None:
+        pass
+
+    with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
+        handlers = HostHandlers()  # type: ignore[call-arg]
+        handlers._newest, handlers._clock = Newest(), SystemClock()
+        handlers._outdated = lambda service, epoch: told.append((service, epoch))
+        for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
+            said = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
+            await handlers.hosts([Received(message=said, meta=Meta(id="m"), bus="c", queue="q")])
+    assert told == [("s", 9)], "copies of its own life are none of it"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.contracts.placement import InventoryUpdate
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.placement import InventoryOutdated, InventoryUpdate
 from bus.memory import MemoryTransport
 from bus.port import BusUnavailable
 from ironic_sync.domain.node import Node, Unreadable
@@ -164,3 +166,19 @@ async def test_removed_nodes_are_forgotten_after_a_while() -> None:
         assert not here.positions.positions
         assert here.loop.sync_state is not None
         assert not here.loop.sync_state.positions
+
+
+async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has() -> None:
+    """Seed 1210: positions were lost, and the process before had a clock that was minutes ahead: all that was told
+    counted for older until its clock had passed."""
+    _, here = world()
+    async with here.running():
+        await here.settle()
+        version = here.book.versions[NODE]
+        ahead = version + 10**12
+        for known in (version - 5, ahead, 2**62):
+            said = InventoryOutdated(source="ironic", root_uuid=NODE, version=known)
+            await here.loop.outdated([Received(said, Meta(id="m"), "api", "ironic.outdated.test")])
+            await here.settle()
+            assert (here.book.versions[NODE] > ahead) is (known >= ahead), known
+        assert here.book.versions[NODE] < 2 * ahead, "what leaves no room is not followed"
