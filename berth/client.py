@@ -126,9 +126,9 @@ class BuildClient:
     async def boot(self, requests: Sequence[BuildRequest], *, patience_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them.
 
-        patience_s: how long to publish again while the broker is away or refuses; a request that arrives twice is
-        one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down); the
-        tracks of those that were confirmed before have a `published_at`.
+        patience_s: how long to publish again while the broker is unavailable or refuses; a request that arrives twice
+        is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down);
+        the tracks of those that were confirmed before have a `published_at`.
         """
         tracks = [self.track(request) for request in requests]
         give_up_at = self._clock.monotonic() + patience_s
@@ -184,7 +184,7 @@ class BuildClient:
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything followed has ended; False when the time ran out first.
 
-        In a long silence it asks: an event may have been missed while the connection was away.
+        In a long silence it asks: an event may have been missed while the connection was unavailable.
         """
         deadline = self._clock.monotonic() + timeout_s
         while self._open:

@@ -101,7 +101,7 @@ class Agents:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(httpx.HTTPError):  # Ironic is away, as it is for a real agent: again
+            with contextlib.suppress(httpx.HTTPError):  # Ironic is unavailable, as it is for a real agent: again
                 await self._beat_all()
             await asyncio.sleep(self._beat_s)
 

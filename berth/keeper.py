@@ -1,4 +1,4 @@
-"""Keeps a server that `berth up` started alive: one that ends is started again on its data, until it stays."""
+"""Restarts a server of `berth up` whenever it ends: on its own data, at once, then less and less often."""
 
 from __future__ import annotations
 
@@ -10,64 +10,68 @@ import structlog
 
 from berth.embedded.process import ServerFailed
 from berth.embedded.server import PrivateServer
+from bus.retrying import RetryPolicy
 
 log = structlog.get_logger(__name__)
 
 Say = Callable[[str], None]
 
-LOOK_S = 0.2
-# Between two attempts at a server that does not start (a full disk, say): from the first, doubled, to the longest.
-FIRST_WAIT_S = 0.5
-LONGEST_WAIT_S = 30.0
-# One that dies within this time after it was started waits like one that did not start.
-STAYS_S = 60.0
+CHECK_INTERVAL_S = 0.2
+# Before the second start and every later one (the disk may be full); the first follows at once.
+RESTART = RetryPolicy(first_s=0.5, longest_s=30.0, least=1.0)
+# A server that ends within this time after its start counts as one that did not start.
+STABLE_S = 60.0
 MAX_REASON = 300
 
 
-def to_log(said: str) -> None:
-    """What a keeper logs; it has no terminal."""
-    log.warning("server.ended", reason=said)
+def to_log(sentence: str) -> None:
+    """Log a sentence of a keeper, for a process without a terminal."""
+    log.warning("server.ended", reason=sentence)
 
 
 class ServerKeeper:
-    """Watches one server. name: as people call it. say: told of each end, failed attempt and return, one sentence."""
+    """Restarts one server whenever it ends.
+
+    name: of the server, for the sentences. say: takes one sentence for each end, failed start and return.
+    """
 
     def __init__(self, name: str, server: PrivateServer, *, say: Say) -> None:
         self._name = name
         self._server = server
         self._say = say
         self._stop = asyncio.Event()
-        self._wait_s = 0.0  # before the next start
+        self._starts = 0  # in a row that did not last
 
     async def watch(self) -> None:
-        """Until `stop` was called; a start that is under way then is waited for."""
+        """Restart the server until `stop` is called. A start that is under way then is waited for."""
         up_since = asyncio.get_running_loop().time()
-        while not await self._stopped_within(LOOK_S):
+        while not await self._stopped_within(CHECK_INTERVAL_S):
             now = asyncio.get_running_loop().time()
             if self._server.pid:
                 continue
-            if now - up_since >= STAYS_S:
-                self._wait_s = 0.0
-            await self._start_again()
+            if now - up_since >= STABLE_S:
+                self._starts = 0
+            await self._restart()
             up_since = asyncio.get_running_loop().time()
 
     def stop(self) -> None:
-        """Start nothing any more."""
+        """Restart nothing from now on."""
         self._stop.set()
 
-    async def _start_again(self) -> None:
-        """Until it runs, or `stop` was called."""
-        said = f"{self._name} ended with status {self._server.status}"
+    async def _restart(self) -> None:
+        """Try until the server runs, or `stop` is called."""
+        problem = f"{self._name} ended with status {self._server.status}"
         while True:
-            again = f"; started again in {self._wait_s:g} s" if self._wait_s else "; started again"
-            self._say(f"{said}{again} (its log: {self._server.log})")
-            if await self._stopped_within(self._wait_s):
+            wait_s = RESTART.wait_s(self._starts, None) if self._starts else 0.0
+            again = f"; started again in {wait_s:g} s" if wait_s else "; started again"
+            self._say(f"{problem}{again} (its log: {self._server.log})")
+            if await self._stopped_within(wait_s):
                 return
-            self._wait_s = min(max(2 * self._wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
+            self._starts += 1
             try:
                 await asyncio.to_thread(self._server.restart)
             except (ServerFailed, OSError) as error:
-                said = f"{self._name} does not start: {_last_line(error)}"
+                problem = f"{self._name} does not start: {_last_line(error)}"
             else:
                 self._say(f"{self._name} is up again")
                 return

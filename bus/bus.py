@@ -27,7 +27,7 @@ __all__ = ["API", "Bus", "BusLimits"]
 
 R = TypeVar("R", bound=Message)
 
-# A call that publishes more than this gathers them: what is said alone and together then leaves in batches as well.
+# A call that publishes more than this batches: also messages that leave under a key of their own.
 FEW = 2
 
 log = structlog.get_logger("bus")
@@ -60,7 +60,7 @@ class Bus:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be said on it now; "": it can."""
+        """Why nothing can be published on it now; "": it can."""
         if not self.transport.connected:
             return "not connected"
         blocked = self.transport.blocked
@@ -205,7 +205,7 @@ class Bus:
             return
         self.publisher.post(row.exchange, key, mode, packed, waiter)
         if said_twice:
-            # An id of its own: the broker's answers on this connection are told apart by it.
+            # An id of its own: it tells the broker's answers on this connection apart.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
             self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)
 

@@ -1,4 +1,4 @@
-"""A worker's presence on a cell's bus below it. A cell that is away delays no other: it is served when it comes."""
+"""A worker's presence on a cell's bus below it. An unavailable cell delays no other: it is served when it comes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CellLink:
         await Retrying(CELL_AWAY, self._bus.clock).call(
             self._start,
             lambda error: isinstance(error, BusUnavailable),
-            on_failure=lambda error, _: log.warning("cell.away", cell=self.name, reason=str(error)),
+            on_failure=lambda error, _: log.warning("cell.unavailable", cell=self.name, reason=str(error)),
         )
         self.up.set()
         async with asyncio.TaskGroup() as running:
@@ -63,4 +63,4 @@ async def wait_for(links: Sequence[CellLink], wait_s: float) -> None:
         async with asyncio.timeout(wait_s):
             await asyncio.gather(*(link.up.wait() for link in links))
     except TimeoutError:
-        log.warning("cells.away", cells=[link.name for link in links if not link.up.is_set()])
+        log.warning("cells.unavailable", cells=[link.name for link in links if not link.up.is_set()])

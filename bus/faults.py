@@ -16,7 +16,7 @@ class Fault(Exception):
 
 
 class Transient(Fault):
-    """Something we depend on is away. The consumer waits and calls the handler again; no retry is used up."""
+    """Something we depend on is unavailable. The consumer waits and calls the handler again; no retry is used up."""
 
     code = "fault.transient"
 

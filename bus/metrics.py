@@ -11,7 +11,9 @@ IN_FLIGHT = Gauge("berth_bus_in_flight", "Broker messages that wait for their co
 BLOCKED = Gauge("berth_bus_blocked", "1 while the broker takes no messages: short of memory or disk.", ["bus"])
 CONSUMED = Counter("berth_bus_consumed", "Messages taken from a queue.", ["bus", "queue"])
 OUTCOMES = Counter("berth_bus_outcomes", "What became of messages taken.", ["bus", "queue", "outcome"])
-STALLS = Counter("berth_bus_stalls", "Handler calls put off because a dependency was away.", ["bus", "queue", "code"])
+STALLS = Counter(
+    "berth_bus_stalls", "Handler calls put off because a dependency was unavailable.", ["bus", "queue", "code"]
+)
 LATE_REPLIES = Counter("berth_bus_late_replies", "Replies that are not waited for any more.", ["bus"])
 REPLY_TIMEOUTS = Counter("berth_bus_reply_timeouts", "Requests without a reply at their deadline.", ["bus"])
 DEAD_DROPPED = Counter("berth_bus_dead_letters_dropped", "Dead letters dropped: too many are parked.", ["bus", "queue"])

@@ -128,7 +128,7 @@ class Transport(Protocol):
     name: str
 
     async def open(self) -> None:
-        """Connect. Waits for the broker while it is away, saying so in the log; raises BusForbidden."""
+        """Connect. Waits for the broker while it is unavailable, saying so in the log; raises BusForbidden."""
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""

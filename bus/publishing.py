@@ -58,7 +58,7 @@ class Mode(Struct, frozen=True):
         return min(self.max_batch, limits.batch_items) if self.max_batch else limits.batch_items
 
 
-# What is also said one by one, gathered under a key of its own.
+# Messages that are also published one by one, batched under a key of their own.
 BATCHED = Mode(True)
 
 
@@ -100,7 +100,7 @@ class Confirmation(Waiter):
         group.pending += 1
 
     def settle(self, error: BaseException | None) -> None:
-        """Confirmed or failed: told to the group when nothing more of this message is under way."""
+        """Confirmed or failed. The group learns it when nothing more of this message is under way."""
         super().settle(error)
         if not self.pending:
             self._group.settle(None)
@@ -209,7 +209,7 @@ class Publisher:
     def post_once(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, together: str, packed: Packed, waiter: Waiter
     ) -> bool:
-        """Send a message that is said alone and together as one broker message under both keys, at once.
+        """Send a message of both keys, its own and its batch's, as one broker message, at once.
 
         False: something waits under one of the keys, and it may not overtake that; or so much is on its way that it
         gathers. (What is on its way already stays before it: all leave on one channel.) It never asks who listens:

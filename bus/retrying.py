@@ -46,7 +46,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
         return longest * rng.uniform(self.least, 1.0)
 
 
-# What a consumer, a worker's start or a report depends on is away: until it is there.
+# What a consumer, a worker's start or a report depends on is unavailable: until it is there.
 UNTIL_AVAILABLE = RetryPolicy(first_s=0.05, longest_s=5.0)
 # A request that the broker did not take, and the reply queue that it needs: within the request's own timeout.
 WITHIN_A_REQUEST = RetryPolicy(first_s=0.02, longest_s=1.0)
@@ -66,7 +66,7 @@ DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
 
 
 def passes_with_time(error: BaseException) -> bool:
-    """Whether waiting helps: what we depend on is away, and our credentials have not been turned down."""
+    """Whether waiting helps: what we depend on is unavailable, and our credentials have not been turned down."""
     return isinstance(error, Transient | BusError) and not isinstance(error, BusForbidden)
 
 
@@ -92,7 +92,7 @@ class Retrying:
     ) -> T:
         """Call until it returns. Raises what it raised last: a fault that does not pass, or when the policy stops.
 
-        on_failure: told of each fault that will be followed by another call, and how many there have been.
+        on_failure: called with each fault that another call follows, and with the number of faults so far.
         """
         is_first = True
         try:  # nearly every call is the only one, and tenacity takes longer than some of them

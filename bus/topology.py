@@ -172,7 +172,7 @@ def shared_queues() -> tuple[QueuePlan, ...]:
 
 
 def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> QueuePlan:
-    """The queue that a catalogue row asks for."""
+    """The queue that a catalogue row describes."""
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
     return QueuePlan(

@@ -419,7 +419,8 @@ def letters_key(delivery: Delivery) -> str:
 
     A letter of the broker's has the headers of its publisher, who may have written anything: there the broker's own
     record tells. A message that was read cannot have brought one along (`Codec`). One that no consumer has read can,
-    and the broker (3.10) goes on with it: of a request that expired unread nothing may follow but that its end is told.
+    and the broker (3.10) goes on with it: of a request that expired unread nothing may follow but the announcement of
+    its end.
     """
     if delivery.headers.keys().isdisjoint(("x-death", "x-first-death-reason")):
         key = delivery.headers.get(ORIGINAL_KEY)

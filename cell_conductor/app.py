@@ -27,7 +27,7 @@ ANNOUNCED_TO = "scheduler.builds"
 
 
 def is_progress(message: Message) -> bool:
-    """News of a build that goes on. `building` of one that is over in a moment is told and recorded with its end."""
+    """Whether it is an event of a build that goes on: it may leave together with the event of the build's end."""
     return isinstance(message, BuildEvent) and not message.terminal
 
 

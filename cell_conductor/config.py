@@ -22,7 +22,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     the bus delivers, before it counts as silent: its builds go to other services, and schedulers choose none of its
     hosts. services_retention_s: how long a service that is down stays on record. breaker_limit: so many machines of one
     compute service may be lost, newly quarantined or found over in one report; more trip its breaker, and nothing of it
-    is destroyed or taken for lost until an operator says go. report_interval_s: between two requests for reports from
+    is destroyed or taken for lost until an operator resets it. report_interval_s: between two requests for reports from
     all hosts (they also report by themselves). deleted_retention_s: how long a deleted instance stays on record, so
     that a late message about it is recognised; longer than any message can be under way. failed_retention_s: the same
     of a failed one; longer than the schedulers keep its request (ended_retention_s), because who deletes it there waits

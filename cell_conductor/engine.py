@@ -36,7 +36,8 @@ R = TypeVar("R", bound=Message)
 
 log = structlog.get_logger(__name__)
 
-# An instance is asked for at most this often in a row: a claim, then the release of what a delete made useless.
+# Placement gets requests for one instance at most this often in a row: a claim, then the release of what a delete made
+# useless.
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
@@ -54,7 +55,7 @@ class InstanceEvent(Struct, frozen=True):
 
 
 class PendingQuestion(Struct, frozen=True):
-    """What placement is to be asked for one instance. repeated: it may have been asked this very question before."""
+    """A request to placement for one instance. repeated: placement may have had this very request before."""
 
     instance: Instance
     message: Claim | Release
@@ -62,7 +63,7 @@ class PendingQuestion(Struct, frozen=True):
 
 
 class Transition(Struct, frozen=True):
-    """What one transaction has made of its instances, what it sends, and what is told of it once it is committed."""
+    """What one transaction has made of its instances, what it sends, and what is logged after the commit."""
 
     instances: Mapping[str, Instance]
     outgoing: list[OutboxMessage]
@@ -155,7 +156,7 @@ class Engine:
         return len(due)
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
-        """One transaction: what is new of these events, on the locked instances. Returns what is to be asked then."""
+        """One transaction: what is new of these events, on the locked instances. Returns the requests that follow."""
         await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildAsked)}
@@ -189,7 +190,7 @@ class Engine:
         return [a for a in incoming if not a.message_id or a.message_id in new]
 
     def _possible(self, known: Mapping[str, Instance], incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
-        """These, without placement's answers to questions that no record of theirs has asked.
+        """These, without placement's answers to requests that no record of theirs has made.
 
         Only a database that was set back or replaced in between does that. What was claimed or released stands in
         placement; what runs and has no record is quarantined with its host's next report.
@@ -244,14 +245,14 @@ class Engine:
         return Transition(now, outgoing, steps, ended)
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
-        """It is on record: now it may be sent, and told."""
+        """Send, log and count what has been committed."""
         self._relay.send(transaction.row, recorded.outgoing)
         _tell(recorded.steps, recorded.ended, recorded.outgoing)
 
     async def _settle(self, questions: Sequence[PendingQuestion]) -> None:
         """Ask placement, until nothing of this batch waits for it; what gets no answer is left to the sweep.
 
-        No answer is no reason to hold the messages back: the question is on record, and asked again until answered.
+        A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
             mine = [question for question in questions if question.instance.uuid not in self._asking]
@@ -335,7 +336,7 @@ def _may_be_redone(recorded: Transition) -> bool:
     """Whether it may leave before it is on disk: the message that caused it is acknowledged after that.
 
     A database that forgets it in a crash is given the message again, and announces the same again; see
-    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or asks placement is on disk first.
+    docs/decisions/0011-what-waits-for-the-disk.md. What commands a host or goes to placement is on disk first.
     """
     if any(wanted(instance) is not None for instance in recorded.instances.values()):
         return False
@@ -345,7 +346,7 @@ def _may_be_redone(recorded: Transition) -> bool:
 def _questions(
     before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
 ) -> list[PendingQuestion]:
-    """What is to be asked now: questions that have just come up, and those of `again`, asked once more.
+    """The requests to placement that are due: those that have just come up, and those of `again` once more.
 
     An instance that was waiting all along is another task's: asking twice at the same time would be answered twice.
     """
@@ -364,7 +365,7 @@ def _questions(
 def _refused(claim: Claim, answer: ClaimResult, now: float, repeated: bool) -> ClaimRefused:
     """A claim that took nothing.
 
-    When the same question was asked before (a crash, a lost answer), a consumer that is gone is our own doing: the
+    When the same request was sent before (a crash, a lost answer), a consumer that is gone is our own doing: the
     first asking released it and found no room. It differs from a consumer that another client holds.
     """
     ours = repeated and answer.consumer_generation is None
@@ -385,7 +386,7 @@ def _tell_change(change: DatabaseChange, cell: str) -> None:
         was=change.was,
         deployment=change.deployment,
         doubted=change.doubted,
-        hint="no build that was under way is timed out before its host has said what became of it",
+        hint="no build that was under way is timed out before its host has reported what became of it",
     )
 
 

@@ -171,7 +171,7 @@ class Guard:
         await self._bus.publish(alarm, cause=report.service)
 
     async def _destroy(self, record: UnexplainedRecord) -> None:
-        """An operator has released it to be destroyed: said with every report, until its host has taken the order."""
+        """Command a destruction that an operator has decided: with every report, until the host has taken it."""
         machine = record.machine
         log.warning(
             "quarantine.destroyed",

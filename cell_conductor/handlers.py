@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class RequestHandlers:
-    """Queues conductor.requests and conductor.results: what is asked of instances, and what became of attempts."""
+    """Queues conductor.requests and conductor.results: requests for instances, and results of attempts."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Keeps the leases of a cell's compute services: hears heartbeats, fails builds over, records and tells who is down.
+"""Keeps the leases of a cell's compute services: takes heartbeats, fails builds over, publishes who is down.
 
 Every conductor hears every heartbeat, suspects by itself and moves builds (each under its row's lock, so twice does no
 harm). One of them, the keeper (`store.leases`), records what it believes and publishes it, a digest a cell.
@@ -27,7 +27,7 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 0.25  # between two checks of the leases; what changed within it is told together
+TICK_S = 0.25  # between two checks of the leases; what changed within it is published together
 DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductors measure silence by them
 KEEP_S = 5.0  # a keeper that does not say so again is replaced after this
 KEEP_AGAIN_S = 1.0
@@ -189,7 +189,7 @@ class LeaseKeeper:
 
 
 def pages_of(down: Mapping[str, Lease]) -> list[tuple[ServiceDown, ...]]:
-    """One page at least. Beyond the last page nothing is told: a cell that has lost so many has other worries."""
+    """The services that are down, as pages; one page at least. Services beyond the last page are left out."""
     said = [
         ServiceDown(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
         for service, lease in sorted(down.items())

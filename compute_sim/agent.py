@@ -68,7 +68,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """One service over one driver. `say` publishes a result some time soon, `on_failures` hears of sick hosts."""
+    """One service over one driver. `say` publishes a result some time soon, `on_failures`: hosts whose builds fail."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Agent:
         async with chain.lock:
             try:
                 listed = await self._driver.list((key[0],))
-            except DriverUnavailable as fault:  # no answer; a conductor that needs one asks again
+            except DriverUnavailable as fault:  # no answer; a conductor that needs one repeats its command
                 log.warning("destroy.not_looked", instance=key[1], cause=key[1], host=key[0], reason=str(fault))
                 return
             entry = Entry(command.attempt, Phase.RUNNING, deployment=command.deployment)
@@ -281,7 +281,7 @@ class Agent:
     async def retry_destroys(self) -> None:
         """Take up what could not be destroyed, again and again, until cancelled.
 
-        Of an instance that has failed no conductor asks twice, and what is left of it would keep its host.
+        No conductor sends a second command for an instance that has failed, and what is left of it would keep its host.
         """
         while True:
             await self._clock.sleep(DESTROY_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Tells the conductor how attempts ended, and keeps telling until the broker has confirmed it."""
+"""Publishes how attempts ended to the conductor, again and again until the broker has confirmed it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ResultSender:
             self._has_capacity.clear()
 
     async def wait_for_capacity(self) -> None:
-        """Wait while too many results are not confirmed yet (the broker is away, or full)."""
+        """Wait while too many results are not confirmed yet (the broker is unavailable, or full)."""
         if not self._has_capacity.is_set():
             await self._has_capacity.wait()
 

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 BATCH = 256  # commands decided at once; deciding one takes tens of microseconds
 PREFETCH = 1024
 STOP_GRACE_S = 3.0  # builds may end within this; later ones are taken up by the next start
-FLUSH_S = 3.0  # results that the broker has not confirmed within this are said by the next start
+FLUSH_S = 3.0  # results that the broker has not confirmed within this are published by the next start
 DRIVER = RetryPolicy(first_s=0.2, longest_s=10.0, least=0.0)  # at the start: until it is there
 
 

@@ -1,4 +1,4 @@
-"""What a compute service is told at start, parsed once and passed down."""
+"""Settings of a compute service, parsed once and passed down."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class Fleet:
     def _assume_what_is_recorded(self) -> None:
         """After damage: a machine that the records have running runs, for its line may be one of those unread.
 
-        Believed to be gone it would be told lost; an older one in its place would be taken for undead, and destroyed.
+        Taken for gone it would be reported lost; an older one in its place would be taken for a leftover, and
+        destroyed.
         """
         for (host, instance), entry in self.records.running().items():
             found = self.guest(host, instance)

@@ -34,7 +34,7 @@ class ComputeHandlers:
         self._outdated = outdated
 
     async def commands(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Spawn and Destroy: Done means remembered and started, not ended; the end is said as a ComputeResult."""
+        """Spawn and Destroy: Done means remembered and started, not ended; the end is reported as a ComputeResult."""
         await self._wait_for_capacity()
         taken: list[Spawn | Destroy] = []
         outcomes: list[Outcome] = []

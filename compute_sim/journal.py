@@ -135,7 +135,7 @@ class Journal(Generic[Row]):
             return None
 
     def _keep_aside(self, damage: Damage) -> Damage:
-        """Copy the damaged file, before anything is written, and tell of it."""
+        """Copy the damaged file, before anything is written, and log it."""
         names = (self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, MAX_KEPT + 1))
         kept = next((name for name in names if not name.exists()), None)
         said = f"{self._path} is damaged at byte {damage.offset} ({damage.lines} lines, {damage.length} bytes)"

@@ -32,11 +32,11 @@ log = structlog.get_logger()
 HOSTS_PER_PAGE = 1000  # as the contract bounds it
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 TREES_PER_PUBLISH = 200
-# Inventory travels on durable queues and is said when it changes: repeating it all is for the unforeseen, and for
+# Inventory travels on durable queues and is published when it changes: repeating it all is for the unforeseen, and for
 # 100,000 hosts every minute it would cost the resource book as much as the boots do. One in so many report intervals.
 INVENTORY_EVERY = 10
-# The inventory of a host that changed is said once more with the first whole announcement after this: a report that
-# another service made of it before, and that waited somewhere, may have undone the first one.
+# The inventory of a host that changed is published once more with the first whole announcement after this: a report
+# that another service made of it before, and that waited somewhere, may have undone the first one.
 UNDONE_S = 15.0
 GATHER_S = 0.1  # changes and questions that come within this are answered together
 JITTER = 0.1  # share of the report interval, so that services started together drift apart
@@ -54,7 +54,7 @@ class PublishingBus(Protocol):
 
 
 class HostSource(Protocol):
-    """What the reporter asks the agent."""
+    """What the reporter needs from the agent."""
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Ask the driver which hosts there are."""
@@ -126,7 +126,7 @@ class Reporter:
         self._report_interval_s = report_interval_s
         self._announce = PendingReport()
         self._inventory = PendingReport()
-        self._changed: dict[str, float] = {}  # hosts whose inventory is to be said once more, and when they changed
+        self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
         self._publishing = asyncio.Lock()
         self._sequence = 0
 
@@ -147,7 +147,7 @@ class Reporter:
         self._announce.add((host,))
 
     def on_reconnected(self) -> None:
-        """The broker was away: what was said meanwhile, or just before, may be lost."""
+        """The broker was unavailable: what was published meanwhile, or just before, may be lost."""
         self._announce.add()
         self._inventory.add()
 
@@ -167,7 +167,7 @@ class Reporter:
     # --- side tasks
 
     async def beat(self) -> None:
-        """Heartbeats, until cancelled. One that cannot be said now is not worth saying later."""
+        """Send heartbeats, until cancelled. One that cannot be sent now is dropped."""
         while True:
             with contextlib.suppress(BusError, Transient):
                 await self._heartbeat()

@@ -10,7 +10,7 @@ from bus.contracts.cell import ComputeOutcome, ComputeResult
 from compute_sim.domain.faults import NO_FAULTS, Faults, plan_attempt
 from compute_sim.fleet import Fleet
 
-MAX_LATE = 10_000  # lies waiting to be told; beyond it the truth is told
+MAX_LATE = 10_000  # false results waiting to be sent; beyond this the true ones are sent
 
 
 class FaultyResultSender:
@@ -34,7 +34,8 @@ class FaultyResultSender:
             return
         plan = plan_attempt(self._faults, self._seed, host.plan.name, result.instance_uuid, result.attempt)
         if plan.late_s and result.outcome is ComputeOutcome.ACTIVE and len(self._late) < MAX_LATE:
-            # Whatever happens to the machine meanwhile, destruction included, this will be said: that is the lie.
+            # Whatever happens to the machine meanwhile, destruction included, this result will be sent: that is the
+            # fault.
             task = asyncio.get_running_loop().create_task(self._send_late(result, plan.late_s))
             self._late.add(task)
             task.add_done_callback(self._late.discard)
@@ -47,6 +48,6 @@ class FaultyResultSender:
         self._say(result)
 
     def stop(self) -> None:
-        """Lies not told yet stay untold: the next start finds them unsaid, and says them."""
+        """Drop the false results that are not sent yet. The next start reports the attempts, which are unreported."""
         for task in self._late:
             task.cancel()

@@ -1,7 +1,7 @@
 """What moved is saved, then published, then noted as published. The saved position is the outbox.
 
-A position is whole, so only a node's newest one is worth publishing: while the bus is away nothing piles up but one
-update a node, and a process that starts publishes every position that was saved and not confirmed.
+A position is whole, so only a node's newest one is worth publishing: while the bus is unavailable nothing piles up but
+one update a node, and a process that starts publishes every position that was saved and not confirmed.
 """
 
 from __future__ import annotations

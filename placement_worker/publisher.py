@@ -18,7 +18,7 @@ from placement_worker.store.port import PlacementStore
 log = structlog.get_logger("placement.feed")
 
 MOST_NAMED = 10  # roots in one line of the log
-STALL_S = 0.5  # between tries while the database or the bus is away
+STALL_S = 0.5  # between tries while the database or the bus is unavailable
 TAKEN_WAIT_S = 0.02  # before looking again whether the process that publishes has published this one's changes, too
 
 

@@ -44,8 +44,9 @@ class AnnouncementHandler:
         """All of a batch in one transaction; several events of one instance are applied in order."""
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
-        # Clients are told before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
-        # database, the message comes again and the same is told again (docs/decisions/0011-what-waits-for-the-disk.md).
+        # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
+        # database, the message comes again and the same is published again
+        # (docs/decisions/0011-what-waits-for-the-disk.md).
         applied = await run_optimistic(
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
             lambda unit: self._apply(unit, events),
@@ -74,7 +75,7 @@ class AnnouncementHandler:
                 applied.ignored.append((event, "foreign"))
                 continue
             if announced is None:
-                # Outdated or repeated: it changes nothing, but it happened. A line told twice is read once.
+                # Outdated or repeated: it changes nothing, but it happened. A repeated entry is shown once.
                 applied.ignored.append((event, "late"))
                 timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
                 continue

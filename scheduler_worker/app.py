@@ -37,7 +37,7 @@ from scheduler_worker.store.postgres import PostgresBuilds
 
 
 class HostsListener:
-    """Keeps the host table: applies announcements and digests, and asks for announcements when some may be missing."""
+    """Keeps the host table: applies announcements and digests, and requests announcements when some may be missing."""
 
     def __init__(self, bus: Bus, table: HostTable, *, clock: Clock, rng: random.Random, again_s: float) -> None:
         self._bus = bus
@@ -90,7 +90,7 @@ class HostsListener:
         return self._again_s * self._rng.uniform(0.75, 1.25)
 
 
-RECONNECT_CHECK_S = 0.5  # how soon after a reconnect hosts are asked
+RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
 DOUBT_S = 15.0  # between two questions while a service is taken for there that its cell does not count
 
 
@@ -204,7 +204,7 @@ def _operations(
     listener = AdminListener(store, selector.table, bus, again_s=config.report_interval_s)
     bus.transport.on_reconnect(listener.on_reconnected)
     operations = OperationsHandler(store, selector, clock=bus.clock, warmup_s=config.hosts_warmup_s)
-    # The queue is there before the decisions on record are read: what is decided in between is heard.
+    # The queue is there before the decisions on record are read: what is decided in between arrives as a message.
     service.add_declaration(lambda: bus.declare("scheduler.admin.{process}"))
     service.add_task("operators' decisions", listener.run)
     service.add_preparation(listener.loaded.wait)

@@ -1,4 +1,4 @@
-"""What the scheduler asks of placement: a port, and its adapter over the bus.
+"""Requests of the scheduler to placement: a port, and its adapter over the bus.
 
 Every method answers for each message, in order. Without an answer that is a fault; it never means "no".
 """
@@ -56,5 +56,5 @@ class BusClaims:
         try:
             return await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
         except (BusError, Transient) as error:
-            # No placement is running, or the bus is away: the messages may or may not have been delivered.
+            # No placement is running, or the bus is unavailable: the messages may or may not have been delivered.
             return [PlacementUnavailable(str(error)) for _ in messages]

@@ -126,7 +126,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     # Hosts
     hosts_warmup_s: Seconds = 5.0  # after a start, hosts may still be announced: requests are retried, not failed
     cell_wait_s: Seconds = 5.0  # a start waits so long for cells that are unavailable; those are connected to later
-    report_interval_s: Seconds = 300.0  # hosts are asked again so often, in case an announcement was lost
+    report_interval_s: Seconds = 300.0  # announcements are requested again so often, in case one was lost
 
     # Claiming
     claim_timeout_s: Seconds = 5.0

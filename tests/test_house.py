@@ -420,12 +420,13 @@ def test_prose_names_the_role_and_not_somebody() -> None:
 
 # Where waits that grow are at home.
 RETRYING = "bus/retrying.py"
+WAITS = re.compile("sleep|wait|within")
 
 
 def test_only_one_module_says_how_something_is_tried_again() -> None:
-    """Neither tenacity elsewhere, nor its like made by hand: a loop that sleeps beside a number that is doubled."""
+    """Neither tenacity elsewhere, nor its like made by hand: a loop that waits beside a number that is doubled."""
     wrong: list[str] = []
-    for path in sources("bus", *WORKERS):
+    for path in sources(*OURS):
         if path == ROOT / RETRYING:
             continue
         wrong += [
@@ -434,7 +435,7 @@ def test_only_one_module_says_how_something_is_tried_again() -> None:
         wrong += [
             f"{where(path, function.lineno)} waits longer each time"
             for function in ast.walk(parsed(path))
-            if isinstance(function, ast.AsyncFunctionDef) and sleeps_in_a_loop(function) and doubles(function)
+            if isinstance(function, ast.AsyncFunctionDef) and waits_longer(function)
         ]
     assert wrong == []
 
@@ -443,26 +444,29 @@ def test_only_one_module_says_how_something_is_tried_again() -> None:
     "growing",
     ["wait = min(wait * 2, 5.0)", "wait *= 2", "wait = min(2 * wait, LONGEST_S)", "wait = FIRST_S * 2.0 ** tries"],
 )
-def test_a_wait_that_is_made_to_grow_by_hand_is_found(growing: str) -> None:
-    code = f"async def f():\n    while True:\n        await clock.sleep(wait)\n        {growing}\n"
+@pytest.mark.parametrize("waiting", ["sleep", "stop.wait", "_stopped_within"])
+def test_a_wait_that_is_made_to_grow_by_hand_is_found(growing: str, waiting: str) -> None:
+    code = f"async def f():\n    while True:\n        await self.{waiting}(wait)\n        {growing}\n"
     (function,) = ast.parse(code).body
-    assert sleeps_in_a_loop(function) and doubles(function)
+    assert waits_longer(function)
 
 
-def sleeps_in_a_loop(function: ast.AST) -> bool:
+def waits_longer(function: ast.AST) -> bool:
+    """Whether one of its loops waits, and doubles something."""
     return any(
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "sleep"
+        doubles(loop) and any(isinstance(call, ast.Attribute) and WAITS.search(call.attr) for call in ast.walk(loop))
         for loop in ast.walk(function)
         if isinstance(loop, ast.While | ast.For | ast.AsyncFor)
-        for call in ast.walk(loop)
     )
 
 
-def doubles(function: ast.AST) -> bool:
-    """Whether it multiplies by two, or raises two to a power."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and (is_two(node.left) or is_two(node.right)):
-            return True
+def doubles(loop: ast.AST) -> bool:
+    """Whether it multiplies a variable by two, or raises two to a power. Twice a constant is a wait like any other."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = (node.left, node.right)
+            if any(map(is_two, sides)) and not any(isinstance(one, ast.Name) and one.id.isupper() for one in sides):
+                return True
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_two(node.left):
             return True
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Pow) and is_two(node.value):

@@ -19,8 +19,8 @@ SERVERS = (BROKER, DATABASE)
 # Processes that stand still at once, and all that is broken at once: the rest must have a chance.
 MAX_PAUSED = 2
 MAX_BROKEN = 5
-# A server that was away is let alone for so long: on a busy machine RabbitMQ takes ten seconds and more to start, and a
-# broker that is never there shows nothing.
+# A server that was unavailable is let alone for so long: on a busy machine RabbitMQ takes ten seconds and more to
+# start, and a broker that is never there shows nothing.
 SERVER_RESTS_S = 12.0
 
 
@@ -67,7 +67,7 @@ class PlannedFault(Struct, frozen=True, kw_only=True):
 
 # AMQP's heartbeat is 10 s and its loss noticed within 30; a compute service's is 1 s, and 10 s of silence mean "down"
 # here. So a short pause is longer than the one, a long pause longer than both. Broker and database refuse everything
-# while they are away, so there are fewer of those.
+# while they are unavailable, so there are fewer of those.
 DECK = (
     *(FaultSpec(FaultKind.KILL, role, 4, 0.0, 2.0) for role in ("scheduler", "placement", "conductor", "compute")),
     *(FaultSpec(FaultKind.STOP, role, 1, 0.0, 1.0) for role in ("scheduler", "placement", "conductor", "compute")),
@@ -126,7 +126,8 @@ class ChaosPlan(Struct, frozen=True, kw_only=True):
 
     longest_s: the load ends then, whatever is left of it, and what was accepted is judged.
     early_deletes: share of builds that are deleted while they are being built. patience_s: how long one publish is
-    repeated while the broker is away. rest_s: how long the system may take to come to rest once faults have stopped.
+    repeated while the broker is unavailable. rest_s: how long the system may take to come to rest once faults have
+    stopped.
     """
 
     boots: int = 20_000

@@ -185,5 +185,5 @@ class TcpProxy:
                 await link.loop.create_unix_connection(lambda: link.server, path)
             else:
                 await link.loop.create_connection(lambda: link.server, "127.0.0.1", port)
-        except OSError:  # the server is away, and that is what its client shall see
+        except OSError:  # the server is unavailable, and that is what its client shall see
             link.cut()

@@ -74,7 +74,7 @@ class ChaosReport(Struct, frozen=True, kw_only=True):
     def bugs(self) -> tuple[Death, ...]:
         """Deaths that no outage explains: a broken invariant, an unexpected error, wrong settings.
 
-        A worker that could not set itself up for a minute because the bus was away gives up and says so.
+        A worker that could not set itself up for a minute because the bus was unavailable gives up and says so.
         """
         return tuple(
             death

@@ -13,8 +13,8 @@ import asyncpg
 import typer
 
 from berth.commands.common import (
-    EXIT_AWAY,
     EXIT_NO,
+    EXIT_UNAVAILABLE,
     EXIT_USAGE,
     AsJson,
     Stop,
@@ -307,7 +307,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
     except asyncpg.UndefinedTableError as error:
         # Without knowing every cell's instances any of theirs would look orphaned.
         raise Stop(
-            EXIT_AWAY, "audit.blind", f"{schema} has never been started here: who is alive cannot be told"
+            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: who is alive cannot be told"
         ) from error
     finally:
         await database.close()

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from berth.commands.common import EXIT_AWAY, EXIT_NO, AsJson, Stop, database_of, err, out, print_json, run, settings_of
+from berth.commands.common import (
+    EXIT_NO,
+    EXIT_UNAVAILABLE,
+    AsJson,
+    Stop,
+    database_of,
+    err,
+    out,
+    print_json,
+    run,
+    settings_of,
+)
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.render import render_verdicts
@@ -30,7 +41,7 @@ def check(
                 at_rest = await rest(site, timeout_s=wait)
                 verdicts = check_invariants(await gather(site))
         except TimeoutError as fault:
-            raise Stop(EXIT_AWAY, "check.unanswered", "bus or database did not answer in time") from fault
+            raise Stop(EXIT_UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
         if as_json:
             print_json({"at_rest": at_rest, "invariants": verdicts})
         else:

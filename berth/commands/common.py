@@ -36,7 +36,7 @@ from bus.service.telemetry import configure_logging
 
 EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
 EXIT_USAGE = 2  # wrong use, settings or credentials
-EXIT_AWAY = 3  # bus or database out of reach
+EXIT_UNAVAILABLE = 3  # bus or database out of reach
 EXIT_TIME = 4  # time ran out
 
 OPEN_TIMEOUT_S = 10.0
@@ -126,20 +126,20 @@ def tell(stop: Stop) -> None:
 # What a fault means for a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
 _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (SettingsError, EXIT_USAGE, "{}"),
-    (Unroutable, EXIT_AWAY, "the bus has no queue for this yet: has a scheduler ever been started?"),
-    (PublishRefused, EXIT_AWAY, "the queue is full: publish more slowly"),
+    (Unroutable, EXIT_UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
+    (PublishRefused, EXIT_UNAVAILABLE, "the queue is full: publish more slowly"),
     (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
     (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
-    (BusUnavailable, EXIT_AWAY, "the bus is out of reach: {}"),
+    (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
     (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
     (Forbidden, EXIT_USAGE, "{}"),
     (NotConfigured, EXIT_USAGE, "{}"),
-    (DatabaseUnavailable, EXIT_AWAY, "the database is out of reach: {}"),
-    (asyncpg.UndefinedTableError, EXIT_AWAY, "no worker has prepared this database yet: {}"),
-    (Transient, EXIT_AWAY, "{}"),
+    (DatabaseUnavailable, EXIT_UNAVAILABLE, "the database is out of reach: {}"),
+    (asyncpg.UndefinedTableError, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Transient, EXIT_UNAVAILABLE, "{}"),
     (ServerMissing, EXIT_USAGE, "{}"),
     (DirectoryInaccessible, EXIT_USAGE, "{}"),
-    (ServerFailed, EXIT_AWAY, "{}"),
+    (ServerFailed, EXIT_UNAVAILABLE, "{}"),
     (BusError, EXIT_NO, "{}"),
     (Fault, EXIT_NO, "{}"),
     (TimeoutError, EXIT_TIME, "time ran out"),
@@ -192,7 +192,9 @@ async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
             await opening
     except TimeoutError as fault:
-        raise Stop(EXIT_AWAY, "bus.unavailable", f"no answer from the bus within {OPEN_TIMEOUT_S:g} s") from fault
+        raise Stop(
+            EXIT_UNAVAILABLE, "bus.unavailable", f"no answer from the bus within {OPEN_TIMEOUT_S:g} s"
+        ) from fault
 
 
 def database_of(settings: Settings) -> Site:
@@ -200,7 +202,7 @@ def database_of(settings: Settings) -> Site:
     site = Site(settings)
     if site.database_url is None:
         raise Stop(
-            EXIT_AWAY,
+            EXIT_UNAVAILABLE,
             "database.unavailable",
             "no database: set database.url (BERTH_DATABASE__URL), or start `berth up`",
         )

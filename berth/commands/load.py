@@ -12,9 +12,9 @@ import typer
 from msgspec import Struct
 
 from berth.commands.common import (
-    EXIT_AWAY,
     EXIT_NO,
     EXIT_TIME,
+    EXIT_UNAVAILABLE,
     EXIT_USAGE,
     Stop,
     Timeout,
@@ -86,8 +86,8 @@ def load(
     """Fire builds at a system; say what became of each.
 
     A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
-    else lost. Exit status: 0 fine, 1 not one became active, or one was told to have ended twice, 3 the bus was away,
-    4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
+    else lost. Exit status: 0 fine, 1 not one became active, or one was told to have ended twice, 3 the bus was
+    unavailable, 4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
     """
 
     async def body() -> int:
@@ -239,7 +239,7 @@ def _status(record: LoadRecord) -> int:
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):
-        raise Stop(EXIT_AWAY, "bus.unavailable", "the bus was away: some builds were never confirmed")
+        raise Stop(EXIT_UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
     if totals.boots and not totals.outcomes.get("active"):
         raise Stop(EXIT_NO, "load.none_active", f"not one of {totals.boots} builds became active")
     return 0

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.commands.common import EXIT_AWAY, EXIT_USAGE, Stop, database_of, err, explain, settings_of, tell
+from berth.commands.common import EXIT_UNAVAILABLE, EXIT_USAGE, Stop, database_of, err, explain, settings_of, tell
 from berth.rest_address import AtHttp, at_http, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -133,7 +133,7 @@ def _join(settings: Settings, cell: str | None) -> None:
     if settings.bus.url != MEMORY or (cell is not None and settings.cells[cell].url not in ("", MEMORY)):
         return
     if read_runtime(settings.state) is None:
-        raise Stop(EXIT_AWAY, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
+        raise Stop(EXIT_UNAVAILABLE, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
     err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
 
 

@@ -14,8 +14,8 @@ import asyncpg
 import typer
 
 from berth.commands.common import (
-    EXIT_AWAY,
     EXIT_NO,
+    EXIT_UNAVAILABLE,
     AsJson,
     By,
     Stop,
@@ -187,7 +187,7 @@ async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
         yield PostgresSafety(database)
     except asyncpg.UndefinedTableError as error:
         raise Stop(
-            EXIT_AWAY, "cell.never_started", f"cell {cell} has never been started here with this release"
+            EXIT_UNAVAILABLE, "cell.never_started", f"cell {cell} has never been started here with this release"
         ) from error
     finally:
         await database.close()

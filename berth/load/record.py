@@ -25,7 +25,7 @@ FORMAT = "berth.load.v1"
 #   active: the machine runs. deleted: a delete's good end. failed: built nowhere, with a code.
 #   refused: the scheduler said no (no host, no such flavor, ...), with a code.
 #   backpressure: the broker refused the request (its queue is full): told to the publisher, never accepted. Not lost.
-#   unsent: the run ended, or was interrupted, or the bus was away, before the broker confirmed it. Not lost.
+#   unsent: the run ended, or was interrupted, or the bus was unavailable, before the broker confirmed it. Not lost.
 #   open: still under way when the run was interrupted. Not lost: it was not waited for to the bound.
 #   lost: the broker confirmed it, no terminal event came within `Settings.lost_after_s`, and no scheduler that was
 #   asked then had it under way.

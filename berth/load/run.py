@@ -195,7 +195,7 @@ class LoadRun:
         self._changed.set()
 
     async def _offer(self, offers: list[Offer], ledger: LoadLedger) -> None:
-        """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is away.
+        """Until each is confirmed, or given up. Raises what is neither a full queue nor a bus that is unavailable.
 
         What was refused knocks again one slice at a time: a full queue is not to be kept busy with refusing.
         """

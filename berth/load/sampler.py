@@ -159,7 +159,7 @@ class Sampler:
         depths: dict[str, int] = {}
         for bus, transport in self._transports.items():
             for queue in _queues(bus):
-                with contextlib.suppress(BusError, TimeoutError):  # not there yet, or the broker is away
+                with contextlib.suppress(BusError, TimeoutError):  # not there yet, or the broker is unavailable
                     depths[queue if bus == API else f"{bus}/{queue}"] = await transport.depth(queue)
         return depths
 

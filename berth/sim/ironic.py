@@ -26,7 +26,8 @@ URL = "http://ironic"
 CLASSES = ("baremetal-gold", "baremetal-silver")
 # A notification that was sent twice comes again within this.
 DOUBLE_S = 5.0
-# An operator who meets a node that is on its way, or an Ironic that is away, tries again after this; and gives up then.
+# An operator who meets a node that is on its way, or an Ironic that is unavailable, tries again after this; and gives
+# up then.
 RETRY_S = 0.7
 TRIES = 40
 BLINKS, BLINK_S = 8, 0.003
@@ -341,7 +342,7 @@ class IronicTransport(httpx.AsyncBaseTransport):
         await network_faults.maybe_crash(self._process.name)
         await asyncio.sleep(network_faults.latency())
         if self._ironic.away or network_faults.strikes(rates.ironic_lost):
-            raise httpx.ConnectError("Ironic is away")
+            raise httpx.ConnectError("Ironic is unavailable")
         if network_faults.strikes(rates.ironic_busy):
             return httpx.Response(503, json={"error_message": "busy"})
         response = await self._ironic.answer(request, self._process.name)

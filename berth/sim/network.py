@@ -18,7 +18,7 @@ from bus.topology import foreign_plan
 T = TypeVar("T")
 
 LATENCY_S = 0.0004
-# Setting up waits for a connection that is away, as `bus.rabbitmq` does.
+# Setting up waits for a connection that is unavailable, as `bus.rabbitmq` does.
 SETUP_PATIENCE_S = 20.0
 SETUP_WAIT_S = 0.2
 # A connection that broke comes back after this long at most.

@@ -300,7 +300,7 @@ class OtherTenants:
         self._backups[order.uuid] = backup_of(self._world.schemas[order.service])
 
     async def _restore(self, order: Order) -> None:
-        """A server is away and comes back as it once was."""
+        """A server is unavailable and comes back as it once was."""
         world, rows = self._world, self._backups.get(order.uuid)
         if rows is None:
             return

@@ -45,7 +45,7 @@ class Action(StrEnum):
     # What others do (berth/sim/widening.py).
     FOREIGN = "foreign"  # a machine that berth never built begins or ends on one of its hosts
     CELL = "cell"  # a cell is added to the settings, or is taken out of them for a while
-    SHARES = "shares"  # a service of bare metal joins, or is away for a while: the others' shares change
+    SHARES = "shares"  # a service of bare metal joins, or is unavailable for a while: the others' shares change
     BACKUP = "backup"  # a schema's rows are copied
     RESTORE = "restore"  # ... and come back, with nothing that was written since
     DUPLICATE_NAME = "duplicate-name"  # a second compute service starts under a name that is taken, and is killed later
@@ -84,9 +84,9 @@ class FaultType(StrEnum):
     PAUSE = "pause"  # a process stands still for `seconds`
     SLOW = "slow"  # a process is slow for `seconds`
     CUT = "cut"  # one process loses all its connections to brokers
-    BROKER = "broker"  # one broker is away for `seconds`: only durable queues survive
+    BROKER = "broker"  # one broker is unavailable for `seconds`: only durable queues survive
     DATABASE = "database"  # one schema's server dies: transactions under way are lost, and commits not yet on disk
-    IRONIC = "ironic"  # Ironic's API is away for `seconds`
+    IRONIC = "ironic"  # Ironic's API is unavailable for `seconds`
     FULL = "full"  # half of a broker's bounded queues are full for `seconds`: they refuse what is published
     MUTE = "mute"  # a compute service's heartbeats are lost for `seconds`, while it works on
     CLOCK = "clock"  # an operator sets a process's clock; `seconds` says where to

@@ -129,7 +129,7 @@ def _cells(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _shares(rng: random.Random, plan: Plan) -> Plan:
-    """A service of bare metal joins, in a cell of its own choice, or is away for a while."""
+    """A service of bare metal joins, in a cell of its own choice, or is unavailable for a while."""
     services = [service for _, service in plan.metal_services]
     if len(services) > 1 and rng.random() < 0.5:
         at, away = rng.uniform(5.0, 30.0), rng.uniform(2.0, 20.0)

@@ -19,7 +19,7 @@ MAX_BEHIND = 1_000
 MAX_FOLLOWERS = 200
 # Builds that are in flight and remembered; of more than these the oldest are no longer counted.
 MAX_IN_FLIGHT = 200_000
-# ... and of one that has not ended after so long, its end was missed: the connection was away.
+# ... and of one that has not ended after so long, its end was missed: the connection was unavailable.
 MAX_IN_FLIGHT_S = 3600.0
 # Seconds of history on the page, and latencies kept for its percentiles.
 HISTORY_S = 300

@@ -1,4 +1,4 @@
-"""The consumer: gathers what has arrived, asks the handler, and alone acknowledges.
+"""The consumer: gathers deliveries into batches, calls the handler, and alone acknowledges.
 
 What happens to one message: Done, and it is acknowledged; Retry, and it comes back after the queue's next delay, after
 the last one it is a dead letter; Refuse, and the asker gets a Refusal, or it is a dead letter. A transient fault makes
@@ -42,7 +42,7 @@ NOT_READY_AFTER_S = 10.0
 
 CRASHED = "handler.crashed"
 
-# In so many deliveries before the broker gives it up a message is `exhausted`: its end can still be told.
+# In so many deliveries before the broker gives it up a message is `exhausted`: its end can still be announced.
 LAST_DELIVERIES = 3
 
 # So many batches of other messages may go before a suspect (what has been delivered too often without an end).
@@ -355,7 +355,9 @@ class Consumer:
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
-            return [Done()] * len(received)  # what it depends on was away for so long that no requester waits any more
+            return [Done()] * len(
+                received
+            )  # what it depends on was unavailable for so long that no requester waits any more
         outcomes = await self._handler(received)
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")

@@ -1,4 +1,4 @@
-"""Parking a dead letter, also when there is no room for it: then it is told in the log, and no consumer stops."""
+"""Parking a dead letter. Without room for it the letter is dropped and logged, and no consumer stops."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _KEPT = (CAUSE, TRACEPARENT)
 class DeadLetter(Struct, frozen=True, kw_only=True):
     """One message that a queue gave up, and why. The body may hold secrets.
 
-    position: from the oldest letter of the bus. queue: which gave it up; UNKNOWN: nothing says so that can be believed.
+    position: from the oldest letter of the bus. queue: which gave it up; UNKNOWN: no trustworthy header names it.
     sent_at: when it was sent, at the latest; None when nothing says so. batch: the body holds several messages.
     """
 
@@ -112,7 +112,7 @@ async def count(transport: Transport) -> Counts:
 
 
 async def count_dead_letters(bus: str, transport: Transport) -> None:
-    """Set the gauge of a bus to its number of dead letters; a broker that is away leaves it as it was."""
+    """Set the gauge of a bus to its number of dead letters; a broker that is unavailable leaves it as it was."""
     if not transport.connected:
         return
     try:
@@ -207,7 +207,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
     headers: dict[str, str | int | float] = {
         name: value for name in _KEPT if isinstance(value := delivery.headers.get(name), str)
     }
-    # Who takes it has to see how old it is: what was said of it since (a delete, a release) may be forgotten.
+    # The consumer has to see how old it is: the record of a later delete or release may have been purged.
     sent_at = _sent_at(delivery.headers)
     if sent_at is not None:
         headers[SENT_AT] = int(sent_at * 1000)

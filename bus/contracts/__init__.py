@@ -1,1 +1,1 @@
-"""What is said on the bus. Imports nothing of ours."""
+"""The messages of the bus. Imports nothing of ours."""

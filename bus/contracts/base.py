@@ -44,7 +44,7 @@ Allocations = Annotated[dict[Uuid, Resources], Bound(min_length=1, max_length=64
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Base of everything said on the bus.
+    """Base of every message on the bus.
 
     A message's type and version are its tag (`build.request.v1`). Fields may be added with a default;
     a field is never changed or reused, a changed meaning is a new version.

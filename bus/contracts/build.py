@@ -39,7 +39,7 @@ class BuildRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Build one machine. `instance_uuid` is chosen by the client and makes the request idempotent.
 
     flavor: a name the scheduler knows. host: only this host (through the filters). ignore_hosts: never these.
-    forced: with `host`, past the filters; what the flavor asks is claimed there all the same.
+    forced: with `host`, past the filters; what the flavor needs is claimed there all the same.
     max_attempts: hosts tried in all, the first included (1 = no alternates); None = the scheduler's setting.
     build_timeout_s: how long one attempt may take before the next alternate is tried.
     server_group: whom it wants to be with or apart from; each member is held to the policy that its own request names,
@@ -107,11 +107,11 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     """A build changed state. Said by a conductor on its cell's bus, and by the scheduler on the API bus.
 
     sequence: rises with every state of one instance, so a late event is recognised; a state that the next one overtook
-    is not told, so any but the terminal may be missing. `terminal`: no other terminal event follows for the request
-    that caused it. code and reason explain failed and refused;
-    funnel explains a request that no host could take; history lists the attempts. stamps: with the end of a build, when
-    each of its stages ended, [asked, queued, decided, claimed, dispatched, built, announced] in seconds since the
-    epoch, 0 where it never came to that; and then how many claims were lost to others.
+    is not published, so any but the terminal may be missing. `terminal`: no other terminal event follows for the
+    request that caused it. code and reason explain failed and refused; funnel explains a request that no host could
+    take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
+    queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never came to that;
+    and then how many claims were lost to others.
     """
 
     instance_uuid: Uuid
@@ -182,13 +182,13 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
-    """Reply to a BuildQuery. Empty when the asked instance is unknown."""
+    """Reply to a BuildQuery. Empty when the instance is unknown."""
 
     builds: tuple[BuildRecord, ...] = ()
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):
-    """Ask a scheduler what it knows of the hosts: its replica and what it heard from compute services.
+    """Query a scheduler for the hosts it knows: its replica, and what compute services have announced.
 
     cell: only this cell's. up: only those whose compute service is up, or only those whose is not.
     """

@@ -1,4 +1,4 @@
-"""What is said on a cell's own bus: to its conductor, its compute services, and what they announce."""
+"""The messages of a cell's own bus: to its conductor, to its compute services, and their announcements."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ComputeResult(Message, frozen=True, kw_only=True, tag="compute.result.v1")
 
     final: with `failed`, no other host would do better (a broken image): the alternates are not tried.
     started_at: when the service took the command (0: it does not remember); at: when it says this. scan: how many scans
-    of its hosts the service had begun then, in this epoch (epoch 0: not said); see ComputeHosts.
+    of its hosts the service had begun then, in this epoch (epoch 0: unknown); see ComputeHosts.
     """
 
     instance_uuid: Uuid
@@ -178,7 +178,7 @@ class HostReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as its compute service sees it. `attributes` are what ComputeCapabilities reads (free words).
 
     failed_builds: consecutive failures since the last success. running: every machine it carries now, ours or not
-    (None: not said, which proves nothing).
+    (None: unknown, which proves nothing).
     """
 
     uuid: Uuid
@@ -197,7 +197,7 @@ class ComputeHosts(Message, frozen=True, kw_only=True, tag="compute.hosts.v1"):
     sequence of the first page of a report of all its hosts, which has so many `pages` (0: only those listed have
     changed); `complete`: this page is its last. seen_at: seconds since the epoch before which the service had not begun
     this scan; what came to be later may be missing here (0: when it was sent). scan: its number in this epoch
-    (0: not said): unlike a time, it cannot go back when a clock is set.
+    (0: unknown): unlike a time, it cannot go back when a clock is set.
     """
 
     service: Word
@@ -236,7 +236,7 @@ class ServiceOutdated(Message, frozen=True, kw_only=True, tag="conductor.outdate
 
 
 class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A compute service that takes no builds now. epoch: its life that this is said of, and all before.
+    """A compute service that takes no builds now. epoch: of the process that is down, and of all before it.
 
     code: `service.silent` or `service.stopped`; since: seconds since the epoch.
     """
@@ -249,7 +249,7 @@ class ServiceDown(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services.v1"):
-    """Which compute services of a cell are down, all of them: said when that changes, and every second or so.
+    """All compute services of a cell that are down: published when that changes, and about every second.
 
     (term, number) rises; each digest replaces the one before, and an older one is ignored. It comes in `pages` of at
     most 1000; `page` counts from 1, and pages of one number belong together. up: how many services are not down.
@@ -281,7 +281,7 @@ class MachinesUnexplained(Message, frozen=True, kw_only=True, tag="conductor.une
     """Machines that no record explains were put on record: one message a page of a report that brings new ones.
 
     foreign, quarantined: how many are new; machines: the first of them, quarantined ones before foreign ones. Said once
-    at most: `berth hosts --unknown` tells what is there. Foreign machines beyond those kept on record are not told.
+    at most: `berth hosts --unknown` lists the machines. Foreign machines beyond those kept on record are left out.
     """
 
     cell: Word

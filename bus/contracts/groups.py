@@ -12,7 +12,7 @@ from .base import Uuid
 
 
 class GroupPolicy(StrEnum):
-    """What a member asks of the hosts of the others. The soft ones are wishes: weights, not filters."""
+    """The rule for the hosts of a group's members. The soft rules are weights, not filters."""
 
     AFFINITY = "affinity"
     ANTI_AFFINITY = "anti-affinity"

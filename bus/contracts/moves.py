@@ -1,4 +1,4 @@
-"""What is said of an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
+"""Messages about an instance after its build: moves, resizes, rebuilds, shelving and power, above and in its cell.
 
 A client asks the scheduler (`instance.move.v1`), the scheduler chooses hosts where the kind needs some and tells the
 cell (`cell.move.v1`), the conductor claims and commands the machines (`compute.change.v1`; a destination is built by

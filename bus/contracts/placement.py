@@ -1,4 +1,4 @@
-"""What is said to and by the resource book: inventory updates, claims, and the numbered change feed."""
+"""Messages to and from placement: inventory updates, claims, and the numbered change feed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class InventoryUpdate(Message, frozen=True, kw_only=True, forbid_unknown_fields=
     `version` rises with every report of one `source` about one root; an older one loses. Providers that this
     source reported before under this root and that are absent now are removed. An empty `providers` removes
     the tree. The first provider is the root (parent_uuid None); a parent comes before its children.
-    cell: heard from a source above cells: whose the root is, so that no other cell may claim of it. None: any may.
+    cell: the cell of the root, named by a source above cells, so that no other cell may claim on it. None: any may.
     may_ignore: fields of this message, at any depth, that a reader may pass over when it does not know them: a newer
     worker names here what an older placement lacks. Any other field that is not known is refused by its name.
     """
@@ -111,7 +111,7 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
 
 
 class ClaimOutcome(StrEnum):
-    """How a claim ended. Each asks for another reaction (DESIGN, "One boot" 3)."""
+    """How a claim ended. Each outcome calls for another reaction (docs/explanation/architecture.md, "One boot")."""
 
     CLAIMED = "claimed"
     RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host
@@ -320,7 +320,7 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 # Names one history of the book. It is another after a restore, an import and the promotion of a stand-by: numbers and
-# generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: not said.
+# generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: unknown.
 History = Annotated[str, Bound(max_length=64)]
 
 

@@ -17,9 +17,9 @@ class Stamps(Struct, frozen=True, array_like=True):
 
     requested: the client published it. queued: a scheduler took the delivery that settled it. decided: a host was
     chosen (or none was found). claimed: the resource book gave it, lost claims and the choices after them included.
-    dispatched: the compute service of the first host took the command. built: a host said how its attempt ended, the
-    last if there were several. announced: the scheduler passed that on; its reader knows when it arrived. lost_claims:
-    how many claims others were faster with before one was given; in `claimed`.
+    dispatched: the compute service of the first host took the command. built: a host reported how its attempt ended,
+    the last if there were several. announced: the scheduler passed that on; its reader knows when it arrived.
+    lost_claims: how many claims others were faster with before one was given; in `claimed`.
     """
 
     requested: float = 0.0

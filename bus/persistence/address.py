@@ -22,7 +22,7 @@ PARAMETERS = ("host", "port", "user", "password", "dbname", *TLS, "target_sessio
 
 
 class ServerUntrusted(ConnectionError):
-    """The server's certificate is not what sslmode asks for."""
+    """The server's certificate is not what sslmode requires."""
 
 
 class TakesNoWrites(ConnectionError):
@@ -136,7 +136,7 @@ def _hosts(url: ServerUrl) -> tuple[Endpoint, ...]:
 
 
 def _check_files(tls: Mapping[str, str]) -> None:
-    """Read them once: asyncpg would say of a missing one what it says of a server that is away."""
+    """Read them once: asyncpg would say of a missing one what it says of a server that is unavailable."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     name = ""
     try:

@@ -130,7 +130,7 @@ class Database:
         return self._engine
 
     async def open(self, migrations: str | None = None) -> None:
-        """Make the schema (and upgrade it to head), waiting for the server while it is away, saying so.
+        """Make the schema (and upgrade it to head), waiting for the server while it is unavailable, saying so.
 
         `migrations` is the package that holds `versions/`. Several processes may open at once: an advisory lock
         lets one migrate and the others find it done.
@@ -168,7 +168,7 @@ class Database:
     async def flush(self) -> None:
         """Return when everything that was committed here before, in no hurry too, is on disk.
 
-        What was said after those commits leaves first: its flush by the broker would wait for this one.
+        What was published after those commits leaves first: its flush by the broker would wait for this one.
         """
         await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:

@@ -39,12 +39,15 @@ LANE_PUBLISHES = 4  # publishes of one bus under way at a time, so that a confir
 LANE_BATCH = 512  # messages handed to the bus at once
 FORGET_BATCH = 2_000  # rows deleted by one statement
 # Confirmed rows gather this long before they are deleted together: the statement takes its time from the next boot.
-# What a process that dies had not deleted is said again; and they must be far too young for another's sweep meanwhile.
+# Rows that a process had not deleted when it died are published again; and they must be far too young for another's
+# sweep meanwhile.
 FORGET_PAUSE_S = 0.25
 SWEEP_EVERY_S = 1.0
-SWEEP_AGE_S = 5.0  # a row this old belongs to a process that died, or to one whose broker is away: publish it again
+SWEEP_AGE_S = (
+    5.0  # a row this old belongs to a process that died, or to one whose broker is unavailable: publish it again
+)
 SWEEP_BATCH = 200
-AWAY_TOLD_EVERY_S = 30.0  # a bus that stays away is told this often, whatever the number of tries
+UNAVAILABLE_LOG_INTERVAL_S = 30.0  # an unavailable bus is logged this often, whatever the number of tries
 HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
 HANDLED_BATCH = 5_000
 HANDLED_EVERY_S = 30.0
@@ -202,7 +205,7 @@ _Item = tuple[_Ticket, Message, str]
 class Relay:
     """Publishes after the commit, forgets the row after the confirm, and sweeps what a dead process left.
 
-    Each bus has its own lane: a cell that is away does not hold up the others.
+    Each bus has its own lane: a cell that is unavailable does not hold up the others.
     lingers: messages that are not waited for; each leaves with the next message that does not linger, in order, or
     after `linger_s`.
     """
@@ -224,7 +227,7 @@ class Relay:
         self._lanes = {name: _Lane(bus, clock, self._settle, lingers, linger_s) for name, bus in buses.items()}
         self._clock = clock
         self._max_rows = max_rows
-        # So much waits in memory for a bus that is away: it must not take the room of all the others.
+        # So much waits in memory for a bus that is unavailable: it must not take the room of all the others.
         self._lane_share = max_rows // (2 * max(1, len(self._lanes)))
         self._sweep_every_s = sweep_interval_s
         self._sweep_age_s = sweep_age_s
@@ -256,7 +259,7 @@ class Relay:
         if closed:
             leaving = [item for item in outgoing if item.bus not in closed]
             left = [item for item in outgoing if item.bus in closed]
-            _left.labels("unknown_bus" if closed & self._unknown else "bus_away").inc()
+            _left.labels("unknown_bus" if closed & self._unknown else "bus_unavailable").inc()
         if not leaving:
             return
         ticket = self._tickets[row_id] = _Ticket(row_id, len(leaving), left)
@@ -343,7 +346,7 @@ class Relay:
             try:
                 await self._rows.replace(ticket.row_id, ticket.left)
             except Transient as fault:  # the row stays as it is; a sweep repeats it
-                log.warning("outbox.database_away", code=fault.code)
+                log.warning("outbox.database_unavailable", code=fault.code)
             self._end(ticket)
 
     def _is_due(self) -> bool:
@@ -372,7 +375,7 @@ class Relay:
             try:
                 await self._rows.forget(ids)
             except Transient as fault:
-                log.warning("outbox.database_away", code=fault.code, rows=len(self._confirmed))
+                log.warning("outbox.database_unavailable", code=fault.code, rows=len(self._confirmed))
                 await backoff.wait()
                 continue
             backoff.reset()
@@ -383,11 +386,11 @@ class Relay:
 
     async def _sweep(self) -> None:
         while True:
-            closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_away)})
+            closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_unavailable)})
             try:
                 found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, closed)
             except Transient as fault:
-                log.warning("outbox.database_away", code=fault.code)
+                log.warning("outbox.database_unavailable", code=fault.code)
                 found = []
             for row_id, body in found:
                 if row_id in self._tickets or row_id in self._confirmed:
@@ -410,7 +413,7 @@ class Relay:
             try:
                 await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
-                log.warning("outbox.database_away", code=fault.code)
+                log.warning("outbox.database_unavailable", code=fault.code)
 
 
 class _Lane:
@@ -428,12 +431,12 @@ class _Lane:
         self._some_linger = asyncio.Event()
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
-        self.is_away = False  # while True one of its publishers tries again and again
+        self.is_unavailable = False  # while True one of its publishers tries again and again
         self._told_at = -math.inf
 
     def is_behind(self, most: int) -> bool:
-        """Whether its bus is away and so much waits for it that more is better left to the sweep."""
-        return self.is_away and len(self._waiting) >= most
+        """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
+        return self.is_unavailable and len(self._waiting) >= most
 
     def put(self, item: _Item) -> None:
         if self.lingers is not None and self.lingers(item[1]):
@@ -469,33 +472,33 @@ class _Lane:
 
     async def _publish(self, items: list[_Item]) -> None:
         batch = [(message, cause) for _ticket, message, cause in items]
-        try:  # while it is away it is not known which of them arrived: all of them again, when it is back
+        try:  # while it is unavailable it is not known which of them arrived: all of them again, when it is back
             await Retrying(RELAY, self._clock).call(
                 lambda: self._bus.publish_all(batch),
                 lambda error: isinstance(error, BusUnavailable),
-                on_failure=lambda error, _: self._away(error),
+                on_failure=lambda error, _: self._log_unavailable(error),
             )
         except BusError as error:
-            self._back()
+            self._log_available()
             log.warning("outbox.refused", bus=self._bus.name, code=error.code, reason=str(error))
             await self._one_by_one(items)
         else:
-            self._back()
+            self._log_available()
             _published.labels(self._bus.name).inc(len(items))
             self._settle(items)
 
-    def _away(self, error: BaseException) -> None:
+    def _log_unavailable(self, error: BaseException) -> None:
         """Told when it goes away, and now and then while it stays away."""
         now = self._clock.monotonic()
-        if not self.is_away or now - self._told_at >= AWAY_TOLD_EVERY_S:
+        if not self.is_unavailable or now - self._told_at >= UNAVAILABLE_LOG_INTERVAL_S:
             self._told_at = now
-            log.warning("outbox.bus_away", bus=self._bus.name, waiting=len(self._waiting), reason=str(error))
-        self.is_away = True
+            log.warning("outbox.bus_unavailable", bus=self._bus.name, waiting=len(self._waiting), reason=str(error))
+        self.is_unavailable = True
 
-    def _back(self) -> None:
-        if self.is_away:
+    def _log_available(self) -> None:
+        if self.is_unavailable:
             log.info("outbox.bus_back", bus=self._bus.name)
-        self.is_away = False
+        self.is_unavailable = False
 
     async def _one_by_one(self, items: list[_Item]) -> None:
         """Something of the batch has no queue, or a full one: it alone stays behind for the sweep."""

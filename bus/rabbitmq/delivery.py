@@ -144,7 +144,7 @@ class RabbitDelivery:
         self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
 
     def ack(self) -> None:
-        """Done with it. What has come back already is told at once: the next one may end this process."""
+        """Acknowledge it. What was delivered before is acknowledged at once: the next delivery may end this process."""
         self._acks.ack(self._tag, now=self.delivery_count > 0)
 
     def nack(self, *, requeue: bool) -> None:

@@ -96,9 +96,9 @@ def port_error(error: BaseException, about: str = "") -> BusError:
 
 
 def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
-    """Why the broker closed a channel. Others who used that channel are bystanders: for them it was away.
+    """Why the broker closed a channel. Others who used that channel are bystanders: for them it was unavailable.
 
-    The text is the broker's own and names the thing meant, which is the only way to tell who is who.
+    The text is the broker's own and names the thing meant, which is the only way to tell them apart.
     """
     if about and f"'{about}'" not in text:
         return BusUnavailable(text)

@@ -50,7 +50,7 @@ class Session:
     async def connect(cls, address: BrokerAddress, names: QueueNames, connection_name: str) -> Session:
         """Connect to one of the broker's nodes, tried in no order. Raises BusUnavailable or BusForbidden.
 
-        A node may come back and a login stays wrong, so what is raised of several is that one is away.
+        A node may come back and a login stays wrong, so what is raised of several is that one is unavailable.
         """
         errors: list[BusError] = []
         for host in random.sample(address.hosts, len(address.hosts)):

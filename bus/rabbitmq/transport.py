@@ -145,7 +145,7 @@ class RabbitTransport:
         return self._session.blocked if self._session is not None else ""
 
     async def open(self) -> None:
-        """Connect; waits for the broker while it is away. Raises BusForbidden."""
+        """Connect; waits for the broker while it is unavailable. Raises BusForbidden."""
         # aiormq logs every lost connection with a traceback; what matters of it is logged here.
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
         logging.getLogger("aio_pika").setLevel(logging.CRITICAL)
@@ -314,7 +314,7 @@ class RabbitTransport:
                     for callback in self._on_locked:
                         callback()
                 attempt = backoff.failures + 1
-                log.warning("bus.away", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
+                log.warning("bus.unavailable", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
                 await backoff.wait()
                 continue
             except asyncio.CancelledError:
@@ -322,7 +322,8 @@ class RabbitTransport:
                     await session.close()
                 raise
             except Exception:
-                # A library that breaks in a new way must not leave a process deaf for ever: said, and tried again.
+                # A library that fails in a new way must not leave a process without a connection: logged, and tried
+                # again.
                 if session is not None:
                     await session.close()
                 log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)
@@ -349,7 +350,7 @@ class RabbitTransport:
             callback()
 
     def _alarm_changed(self) -> None:
-        """The broker has run short of memory or disk, or has enough again: said once each time."""
+        """The broker has run short of memory or disk, or has enough again: logged once each time."""
         reason = self.blocked
         metrics.BLOCKED.labels(self.name).set(1 if reason else 0)
         if reason:

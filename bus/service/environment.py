@@ -15,7 +15,7 @@ DEFAULT_POOL_SIZE = 8
 
 
 class NotConfigured(Fault):
-    """This process has no settings for the bus or database that its worker asks for."""
+    """This process has no settings for the bus or database that its worker needs."""
 
     code = "environment.not_configured"
 

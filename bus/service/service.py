@@ -45,7 +45,7 @@ class Reached(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be said on it now; "": it can."""
+        """Why nothing can be published on it now; "": it can."""
 
 
 class Service:

@@ -21,7 +21,7 @@ from bus.contracts.stages import STAGES
 BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
-# A client may say that it asked in 1970; the sum must survive that.
+# A client may claim that it published in 1970; the sum must survive that.
 MAX_STAGE_S = 86_400.0
 
 

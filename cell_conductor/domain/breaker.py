@@ -28,7 +28,7 @@ class Finding(Struct, frozen=True):
 class Breaker(Struct, frozen=True, kw_only=True):
     """What is on record of one service's breaker. machines: the keys of those that tripped it.
 
-    reset_at, reset_by: when and by whom an operator said go, for these machines and no others (0, "": not yet).
+    reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
     """
 
     service: str

@@ -41,7 +41,7 @@ class DeleteAsked(Event, frozen=True, kw_only=True):
 class Spawned(Event, frozen=True, kw_only=True):
     """A host says that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
-    scan: the last that its service had begun then (None: not said).
+    scan: the last that its service had begun then (None: unknown).
     """
 
     attempt: int
@@ -103,7 +103,7 @@ class Released(Event, frozen=True, kw_only=True):
 class HostRuns(Event, frozen=True, kw_only=True):
     """A host's report lists this instance, with the mark of this deployment. seen_at: when the host made the report.
 
-    scan: which scan it tells of. built: the machine is certainly complete.
+    scan: the scan that found it. built: the machine is certainly complete.
     """
 
     attempt: int
@@ -117,7 +117,7 @@ class HostRuns(Event, frozen=True, kw_only=True):
 class HostMissing(Event, frozen=True, kw_only=True):
     """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock.
 
-    scan: which scan it tells of (None: not said).
+    scan: the scan that missed it (None: unknown).
     """
 
     host_uuid: str

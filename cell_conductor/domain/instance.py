@@ -17,13 +17,13 @@ class State(StrEnum):
 
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived
-    BUILDING = "building"  # a host was told to build the current attempt
-    RECLAIMING = "reclaiming"  # the attempt is over; placement is asked to release it and claim an alternate
-    ABANDONING = "abandoning"  # as reclaiming, and a delete was asked meanwhile
+    BUILDING = "building"  # a host was commanded to build the current attempt
+    RECLAIMING = "reclaiming"  # the attempt is over; placement is to release it and claim an alternate
+    ABANDONING = "abandoning"  # as reclaiming, and a delete was requested meanwhile
     ACTIVE = "active"
     GIVING_UP = "giving_up"  # over; the allocation is being released, then it is failed
     FAILED = "failed"
-    DELETING = "deleting"  # the host was told to destroy; the allocation is held until it has
+    DELETING = "deleting"  # the host was commanded to destroy; the allocation is held until it has
     RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
     DELETED = "deleted"
 
@@ -49,12 +49,12 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumer_generation: the consumer's generation in placement as last heard. sequence: the number of the next
     announcement. deadline: when the sweep looks at it again (None: never). since: when the current state was entered.
     up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its
-    machines had begun then (None: never, or not said).
+    machines had begun then (None: never, or unknown).
     answered: the build request got its terminal event. cause: the request that last asked for something.
-    asked: the attempt's deadline has passed, and its host was asked. doubted: the database was set back while this was
-    being built, so only the hosts know what has become of it since.
-    stamps: when each stage of the build ended, until it is answered. server_group: whose rule alternates are held to;
-    limits: what its project may hold, which they are held to as well.
+    asked: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while this
+    was being built, so only the hosts know what has become of it since. stamps: when each stage of the build ended,
+    until it is answered. server_group: whose rule alternates are held to; limits: what its project may hold, which they
+    are held to as well.
     """
 
     uuid: str

@@ -15,7 +15,7 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
-# What a pause between two deliveries counts for at most. A conductor hears its keeper's digests more often than that.
+# What a pause between two deliveries counts for at most. The keeper's digests arrive more often than that.
 STEP_S = 2.0
 # A service that does not say how often it sends a heartbeat.
 UNSAID_BEAT_S = 10.0
@@ -28,7 +28,7 @@ SILENT = "service.silent"
 
 
 class LeaseState(StrEnum):
-    """What is believed of a service."""
+    """Whether a service is up, as far as its cell knows."""
 
     UP = "up"
     SILENT = "silent"  # suspected: so many heartbeats in a row did not come
@@ -36,10 +36,10 @@ class LeaseState(StrEnum):
 
 
 class Lease(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is believed of one service, as it is recorded.
+    """The lease of one compute service, as it is recorded.
 
-    epoch: its life last heard of. interval_s: how often it sends a heartbeat. since, reason: of the state; seconds
-    since the epoch, and a sentence (empty while it is up).
+    epoch: of the process that last sent something. interval_s: how often it sends a heartbeat. since, reason: of the
+    state; seconds since the epoch, and a sentence (empty while it is up).
     """
 
     service: str
@@ -96,9 +96,10 @@ class LeaseTable:
         }
 
     def adopt(self, recorded: Iterable[Lease]) -> None:
-        """What another conductor, or an earlier life of this one, has recorded of services that were not heard here.
+        """Adopt the recorded leases of services that have sent nothing to this conductor yet.
 
-        One that was up has a whole lease from now on to be heard in; one that was down is until it is heard.
+        A service that was up has a whole lease from now on to send something; one that was down stays down until it
+        does.
         """
         for lease in recorded:
             if lease.service not in self._held and len(self._held) < MAX_SERVICES:
@@ -155,7 +156,7 @@ class LeaseTable:
         for _, held in sorted(self._held.items()):
             if held.lease.state is LeaseState.UP and self._is_overdue(held):
                 reason = (
-                    f"nothing was heard of it for {self._clock - held.heard:.1f} s while others were;"
+                    f"nothing came from it for {self._clock - held.heard:.1f} s while others were;"
                     f" it sends a heartbeat every {held.lease.interval_s:g} s"
                 )
                 held.lease = replace(held.lease, state=LeaseState.SILENT, since=at, reason=reason)

@@ -67,7 +67,7 @@ def _asks() -> list[str]:
     claim = ", ".join(f"`{state}`" for state in State if state in ASKS_A_CLAIM)
     release = ", ".join(f"`{state}`" for state in State if state in ASKS_A_RELEASE)
     return [
-        "## What placement is asked",
+        "## Requests to placement",
         "",
         f"- {claim}: `placement.claim.v1` with `release_first`, the next attempt's number, and the alternates left.",
         f"- {release}: `placement.release.v1` of this attempt or an older one.",

@@ -160,7 +160,7 @@ def _scan(report: ComputeHosts) -> ScanId | None:
     return ScanId(report.epoch, report.scan) if report.scan else None
 
 
-# So many compute services are remembered at most; the one heard of longest ago is forgotten first.
+# So many compute services are remembered at most; the one that has been quiet longest is dropped first.
 MAX_SERVICES = 100_000
 
 

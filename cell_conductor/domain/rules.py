@@ -146,7 +146,7 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, timeouts: Tim
 
 
 def repeat_destroy(instance: Instance, event: Spawned | HostRuns, timeouts: Timeouts) -> Step:
-    """It still runs, and its destroy is on its way; unless the host has another service now: that one is told, too."""
+    """It still runs, and its destroy is on its way; unless the host has another service now: that one gets it, too."""
     if not _is_ours(instance, event):
         return destroy_orphan(instance, event, timeouts)
     moved = _at_service(instance, event.service)
@@ -165,11 +165,11 @@ def fail_over(instance: Instance, event: SpawnFailed, timeouts: Timeouts) -> Ste
 
 
 def time_out(instance: Instance, event: TimedOut, timeouts: Timeouts) -> Step:
-    """No answer in time: the host is asked to end the attempt unless it is complete. Then claim the next, or give up.
+    """No answer in time: command the host to end the attempt unless it is complete. Then claim the next, or give up.
 
     A deadline alone proves nothing: the answer may be on its way, or in what a restored database has forgotten. A
     host that stays silent is not waited for, and its attempt is fenced; unless the record is doubted: then the host
-    alone knows whether it runs, and is asked for as long as it takes.
+    alone knows whether it runs, and is queried for as long as it takes.
     """
     if not instance.asked or instance.doubted:
         wait_s = timeouts.answer_timeout_s
@@ -184,7 +184,7 @@ def leave_service(instance: Instance, event: ServiceLost, timeouts: Timeouts) ->
     """Its service is not waited for: fence the attempt there, then claim the next alternate that is elsewhere.
 
     Without one it waits for its deadline, in case the service comes back. What the lost service may have built, or
-    still builds, is an attempt that is over: when it is heard of again, the record proves that and it is destroyed.
+    still builds, is an attempt that is over: when a report names it again, the record proves that, and it is destroyed.
     A record that is doubted proves nothing, so that build waits for its host.
     """
     if instance.doubted or instance.here.service != event.service or not _has_somewhere_to_go(instance, timeouts):
@@ -386,7 +386,7 @@ def _give_up(instance: Instance, at: float, timeouts: Timeouts, *, code: str, re
 
 
 def _ask(instance: Instance, state: State, at: float, timeouts: Timeouts) -> Instance:
-    """Enter a state that waits for placement; the sweep asks again when no answer is ever recorded."""
+    """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
     return replace(instance, state=state, deadline=at + timeouts.claim_retry_s, since=at)
 
 

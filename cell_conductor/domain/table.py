@@ -131,7 +131,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildAsked: IGNORE,
         DeleteAsked: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
-        SpawnFailed: IGNORE,  # a host that takes its word back is believed when it reports what it runs
+        SpawnFailed: IGNORE,  # a host that corrects itself does so by reporting what it runs
         TimedOut: None,
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
@@ -220,7 +220,7 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
     if isinstance(event, Claimed) and event.attempt > instance.attempt + (instance.state in MAY_HAVE_ASKED):
-        # A claim that no record of ours has asked for would leak: no worker would ever release it.
+        # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     stepped = rule.apply(instance, event, timeouts)
     after = stepped.instance.state
@@ -230,13 +230,13 @@ def step(instance: Instance, event: Event, timeouts: Timeouts) -> Step:
 
 ASKS_A_CLAIM = frozenset({State.RECLAIMING, State.ABANDONING})
 ASKS_A_RELEASE = frozenset({State.GIVING_UP, State.RELEASING})
-# A question may be asked twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-# there is room meanwhile. What the first answer led to asks for the release of that very attempt: nothing leaks.
+# A request may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
+# there is room meanwhile. What the first answer led to releases that very attempt: nothing leaks.
 MAY_HAVE_ASKED = ASKS_A_CLAIM | ASKS_A_RELEASE | {State.FAILED, State.DELETED}
 
 
 def wanted(instance: Instance) -> Claim | Release | None:
-    """What placement is to be asked while the instance is in this state. Follows from the record alone, so a
+    """The request to placement that this state waits for. It follows from the record alone, so a
     crash at any moment leads to the very same question.
     """
     if instance.state in ASKS_A_CLAIM:
@@ -258,7 +258,7 @@ def wanted(instance: Instance) -> Claim | Release | None:
             user_id=instance.spec.user_id,
         )
     if instance.state in ASKS_A_RELEASE:
-        # One attempt further than the last: a claim that was asked for and never answered may still be on its way
+        # One attempt further than the last: a claim that was requested and never answered may still be on its way
         # (a placement worker that waits for its database), and must find itself fenced.
         return Release(consumer=instance.uuid, attempt=instance.attempt + 1)
     return None

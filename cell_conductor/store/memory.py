@@ -137,7 +137,7 @@ class MemoryInstanceRows:
             }
 
     async def write(self, writes: InstanceWrites) -> Committed:
-        """Write all of it or nothing. As in PostgreSQL only what is written tells whether another was first."""
+        """Write all of it or nothing. As in PostgreSQL only the write shows whether another transaction was first."""
         table = self._table
         async with self._session.transaction() as transaction:
             transaction.durable = writes.durable
@@ -228,7 +228,7 @@ class MemoryInstances:
             ]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """What these compute services were told to build."""
+        """What these compute services were commanded to build."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             named = frozenset(services)

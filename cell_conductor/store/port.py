@@ -74,7 +74,7 @@ class Transaction(Protocol):
 
 
 class LockingTransaction(Transaction, Protocol):
-    """A transaction that locks as it reads, so it can also be asked what is due: no cache knows that."""
+    """A transaction that locks as it reads, so it can also find what is due: no cache knows that."""
 
     async def recognise(self) -> DatabaseChange | None:
         """Compare the database with what was last seen of it; one that was set back has its builds doubted.
@@ -103,7 +103,7 @@ class InstanceStore(Protocol):
 
     @property
     def leases(self) -> LeaseStore:
-        """What is believed of the cell's compute services, in the same schema."""
+        """The leases of the cell's compute services, in the same schema."""
 
     @property
     def deployment(self) -> str:
@@ -113,7 +113,7 @@ class InstanceStore(Protocol):
         """
 
     async def open(self) -> None:
-        """Connect and migrate; waits while the database is away."""
+        """Connect and migrate; waits while the database is unavailable."""
 
     async def close(self) -> None:
         """Disconnect."""
@@ -134,7 +134,7 @@ class InstanceStore(Protocol):
         """What should be on these hosts (active or deleting there), and these instances whatever they are."""
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """(uuid, service) of the instances that these compute services were told to build, by uuid."""
+        """(uuid, service) of the instances that these compute services were commanded to build, by uuid."""
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Drop at most so many instances that ended as deleted (or were deleted unbuilt) before; returns how many."""

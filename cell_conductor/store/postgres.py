@@ -177,7 +177,7 @@ class PostgresInstances:
         return self._seen.deployment
 
     async def open(self) -> None:
-        """Migrate, and learn the schema's identity. Waits for a database that is away."""
+        """Migrate, and learn the schema's identity. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
@@ -216,14 +216,14 @@ class PostgresInstances:
         """What should be on these hosts, and these instances whatever they are."""
         async with self._database.raw() as connection:
             found = await connection.fetch(BRIEFS_OF_HOSTS, host_uuids)
-            # Nearly always the same ones: each row costs its record's JSON read, so none is asked for twice.
+            # Nearly always the same ones: each row costs its record's JSON read, so none is read twice.
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
         return [Brief(row[0], State(row[1]), row[2], row[3], row[4], row[5]) for row in found]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
-        """What these compute services were told to build."""
+        """What these compute services were commanded to build."""
         async with self._database.raw() as connection:
             return [(row[0], row[1]) for row in await connection.fetch(BUILDING_AT, list(services))]
 

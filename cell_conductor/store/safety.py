@@ -45,7 +45,7 @@ class Safety(Protocol):
     """Machines that no record explains, and breakers."""
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
-        """Put these on record, or record that they are still there. Another attempt asks for another verdict."""
+        """Put these on record, or record that they are still there. A verdict holds for one attempt only."""
 
     async def records(self) -> list[UnexplainedRecord]:
         """All on record, by host and instance."""

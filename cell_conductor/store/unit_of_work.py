@@ -64,7 +64,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self._after.update((one.uuid, one) for one in instances)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Kept for the end; `row` tells the outbox row then."""
+        """Keep them for the commit, which sets `row` to their outbox row."""
         self.writes.outbox = list(outgoing)
         return None
 

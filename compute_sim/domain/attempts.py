@@ -107,7 +107,7 @@ def on_destroy_unless_built(entry: Entry | None, attempt: int, deployment: str |
 
 
 def on_destroy(entry: Entry | None, attempt: int, deployment: str | None = None) -> tuple[DestroyVerdict, Entry]:
-    """Decide a Destroy. An instance never heard of is cleared away too: the record may be younger than the machine.
+    """Decide a Destroy. An unknown instance is cleared away too: the record may be younger than the machine.
 
     Whether the machine itself is this deployment's is checked by the driver, on the machine's own mark.
     """
@@ -142,14 +142,14 @@ def is_leaving(entry: Entry | None, attempt: int) -> bool:
 
 
 def built(entry: Entry | None, attempt: int) -> Entry | None:
-    """The attempt runs. None when this host has been told otherwise meanwhile."""
+    """Record that the attempt runs. None when a newer command for this host has overtaken it."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
     return Entry(attempt, Phase.RUNNING, fence=entry.fence, deployment=entry.deployment)
 
 
 def failed(entry: Entry | None, attempt: int, code: str, reason: str, *, final: bool = False) -> Entry | None:
-    """The attempt did not become a machine. None when this host has been told otherwise meanwhile."""
+    """Record that the attempt did not become a machine. None when a newer command has overtaken it."""
     if entry is None or entry.attempt != attempt or entry.phase is not Phase.BUILDING:
         return None
     return Entry(
@@ -178,7 +178,7 @@ def lost(entry: Entry) -> Entry:
 
 
 def answer(entry: Entry) -> tuple[int, ComputeOutcome] | None:
-    """What is to be said of this entry: the attempt and how it ended. None while work on it is under way."""
+    """The result to report of this entry: the attempt and how it ended. None while work on it is under way."""
     outcome = _OUTCOMES.get(entry.phase)
     if outcome is None:
         return None

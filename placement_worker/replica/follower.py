@@ -2,8 +2,8 @@
 
 The queue is bound before the snapshot is asked for, so no change falls between. What makes it ask placement for
 changes: a hole in the numbers, a head that stays ahead of it, another history (a book that was restored, or whose
-stand-by was promoted), silence, and a connection that was away (its private queue went with it). When the feed reaches
-back no longer, or is of another history, a new snapshot.
+stand-by was promoted), silence, and a connection that was unavailable (its private queue went with it). When the feed
+reaches back no longer, or is of another history, a new snapshot.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class Follower:
             self._log_catch_up()
 
     async def _retry_until_answered(self) -> None:
-        """One round, again and again while placement or the bus is away."""
+        """One round, again and again while placement or the bus is unavailable."""
         policy = RetryPolicy(first_s=self._limits.first_wait_s, longest_s=self._limits.longest_wait_s)
 
         def may_pass(error: BaseException) -> bool:

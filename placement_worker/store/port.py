@@ -44,7 +44,7 @@ class PlacementStore(Protocol):
         """The same book as the REST API uses it."""
 
     async def open(self) -> None:
-        """Connect and migrate; waits while the database is away."""
+        """Connect and migrate; waits while the database is unavailable."""
 
     async def close(self) -> None:
         """Disconnect."""

@@ -76,7 +76,7 @@ class PostgresStore:
         return self._database.ready
 
     async def open(self) -> None:
-        """Migrate, and write down the standard names. Waits for a database that is away."""
+        """Migrate, and write down the standard names. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         await self._names.open()
         await self.renew_history()

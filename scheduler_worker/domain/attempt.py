@@ -28,7 +28,7 @@ LOST = frozenset({ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT,
 class PlacementUnavailable(Transient):
     """Placement does not answer."""
 
-    code = "placement.away"
+    code = "placement.unavailable"
 
 
 def unavailable_after(fault: Fault) -> PlacementUnavailable:
@@ -95,7 +95,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     rejected: {host uuid: reason} of hosts that it may not use any more. max_alternates: hosts to name beside the
     selected one. chosen_ahead: the choice was made and assumed while the request was recorded; it is claimed first.
-    same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were asked for.
+    same_host: its shape had changed; claim it again. refreshed: nothing fitted, and the newest changes were requested.
     partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
     tells whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
     """
@@ -121,12 +121,12 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     @property
     def needs_refresh(self) -> bool:
-        """Whether the next decision has to be made on the newest state: "no host" is never said on an older one."""
+        """Whether the next decision has to be made on the newest state: an older one never proves "no host"."""
         return self.same_host is not None or self.refreshed
 
     @property
     def has_claim_to_submit(self) -> bool:
-        """Whether placement is to be asked in this round."""
+        """Whether this round sends a claim to placement."""
         return self.choice is not None or self.probe is not None
 
 

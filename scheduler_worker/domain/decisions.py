@@ -74,7 +74,7 @@ def retry_of(result: PlacementResult) -> Retry | None:
 
 
 def may_hold_claim(result: PlacementResult) -> bool:
-    """Whether placement was asked for a host: a claim may be delivered twice, and its second answer be lost."""
+    """Whether a claim was sent: it may be delivered twice, and its second answer be lost."""
     return not isinstance(result, NoValidHost) or result.claims > 0
 
 

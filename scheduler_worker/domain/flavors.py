@@ -28,7 +28,7 @@ def request_spec(
     membership: Membership,
     config: SchedulerConfig,
 ) -> RequestSpec | Unsatisfiable:
-    """What one request asks for, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
+    """The request spec of one build request, pre-filters applied. `hosts`: uuids of the host that it names, if any."""
     query = asked.query
     if request.forced and (hosts is None or request.project_id not in config.force_host_projects):
         why = "it names no host" if hosts is None else f"project {request.project_id} may not pass the filters by"

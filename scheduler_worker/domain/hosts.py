@@ -43,7 +43,7 @@ class ServiceState(Struct):
     """The last announcement of one compute service. `heard_s`: when, monotonic. down: why it takes no builds now.
 
     first_sequence: the sequence of the first page of its newest full report; heard: how many pages of it came; listing:
-    its number here. unanswered: how often services were asked to announce their hosts since.
+    its number here. unanswered: how many requests for its hosts it has left unanswered since.
     """
 
     name: str

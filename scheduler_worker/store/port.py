@@ -71,7 +71,7 @@ class SchedulerStore(Protocol):
         """Whether it is open (for /readyz)."""
 
     async def open(self) -> None:
-        """Connect and migrate; waits while the database is away."""
+        """Connect and migrate; waits while the database is unavailable."""
 
     async def close(self) -> None:
         """Disconnect."""

@@ -219,7 +219,7 @@ class PostgresBuilds:
         return self._database.ready
 
     async def open(self) -> None:
-        """Migrate. Waits for a database that is away."""
+        """Migrate. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
 
     async def close(self) -> None:

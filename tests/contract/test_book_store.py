@@ -134,7 +134,7 @@ async def test_publishing_repeats_what_failed_and_skips_nothing(store: Placement
         changes = said.changes
         sent.extend(change.sequence for change in changes)
         if len(sent) == 2:
-            raise DatabaseUnavailable("away")
+            raise DatabaseUnavailable("unavailable")
 
     with pytest.raises(DatabaseUnavailable):
         await store.publish(send, 2)

@@ -264,7 +264,7 @@ async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
     async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
         calls.append(received)
         if len(calls) < 4:
-            raise DatabaseUnavailable("away")
+            raise DatabaseUnavailable("unavailable")
         return [Done()] * len(received)
 
     consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)

@@ -1,4 +1,4 @@
-"""A connection that is lost, and a broker that is away, asked of every adapter that reconnects."""
+"""A connection that is lost, and a broker that is unavailable, asked of every adapter that reconnects."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from berth import keeper as module
 from berth.embedded.postgres import Postgres
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.postgres
 
 async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a full disk that is freed later: here its configuration cannot be read, until it can."""
-    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=0.1))
     said: list[str] = []
     server = Postgres()
     async with kept_alive("PostgreSQL", server, say=said.append):
@@ -34,8 +35,7 @@ async def test_a_server_that_cannot_start_is_tried_until_it_can(monkeypatch: pyt
 
 
 async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT_S", 3_600.0)
-    monkeypatch.setattr(module, "LONGEST_WAIT_S", 3_600.0)
+    monkeypatch.setattr(module, "RESTART", replace(module.RESTART, first_s=3_600.0, longest_s=3_600.0))
     said: list[str] = []
     server = Postgres()
     async with asyncio.timeout(PATIENCE_S), kept_alive("PostgreSQL", server, say=said.append):

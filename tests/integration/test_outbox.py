@@ -46,7 +46,7 @@ class StubBus:
         await self.open.wait()
         if self.away > 0:
             self.away -= 1
-            raise BusUnavailable("away")
+            raise BusUnavailable("unavailable")
         refused = False
         for message, cause in messages:
             if getattr(message, "project_id", "") in self.refused:
@@ -275,7 +275,7 @@ async def test_a_cell_that_is_away_for_long_leaves_room_for_the_others(database:
 
 
 async def test_rows_for_a_cell_that_is_away_do_not_starve_those_that_can_leave(database: Database) -> None:
-    """They are more than a sweep takes, before a dead worker's row, and not written to while the cell is away."""
+    """They are more than a sweep takes, before a dead worker's row, and untouched while the cell is unavailable."""
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
@@ -322,7 +322,7 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
 
 @pytest.mark.parametrize("rest", ["cell1", "removed"])
 async def test_of_a_row_for_two_buses_leaves_what_can_and_is_not_said_again(database: Database, rest: str) -> None:
-    """Its bus is away with more than it may hold, or it is none of ours."""
+    """Its bus is unavailable with more than it may hold, or it is none of ours."""
     api, cell = StubBus("api"), StubBus("cell1")
     cell.away = 10**9
     to_cell = [OutboxMessage(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]

@@ -28,7 +28,7 @@ class BookClaims:
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         self.submitted += claims
         if self.away:
-            return [RequestTimeout("away") for _ in claims]
+            return [RequestTimeout("unavailable") for _ in claims]
         if self.answer is not None:
             return [_answered(self.answer(claim)) for claim in claims]
         replies = await self.book.apply(list(claims))
@@ -36,13 +36,13 @@ class BookClaims:
 
     async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
         if self.away:
-            return [RequestTimeout("away") for _ in releases]
+            return [RequestTimeout("unavailable") for _ in releases]
         replies = await self.book.apply(list(releases))
         return [reply for reply in replies if isinstance(reply, ReleaseResult)]
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         if self.away:
-            return [RequestTimeout("away") for _ in requests]
+            return [RequestTimeout("unavailable") for _ in requests]
         return [await self.book.locate(one) for one in requests]
 
 

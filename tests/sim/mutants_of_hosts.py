@@ -187,7 +187,7 @@ def cell_asks_above() -> AbstractContextManager[Any]:
 
 
 def outage_uses_up_messages() -> AbstractContextManager[Any]:
-    """A message whose database is away is given up, and not handled later."""
+    """A message whose database is unavailable is given up, and not handled later."""
     call = Consumer._call
 
     async def given_up(self: Consumer, received: Any, *more: Any) -> Any:

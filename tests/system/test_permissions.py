@@ -384,7 +384,7 @@ async def test_an_agent_has_what_its_bus_shares_for_its_own_queue_alone(system: 
 async def test_what_an_agent_may_not_make_it_finds_when_another_worker_has_been_there(
     system: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a virtual host where no worker has been yet it is told so, as when its broker is away."""
+    """On a virtual host where no worker has been yet it is told so, as when its broker is unavailable."""
     monkeypatch.setattr(transport, "SET_UP", msgspec.structs.replace(transport.SET_UP, lasts_s=0.0))
     vhost = "cell-new"
     await asyncio.to_thread(system.servers.broker.add_vhost, vhost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, QueueKind, QueueRow, Where
 
-# Requests that no scheduler has taken yet. Past this a client is refused (bus.full) and told at once, so that what is
+# Requests that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that what is
 # accepted is answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
 MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000

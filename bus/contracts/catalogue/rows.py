@@ -75,7 +75,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may say it, where it goes, what answers it, and what makes it idempotent.
 
     publishers: packages of workers; "client": any program of the project that its key names; "operator": the operator's
-    programs, of which the command line is one. What may be said is what the broker's permissions allow
+    programs, of which the command line is one. What a program may publish the broker's permissions decide
     (`berth permissions`).
     batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it, and with
     what else has gathered under this key, for listeners that read batches (a tenth of the cost under load). Where

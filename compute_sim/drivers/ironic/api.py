@@ -66,7 +66,7 @@ class IronicApi:
         )
 
     def open(self) -> None:
-        """Make the client; Ironic itself is asked when something is to be known."""
+        """Make the HTTP client; no request is sent yet."""
         if self._client is None:
             headers = {IRONIC_VERSION: self._config.microversion}
             if self._config.token:

@@ -66,7 +66,7 @@ class NodeDeployment:
                 raise Reschedule("host.unknown", "Ironic has no such node")
             return await self._next(node)
         except DriverUnavailable as fault:
-            # A deployment takes minutes. While Ironic is away for a moment the node deploys on.
+            # A deployment takes minutes. While Ironic is unavailable for a moment the node deploys on.
             if not self._taken:
                 raise
             log.warning("ironic.away", instance=self._mark.instance, node=self._build.host_uuid, reason=str(fault))

@@ -55,7 +55,7 @@ class BareMetal:
         self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
-        """Make the client; Ironic itself is asked when something is to be known."""
+        """Make the HTTP client; no request is sent yet."""
         self._api.open()
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class BareMetal:
         return None
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
-        """What every node carries, whatever its provision state; the mark tells whose it is, and of which attempt."""
+        """What every node carries, whatever its provision state; the mark names its deployment and its attempt."""
         wanted = None if hosts is None else frozenset(hosts)
         nodes = await self._nodes()
         return {node.uuid: machines_of(node) for node in nodes if wanted is None or node.uuid in wanted}
@@ -132,8 +132,8 @@ class BareMetal:
     async def watch(self) -> None:
         """Look for nodes that have not been announced, until cancelled.
 
-        ironic_sync tells the book of a node at once; no build goes there before its compute service has announced it.
-        What went is told with the next whole announcement: the book has dropped it already.
+        ironic_sync reports a node to placement at once; no build goes there before its compute service has announced
+        it. A node that went is missing from the next whole announcement: placement has dropped it already.
         """
         while True:
             began = self._clock.monotonic()

@@ -1,4 +1,4 @@
-"""A cell whose broker is away: the other cells are served all the same, and it is, when it comes."""
+"""A cell whose broker is unavailable: the other cells are served all the same, and it is, when it comes."""
 
 from __future__ import annotations
 

@@ -57,5 +57,5 @@ async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: 
     monkeypatch.setattr(SchedulingEngine, "_put_on_record", away_first)
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    assert seen == [[], []], "assumed while the database was away"
+    assert seen == [[], []], "assumed while the database was unavailable"
     await world.eventually(lambda: not list(book.assumed_keys()))

@@ -49,7 +49,7 @@ class Rows:
     async def forget(self, row_ids: Sequence[int]) -> None:
         if self.away:
             self.away -= 1
-            raise DatabaseUnavailable("away")
+            raise DatabaseUnavailable("unavailable")
         self.statements.append(list(row_ids))
         self.deleted.set()
 

@@ -1,4 +1,4 @@
-"""A bus that is away is told when it goes, now and then while it stays away, and when it is back."""
+"""A bus that is unavailable is told when it goes, now and then while it stays away, and when it is back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.persistence import outbox
-from bus.persistence.outbox import AWAY_TOLD_EVERY_S, OutboxMessage, Relay
+from bus.persistence.outbox import UNAVAILABLE_LOG_INTERVAL_S, OutboxMessage, Relay
 from bus.port import BusUnavailable
 
 AWAY_S = 200.0
@@ -59,7 +59,7 @@ class AwayBus:
     async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
         self.tries += 1
         if self._clock.now < AWAY_S:
-            raise BusUnavailable("away")
+            raise BusUnavailable("unavailable")
         self.done.set()
 
 
@@ -81,5 +81,5 @@ async def test_an_outage_is_told_when_it_begins_now_and_then_and_when_it_ends() 
             await running
     told = Counter(line["event"] for line in lines)
     assert bus.tries > 50
-    assert 2 <= told["outbox.bus_away"] <= AWAY_S / AWAY_TOLD_EVERY_S + 1
+    assert 2 <= told["outbox.bus_unavailable"] <= AWAY_S / UNAVAILABLE_LOG_INTERVAL_S + 1
     assert told["outbox.bus_back"] == 1

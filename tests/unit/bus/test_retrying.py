@@ -35,7 +35,7 @@ class Failing:
     def __init__(self, times: int, error: Exception | None = None) -> None:
         self.calls = 0
         self._times = times
-        self._error = error or Transient("away")
+        self._error = error or Transient("unavailable")
 
     async def __call__(self) -> str:
         self.calls += 1
@@ -53,7 +53,7 @@ async def test_waits_are_doubled_to_the_longest() -> None:
         Failing(5), on_failure=lambda error, count: told.append((str(error), count))
     )
     assert (answer, clock.slept) == ("answer", [1.0, 2.0, 4.0, 5.0, 5.0])
-    assert told == [("away", number) for number in range(1, 6)]
+    assert told == [("unavailable", number) for number in range(1, 6)]
 
 
 async def test_waits_are_drawn_from_the_generator_that_is_given() -> None:
@@ -82,7 +82,7 @@ async def test_waits_are_drawn_from_the_generator_that_is_given() -> None:
 )
 async def test_a_bounded_policy_ends_with_the_fault(policy: RetryPolicy, calls: int) -> None:
     failing = Failing(100)
-    with pytest.raises(Transient, match="away"):
+    with pytest.raises(Transient, match="unavailable"):
         await Retrying(policy, Recorded()).call(failing)
     assert failing.calls == calls
 
@@ -101,11 +101,11 @@ async def test_what_does_not_pass_is_raised_at_once() -> None:
         with pytest.raises(type(error)):
             await Retrying(EVEN, Recorded()).call(failing)
         assert failing.calls == 1
-    assert passes_with_time(BusUnavailable("away")) and not passes_with_time(asyncio.CancelledError())
+    assert passes_with_time(BusUnavailable("unavailable")) and not passes_with_time(asyncio.CancelledError())
 
 
 async def test_a_fault_that_follows_one_that_passes_is_raised() -> None:
-    faults = iter([Transient("away"), ValueError("a bug")])
+    faults = iter([Transient("unavailable"), ValueError("a bug")])
 
     async def call() -> None:
         raise next(faults)

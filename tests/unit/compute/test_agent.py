@@ -104,7 +104,7 @@ class Scripted:
             await self._turns()
             if self.away or (self._rng and self._rng.random() < 0.1):
                 self.away = max(0, self.away - 1)
-                raise DriverUnavailable("away")
+                raise DriverUnavailable("unavailable")
             if self.machines.get(key, attempt + 1) <= attempt:
                 del self.machines[key]
         finally:

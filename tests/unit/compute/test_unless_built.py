@@ -74,7 +74,7 @@ async def test_a_host_that_cannot_be_looked_at_says_nothing(monkeypatch: pytest.
     await service.agent.resume()
 
     async def away(hosts: object = None) -> None:
-        raise DriverUnavailable("away")
+        raise DriverUnavailable("unavailable")
 
     monkeypatch.setattr(driver, "list", away)
     driver.machines[KEY] = 1

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.commands.common import EXIT_AWAY, EXIT_NO, Stop, explain, print_json
+from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, Stop, explain, print_json
 from berth.commands.load import DEFAULT_MIX, _status
 from berth.load.record import LoadRecord, LoadSettings, Totals
 from bus.faults import DatabaseUnavailable
@@ -45,7 +45,7 @@ def test_what_a_command_is_for_is_told_whole(group: tuple[str, ...]) -> None:
 def test_a_database_away_has_the_status_of_what_is_out_of_reach() -> None:
     stop = explain(DatabaseUnavailable("connection refused"))
     assert stop is not None
-    assert (stop.status, stop.code) == (EXIT_AWAY, "database.unavailable")
+    assert (stop.status, stop.code) == (EXIT_UNAVAILABLE, "database.unavailable")
 
 
 def test_json_holds_nothing_that_speaks_to_a_terminal() -> None:

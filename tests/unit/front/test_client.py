@@ -124,7 +124,7 @@ async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) ->
         nonlocal failures
         failures -= 1
         if failures >= 0:
-            return [BusUnavailable("away")] * len(messages)
+            return [BusUnavailable("unavailable")] * len(messages)
         return await publish(messages)
 
     client_world.client.bus.publish_each = away  # type: ignore[method-assign]

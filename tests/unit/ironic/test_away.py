@@ -81,7 +81,7 @@ async def test_ironic_away() -> None:
     nodes, here = world()
     async with here.running():
         await here.settle()
-        nodes.fault = SourceUnavailable("away")
+        nodes.fault = SourceUnavailable("unavailable")
         nodes.put(maintenance=True)
         await here.say(told("node.maintenance_set.end", maintenance=True))
         await turns()
@@ -104,7 +104,7 @@ async def test_the_bus_away_loses_nothing_and_piles_up_one_update_a_node() -> No
     nodes, here = world()
     async with here.running():
         await here.settle()
-        here.book.fault = BusUnavailable("away")
+        here.book.fault = BusUnavailable("unavailable")
         for on in (True, False) * 20 + (True,):
             nodes.put(maintenance=on)
             await here.say(told("node.maintenance_set.end", maintenance=on))
@@ -123,7 +123,7 @@ class Away(MemoryTerm):
 
     async def save(self, positions: Sequence[Any]) -> None:
         if Away.away:
-            raise DatabaseUnavailable("away")
+            raise DatabaseUnavailable("unavailable")
         await super().save(positions)
 
 

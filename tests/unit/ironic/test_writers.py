@@ -73,12 +73,12 @@ async def test_what_was_saved_and_not_published_is_published_at_the_next_start()
     nodes, here = world()
     async with here.running():
         await here.settle()
-        here.book.fault = BusUnavailable("away")
+        here.book.fault = BusUnavailable("unavailable")
         nodes.put(maintenance=True)
         await here.say(told("node.maintenance_set.end", maintenance=True))
         await turns()
     again = World(nodes, positions=here.positions)
-    nodes.fault = SourceUnavailable("and Ironic is away too")
+    nodes.fault = SourceUnavailable("and Ironic is unavailable too")
     async with again.running():
         await turns()
         assert reserved(again) == 1
