@@ -174,7 +174,7 @@ async def _unended(world: World, accepted: set[str]) -> list[dict[str, Any]]:
     """Accepted requests without exactly one terminal event."""
 
     def ends() -> Counter[str]:
-        return Counter(event.instance_uuid for event in world.events if event.terminal)
+        return Counter(event.instance_uuid for event in world.events if event.terminal and event.sequence)
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
