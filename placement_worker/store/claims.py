@@ -17,7 +17,7 @@ from bus.contracts.placement import (
     Change,
 )
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claim_items import ClaimReply, expected_consumers, providers_of, reply
+from placement_worker.domain.claim_items import ClaimReply, expected_consumers, projects_of, providers_of, reply
 from placement_worker.domain.claims import ClaimItem, Decision, changes_of, decide
 from placement_worker.domain.values import (
     NOTHING,
@@ -31,7 +31,7 @@ from placement_worker.store.names import NameTable
 
 # Functions of the schema (schema.sql), a round trip each.
 LOCK = """
-SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[])
+SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[], $8::text[], $9)
 """
 WRITE = """
 SELECT write_claims($1::uuid[],
@@ -39,8 +39,10 @@ SELECT write_claims($1::uuid[],
     $9::uuid[], $10::uuid[], $11::bigint[], $12::int[], $13::bigint[],
     $14::bigint[], $15::int[], $16::bigint[], $17::bigint[], $18::bigint[],
     $19::bigint[], $20::bigint[], $21::bytea[],
-    $22::text[], $23::int[], $24::bigint[])
+    $22::text[], $23::int[], $24::bigint[], $25::bigint[])
 """
+
+NO_LIMITS: Mapping[tuple[str, str], int] = {}
 
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 
@@ -49,16 +51,16 @@ _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
 _UsageRow = tuple[str, int, int]
-_Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow]]
-_locked = msgspec.json.Decoder(_Rows).decode
-_read = msgspec.json.Decoder(tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]).decode
+_Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
+_rows = msgspec.json.Decoder(_Rows).decode
 
 
 class Locked(Struct, frozen=True):
     """What a group has locked, as the locks' last holders left it.
 
     inserted: consumers whose rows this transaction wrote ahead. found: those that were there before. ids: the numbers
-    of the providers that exist. cells: those of their roots, where there is one.
+    of the providers that exist. cells: those of their roots, where there is one. usage: of projects with limits, rows
+    as `limits.by_project` takes them.
     """
 
     inserted: dict[str, ConsumerState]
@@ -66,21 +68,37 @@ class Locked(Struct, frozen=True):
     ids: dict[str, int]
     providers: dict[str, ClaimedProvider]
     cells: dict[str, str]
+    usage: Sequence[_UsageRow] = ()
 
 
 async def apply(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str
+    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str, *, alone: bool = False
 ) -> list[ClaimReply]:
-    """Decide and write one group that came on one bus, inside the caller's transaction."""
+    """Decide and write one group that came on one bus, inside the caller's transaction.
+
+    alone: no other claim with limits of the same projects goes on beside it. Raises PassedMeanwhile where one has, and
+    a limit would be passed; alone it does not.
+    """
+    limited = projects_of(items)
     await members.lock(connection, items)
-    locked = await lock(connection, expected_consumers(items), providers_of(items, {}), names)
+    locked = await lock(
+        connection, expected_consumers(items), providers_of(items, {}), names, limited=limited, alone=alone
+    )
     groups = await members.read(connection, items)
-    projects = await limits.lock(connection, items, names)
+    held = await limits.by_project(connection, locked.usage, names)
+    projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
     decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
     await members.write(connection, decision.joined)  # before the feed's counter is locked
     sequence = await write(
-        connection, decision, locked.found, locked.inserted, ids=locked.ids, names=names, changes=changes_of(decision)
+        connection,
+        decision,
+        locked.found,
+        locked.inserted,
+        ids=locked.ids,
+        names=names,
+        changes=changes_of(decision),
+        most=limits.lowest(items) if limited and not alone else {},
     )
     return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, decision.verdicts, strict=True)]
 
@@ -90,29 +108,32 @@ async def lock(
     expected: Mapping[str, ConsumerState],
     wanted: Collection[str] | None,
     names: NameTable,
+    *,
+    limited: Sequence[str] = (),
+    alone: bool = False,
 ) -> Locked:
     """Lock and read consumers, by uuid, then providers, by id: those wanted and those that the consumers hold.
 
-    expected: each consumer as its row will most likely be if it is new. wanted None: no providers.
+    expected: each consumer as its row will most likely be if it is new. wanted None: no providers. limited: projects
+    whose claims have limits, locked after that; alone: against each other, too.
     """
     uuids = None if wanted is None else list(wanted)
-    said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids)
-    return await _as_locked(connection, _locked(said), expected, names)
+    said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
+    return await _as_locked(connection, _rows(said), expected, names)
 
 
 async def as_read(
     connection: asyncpg.Connection, said: str, names: NameTable
 ) -> tuple[Locked, dict[str, dict[str, int]]]:
     """What the function `read_claims` has found: as `lock`, but unlocked; and what projects hold."""
-    consumers, held, providers, usage = _read(said)
-    locked = await _as_locked(connection, (consumers, held, providers), {}, names)
-    return locked, await limits.by_project(connection, usage, names)
+    locked = await _as_locked(connection, _rows(said), {}, names)
+    return locked, await limits.by_project(connection, locked.usage, names)
 
 
 async def _as_locked(
     connection: asyncpg.Connection, rows: _Rows, expected: Mapping[str, ConsumerState], names: NameTable
 ) -> Locked:
-    consumers, held, providers = rows
+    consumers, held, providers, usage = rows
     used_classes = {row[2] for row in held}
     used_classes.update(room[0] for row in providers for room in row[6] or ())
     class_names = await names.names_of(connection, used_classes)
@@ -134,6 +155,7 @@ async def _as_locked(
             for row in providers
         },
         cells={row[1]: row[5] for row in providers if row[5] is not None},
+        usage=usage,
     )
 
 
@@ -154,8 +176,12 @@ async def write(
     ids: Mapping[str, int],
     names: NameTable,
     changes: Sequence[Change] = (),
+    most: Mapping[tuple[str, str], int] = NO_LIMITS,
 ) -> int:
-    """Write a decision about what is locked, and say the changes. Returns the last one's number, 0 for none."""
+    """Write a decision about what is locked, and say the changes. Returns the last one's number, 0 for none.
+
+    most: limits of (project, class). Raises PassedMeanwhile when one would be passed.
+    """
     used = [
         (ids[provider], names.class_ids[name], amount)
         for provider, resources in decision.used.items()
@@ -170,9 +196,12 @@ async def write(
     )
     if not any(columns) and not changes:
         return 0
-    usage = transposed(limits.rows_of(found, decision.consumers, names), 3)
+    usage = transposed(limits.rows_of(found, decision.consumers, names, most), 4)
     said = feed.rows(changes) if changes else ([], [], [])
-    sequence, written = await connection.fetchval(WRITE, *columns, *said, *usage)
+    try:
+        sequence, written = await connection.fetchval(WRITE, *columns, *said, *usage)
+    except asyncpg.RaiseError as error:
+        raise limits.PassedMeanwhile from error
     if written != len(used):
         raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {len(used)}")
     number: int = sequence

@@ -12,7 +12,7 @@ from typing import Any
 
 import asyncpg
 
-from bus.contracts.placement import INSTANCES
+from bus.contracts.placement import INSTANCES, Claim
 from placement_worker.domain.claim_items import projects_of
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
@@ -22,7 +22,7 @@ from placement_worker.store.names import NameTable
 
 INSTANCES_ID = -1  # instead of a class's number: how many consumers hold something
 
-LOCK = "SELECT project_id, class_id, amount FROM lock_projects($1::text[])"
+LOCK = "SELECT lock_projects($1::text[], true)"
 # Rows of projects that hold nothing any more. One that is being written is left alone.
 FORGET_EMPTY = """
 DELETE FROM project_usage u USING (
@@ -52,15 +52,26 @@ ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURN
 """
 
 
-async def lock(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable
-) -> dict[str, dict[str, int]]:
-    """{project: {class: amount}} of those with limits, and how many consumers, as the locks' last holders left it."""
+class PassedMeanwhile(Exception):
+    """What claims add would pass a limit, by what others have added since it was decided. Nothing was written."""
+
+
+async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
+    """Lock the projects whose claims have limits, alone, as `claims.lock` does for a group that was passed."""
     projects = projects_of(items)
-    if not projects:
-        return {}
-    rows = await connection.fetch(LOCK, projects)
-    return {**{project: {} for project in projects}, **await by_project(connection, rows, names)}
+    if projects:
+        await connection.execute(LOCK, projects)
+
+
+def lowest(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
+    """{(project, class): the lowest of the limits that claims put to it}."""
+    found: dict[tuple[str, str], int] = {}
+    for item in items:
+        if isinstance(item, Claim):
+            for name, limit in item.limits.items():
+                key = (item.project_id, name)
+                found[key] = min(found.get(key, limit), limit)
+    return found
 
 
 async def by_project(
@@ -77,11 +88,18 @@ async def by_project(
 
 
 def rows_of(
-    before: Mapping[str, ConsumerState], after: Mapping[str, ConsumerState | None], names: NameTable
-) -> list[tuple[str, int, int]]:
-    """(project, class's number, how much more) of consumers that change, as the function of the schema takes them."""
+    before: Mapping[str, ConsumerState],
+    after: Mapping[str, ConsumerState | None],
+    names: NameTable,
+    most: Mapping[tuple[str, str], int],
+) -> list[tuple[str, int, int, int | None]]:
+    """(project, class's number, how much more, its limit) of consumers that change, as the schema's function takes it.
+
+    most: the limits to look at once more when it is written.
+    """
     return [
-        (project, class_number(name, names), more) for (project, name), more in usage_changes(before, after).items()
+        (project, class_number(name, names), more, most.get((project, name)))
+        for (project, name), more in usage_changes(before, after).items()
     ]
 
 

@@ -95,7 +95,12 @@ class PostgresStore:
                 replies = await fast_path.apply(connection, items, self._names)
             if replies is not None:
                 return replies
-        return await self._names.write(lambda connection: claims.apply(connection, items, self._names, bus))
+        try:
+            return await self._names.write(lambda connection: claims.apply(connection, items, self._names, bus))
+        except limits.PassedMeanwhile:
+            return await self._names.write(
+                lambda connection: claims.apply(connection, items, self._names, bus, alone=True)
+            )
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS

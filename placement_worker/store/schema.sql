@@ -327,7 +327,7 @@ SET enable_mergejoin = off;
 -- later; xmax = 0 tells a row that this statement inserted.
 -- Returns [[consumer that was there before, ...], [what it holds, ...], [provider with its inventories, ...]].
 CREATE FUNCTION lock_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
-    attempts integer[], wanted uuid[]) RETURNS text AS $$
+    attempts integer[], wanted uuid[], limited text[], alone boolean) RETURNS text AS $$
 DECLARE
     known json;
     holders uuid[];
@@ -335,6 +335,7 @@ DECLARE
     held_of bigint[];
     locked bigint[];
     providers json;
+    usage json;
 BEGIN
     WITH said AS (
         INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt)
@@ -364,35 +365,59 @@ BEGIN
         )) ORDER BY p.id)
         INTO providers FROM providers p JOIN providers root ON root.id = p.root_id WHERE p.id = ANY(locked);
     END IF;
-    RETURN json_build_array(coalesce(known, '[]'), coalesce(held, '[]'), coalesce(providers, '[]'));
+    IF cardinality(limited) > 0 THEN
+        PERFORM lock_projects(limited, alone);
+        SELECT json_agg(json_build_array(u.project_id, u.class_id, u.amount)) INTO usage FROM project_usage u
+        WHERE u.project_id = ANY(limited) AND u.amount <> 0;
+    END IF;
+    RETURN json_build_array(coalesce(known, '[]'), coalesce(held, '[]'), coalesce(providers, '[]'),
+        coalesce(usage, '[]'));
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
 -- Lock the rows in one order, after consumers and providers and before the feed's counter: once in a transaction.
-CREATE FUNCTION add_project_usage(projects text[], classes integer[], more bigint[]) RETURNS void AS $$
+-- most: the limits, or NULL. What rises past one raises; the row is locked then, so no other transaction moves it.
+CREATE FUNCTION add_project_usage(projects text[], classes integer[], more bigint[], most bigint[]) RETURNS void AS $$
+DECLARE
+    past boolean;
 BEGIN
     IF cardinality(projects) > 0 THEN
-        INSERT INTO project_usage AS u (project_id, class_id, amount)
-        SELECT n.project_id, n.class_id, n.more FROM unnest(projects, classes, add_project_usage.more)
-            AS n (project_id, class_id, more) ORDER BY n.project_id, n.class_id
-        ON CONFLICT (project_id, class_id) DO UPDATE SET amount = u.amount + excluded.amount;
+        WITH written AS (
+            INSERT INTO project_usage AS u (project_id, class_id, amount)
+            SELECT n.project_id, n.class_id, n.more FROM unnest(projects, classes, add_project_usage.more)
+                AS n (project_id, class_id, more) ORDER BY n.project_id, n.class_id
+            ON CONFLICT (project_id, class_id) DO UPDATE SET amount = u.amount + excluded.amount
+            RETURNING u.project_id, u.class_id, u.amount
+        )
+        SELECT bool_or(w.amount > n.most) INTO past FROM written w
+        JOIN unnest(projects, classes, add_project_usage.more, add_project_usage.most)
+            AS n (project_id, class_id, more, most) ON n.project_id = w.project_id AND n.class_id = w.class_id
+        WHERE n.more > 0;
+        IF past THEN
+            RAISE EXCEPTION 'over a limit';
+        END IF;
     END IF;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Take the locks of projects whose claims have limits, in one order, and read what they hold as the last holders left
--- it: after consumers and providers, so that they are held for as short as the rows that are written next.
-CREATE FUNCTION lock_projects(projects text[]) RETURNS SETOF project_usage AS $$
+-- Claims with limits decide by what their project holds as of a moment, and what they add is looked at again when it is
+-- written; so they do not wait for each other's decisions. A group that was passed by others meanwhile locks alone.
+-- Taken in one order, after consumers and providers.
+CREATE FUNCTION lock_projects(projects text[], alone boolean) RETURNS void AS $$
 BEGIN
-    PERFORM pg_advisory_xact_lock(locked.key) FROM (
-        SELECT DISTINCT hashtextextended('project ' || name, 0) AS key FROM unnest(projects) AS name ORDER BY key
-    ) AS locked;
-    RETURN QUERY SELECT * FROM project_usage u WHERE u.project_id = ANY(projects) AND u.amount <> 0;
+    IF alone THEN
+        PERFORM pg_advisory_xact_lock(locked.key) FROM (
+            SELECT DISTINCT hashtextextended('project ' || name, 0) AS key FROM unnest(projects) AS name ORDER BY key
+        ) AS locked;
+    ELSE
+        PERFORM pg_advisory_xact_lock_shared(locked.key) FROM (
+            SELECT DISTINCT hashtextextended('project ' || name, 0) AS key FROM unnest(projects) AS name ORDER BY key
+        ) AS locked;
+    END IF;
 END
-$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off;
+$$ LANGUAGE plpgsql;
 
 -- Write absolute values, each row once: consumers that go and that change, what they no longer hold and what they hold,
 -- what is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage
@@ -401,7 +426,7 @@ CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users
     generations bigint[], attempts integer[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
     held_classes integer[], amounts bigint[], used_of bigint[], used_classes integer[], used_now bigint[],
     moved bigint[], moved_to bigint[], firsts bigint[], lasts bigint[], bodies bytea[],
-    usage_projects text[], usage_classes integer[], usage_more bigint[]) RETURNS bigint[] AS $$
+    usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
 DECLARE
     written bigint := 0;
     last bigint := 0;
@@ -432,7 +457,7 @@ BEGIN
         WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id AND (n.used <= i.capacity OR n.used <= i.used);
         GET DIAGNOSTICS written = ROW_COUNT;
     END IF;
-    PERFORM add_project_usage(usage_projects, usage_classes, usage_more);
+    PERFORM add_project_usage(usage_projects, usage_classes, usage_more, usage_most);
     IF cardinality(bodies) > 0 THEN
         last := append_changes(firsts, lasts, bodies);
     END IF;
@@ -558,15 +583,9 @@ BEGIN
         RAISE EXCEPTION 'claim_new: not in these units';
     END IF;
     IF cardinality(limited) > 0 THEN
-        PERFORM lock_projects(limited);
+        PERFORM lock_projects(limited, false);
     END IF;
-    PERFORM add_project_usage(usage_projects, usage_classes, usage_more);
-    IF cardinality(limited) > 0 AND EXISTS (
-        SELECT FROM unnest(usage_projects, usage_classes, usage_most) AS n (project_id, class_id, most)
-        JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id WHERE u.amount > n.most
-    ) THEN
-        RAISE EXCEPTION 'claim_new: over a limit';
-    END IF;
+    PERFORM add_project_usage(usage_projects, usage_classes, usage_more, usage_most);
     claimed := append_changes(ARRAY[1], ARRAY[cardinality(wanted)], ARRAY[convert_to(changes::text, 'UTF8')])
         || generations;
 END

@@ -162,7 +162,7 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
             await members.read(reading, [asked])
             if asked.limits:
                 await claims.lock(reading, expected_consumers([asked]), None, book.store.names)
-            await limits.lock(reading, [asked], book.store.names)
+            await limits.lock(reading, [asked])
             importing = asyncio.create_task(imported(book, file))
             async with asyncio.timeout(PATIENCE_S):
                 while not await reading.fetchval(WAITING):
