@@ -20,7 +20,8 @@ from bus.contracts.placement import Change
 MAX_EXAMPLES = 5
 
 # Instance states in which nothing is under way; only an active one holds an allocation and runs.
-AT_REST = frozenset({"active", "failed", "deleted", "tombstone"})
+TOMBSTONE = "tombstone"
+AT_REST = frozenset({"active", "failed", "deleted", TOMBSTONE})
 
 
 class InventoryFact(Struct, frozen=True):
@@ -361,6 +362,8 @@ def _caused(facts: Facts) -> Iterator[str]:
         if consumer not in facts.requests:
             yield f"{consumer}: holds an allocation that was not requested"
     for instance in facts.instances:
+        if instance.state == TOMBSTONE:  # a delete that came before any build: it had no effect
+            continue
         if instance.instance_uuid not in facts.requests:
             yield f"{instance.instance_uuid}: an instance that was not requested"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:

@@ -75,6 +75,13 @@ def test_what_has_no_mark_of_ours_is_no_breach() -> None:
     assert broken(replace(SOUND, running=[*SOUND.running, RunningFact(ONE, 0, OTHER, has_mark=False)])) == set()
 
 
+def test_a_delete_of_an_instance_that_was_never_built_is_no_effect() -> None:
+    """A foreign message on a cell's bus left one, and a sound system was BROKEN for as long as it was remembered."""
+    forgotten = InstanceFact("never", "cell1", "tombstone", None, 0)
+    assert broken(replace(SOUND, instances=[*SOUND.instances, forgotten])) == set()
+    assert broken(replace(SOUND, instances=[*SOUND.instances, replace(forgotten, state="failed")])) == {CAUSE}
+
+
 def test_what_a_silent_service_does_not_tell_is_not_judged_and_is_said() -> None:
     """746 healthy instances were BROKEN, or it was said that bus or database did not answer."""
     building = InstanceFact(TWO, "cell1", "building", OTHER, 1, "s")
