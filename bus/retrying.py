@@ -63,6 +63,8 @@ QUEUE_LOCKED = RetryPolicy(first_s=1.0, longest_s=1.0, least=1.0, lasts_s=60.0)
 CELL_AWAY = RetryPolicy(first_s=0.5, longest_s=0.5, least=1.0)
 # The database at the start of a process, or after its connections were lost: until it answers.
 DATABASE = RetryPolicy(first_s=0.1, longest_s=3.0)
+# Operators' objects at the start of a scheduler: until the database answers.
+OBJECTS = RetryPolicy(first_s=0.1, longest_s=3.0, least=1.0)
 
 
 def passes_with_time(error: BaseException) -> bool:

@@ -18,20 +18,21 @@ from bus.service.environment import Environment
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker import metrics, plugins
+from scheduler_worker import metrics
 from scheduler_worker.announcements import AnnouncementHandler
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decisions import refused_event
-from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.operations import AdminListener, OperationsHandler
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
+from scheduler_worker.store.objects import ObjectStore, PostgresObjects
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 
@@ -100,25 +101,30 @@ def build(
     cells: Sequence[str],
     *,
     store: SchedulerStore | None = None,
+    objects: ObjectStore | None = None,
     book: Book | None = None,
     table: HostTable | None = None,
 ) -> Service:
     """One scheduler over these cells. Any number may run side by side.
 
-    store: instead of the schema `scheduler` in the environment's database. book, table: the replica and the host
+    store: instead of the schema `scheduler` in the environment's database. objects: where operators' objects are; with
+    a store of one's own and no objects, the settings stay as they are. book, table: the replica and the host
     table to fill, for callers that read them (simulation, tests).
     """
     service = Service("scheduler", clock=env.clock)
+    made = configured(config)
     selector = Selector(
         Book() if book is None else book,
         HostTable() if table is None else table,
         config,
-        flavors={name: parse(name, flavor) for name, flavor in config.flavors.items()},
-        filters=plugins.filters(config),
-        weighings=plugins.weighings(config),
+        flavors=made.flavors,
+        filters=made.filters,
+        weighings=made.weighings,
     )
     buses = {name: env.bus(name) for name in (API, *cells)}
-    store = store if store is not None else PostgresBuilds(env.database("scheduler"))
+    if store is None:
+        database = env.database("scheduler")
+        store, objects = PostgresBuilds(database), objects if objects is not None else PostgresObjects(database)
     relay = Relay(store.outbox, buses, clock=env.clock)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
@@ -156,8 +162,22 @@ def build(
     _operations(service, buses[API], store=store, selector=selector, config=config)
     links = [_link(service, env, buses[cell], selector, store=store, config=config) for cell in cells]
     service.add_preparation(lambda: wait_for(links, config.cell_wait_s))
-    _requests(service, env, buses[API], store=store, selector=selector, engine=engine, config=config)
+    registry = None
+    if objects is not None:
+        registry = ObjectRegistry(objects, selector, config, bus=buses[API], clock=env.clock)
+        _objects(service, buses[API], registry)
+    queries = QueryHandler(store, selector, clock=env.clock, objects=registry)
+    _requests(service, env, buses[API], queries=queries, selector=selector, engine=engine, config=config)
     return service
+
+
+def _objects(service: Service, bus: Bus, registry: ObjectRegistry) -> None:
+    """Operators' objects: loaded before the first request is taken, and again whenever they change."""
+    service.add_preparation(registry.open)
+    service.add_task("objects", registry.run)
+    service.add_consumer(
+        bus.consumer("scheduler.objects.{process}", registry, max_batch=64, concurrency=1, prefetch=64)
+    )
 
 
 def _link(
@@ -217,13 +237,12 @@ def _requests(
     env: Environment,
     bus: Bus,
     *,
-    store: SchedulerStore,
+    queries: QueryHandler,
     selector: Selector,
     engine: SchedulingEngine,
     config: SchedulerConfig,
 ) -> None:
-    queries = QueryHandler(store, selector, clock=env.clock)
-    requests = RequestHandler(engine, tuple(config.flavors), clock=env.clock, config=config)
+    requests = RequestHandler(engine, selector, clock=env.clock, config=config)
     service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=16, concurrency=2, prefetch=32))
     service.add_consumer(
         bus.consumer(

@@ -8,38 +8,12 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from bus.contracts.base import ClassName
+from bus.contracts.objects import Aggregate, Flavor, Quota
 
 Positive = Annotated[int, Bound(ge=1)]
 Seconds = Annotated[float, Bound(gt=0)]
 
-# {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
-Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]
-
-
-class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The sizes and properties that a client requests by a flavor's name.
-
-    extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
-    forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
-    `group_policy` = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or
-    `resources:CLASS` = preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET"
-    (several sets: "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Everything else (plain, or
-    `capabilities:name`) is for the filters.
-    """
-
-    vcpus: Annotated[int, Bound(ge=0)] = 0
-    memory_mb: Annotated[int, Bound(ge=0)] = 0
-    disk_gb: Annotated[int, Bound(ge=0)] = 0
-    extra_specs: dict[str, str] = {}
-
-
-class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata."""
-
-    uuid: str
-    name: str
-    metadata: dict[str, str] = {}
+__all__ = ["Aggregate", "Flavor", "Quota", "SchedulerConfig"]
 
 
 def _bare_metal(resource_class: str, vcpus: int, memory_mb: int, disk_gb: int) -> Flavor:
@@ -92,9 +66,11 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The scheduler's settings; each name says its unit.
 
     available_filters: class paths that may be enabled besides berth's own; enabled_filters: those that run,
-    in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the
-    weigher's own default; weights are added up, so hosts are packed by `ram`, `cpu` and `disk` of -1.0 together.
+    in order, by class path or by the class's name. multipliers: by weigher name (`ram`, `cpu`, ...), else the weigher's
+    own default; weights are added up, so hosts are packed by `ram`, `cpu` and `disk` of -1.0 together.
     default_flavors: which of berth's own flavors there are; flavors: yours, beside them, or instead of one of its name.
+    Flavors, aggregates and quotas are what an empty system begins with: after that they are objects that operators
+    change at run time (docs/howto/objects.md).
     """
 
     default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)

@@ -131,7 +131,6 @@ class SchedulingEngine:
         self._follower = follower
         self._clock = clock
         self._rng = rng
-        self._config = config
         self._who = process or "scheduler"
         self._cancellations = Cancellations(store, claims, clock=clock, process=self._who)
         self._claim_rounds = RetryPolicy(
@@ -144,6 +143,11 @@ class SchedulingEngine:
         self._spread = Spread()
         self._started_s: float | None = None  # of the first batch: the loop's clock is not there before
         self._in_hand: dict[str, None] = {}  # requests of batches that were not finished (yet)
+
+    @property
+    def _config(self) -> SchedulerConfig:
+        """The configuration in force: the settings, with what operators have defined since."""
+        return self._selector.config
 
     async def process(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
         """Schedule and delete; the outcomes by position. A delete in the batch is in time to stop its build."""

@@ -11,7 +11,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest, DeleteRequest
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import pending_delete
-from scheduler_worker.domain.pending import GIVEN_UP_UNSAID, PendingBuild, given_up_of, pending_build
+from scheduler_worker.domain.pending import GIVEN_UP_UNSAID, FlavorAccess, PendingBuild, given_up_of, pending_build
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.retention import max_request_age_s
 
@@ -20,7 +20,7 @@ class RequestHandler:
     """Handles queue `scheduler.requests`, and what that one gives up."""
 
     def __init__(
-        self, engine: SchedulingEngine, flavors: Sequence[str], *, clock: Clock, config: SchedulerConfig
+        self, engine: SchedulingEngine, flavors: FlavorAccess, *, clock: Clock, config: SchedulerConfig
     ) -> None:
         self._engine = engine
         self._flavors = flavors

@@ -25,6 +25,7 @@ STAGE_S = Histogram("berth_scheduler_stage_seconds", "Time of one batch in one s
 ANNOUNCED = Counter("berth_scheduler_announcements", "Build events from cells, by outcome.", ["outcome"])
 SUBSET = Gauge("berth_scheduler_subset", "Near-best hosts that a choice is made among; contention widens it.")
 BUILDS = Counter("berth_scheduler_builds", "Build requests that ended, by terminal state and code.", ["state", "code"])
+OBJECTS_REVISION = Gauge("berth_scheduler_objects_revision", "Revision of the operators' objects in force here.")
 KNOWN_HOSTS = Gauge("berth_scheduler_hosts", "Hosts that compute services have announced.")
 
 

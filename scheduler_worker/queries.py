@@ -1,4 +1,4 @@
-"""Queue `scheduler.queries`: builds with their timeline, hosts, and compute services."""
+"""Queue `scheduler.queries`: builds with their timeline, hosts, compute services, and operators' objects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
 
 class QueryHandler:
     """Handles queue `scheduler.queries`."""
 
-    def __init__(self, store: SchedulerStore, selector: Selector, *, clock: Clock) -> None:
+    def __init__(
+        self, store: SchedulerStore, selector: Selector, *, clock: Clock, objects: ObjectRegistry | None = None
+    ) -> None:
         self._store = store
+        self._objects = objects
         self._selector = selector
         self._clock = clock
 
@@ -39,7 +43,10 @@ class QueryHandler:
             return Done(reply=BuildPage(builds=tuple(map(_with_sorted_timeline, found))))
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
-        assert isinstance(message, HostsQuery)
+        if not isinstance(message, HostsQuery):
+            if self._objects is None:
+                return Refuse("objects.none", "this scheduler keeps no objects: it has no database")
+            return await self._objects.answer(message)
         return Done(reply=self.hosts(message))
 
     def services(self, query: ServicesQuery) -> ServicesPage:

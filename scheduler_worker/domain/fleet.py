@@ -51,7 +51,7 @@ class FleetSummary(Struct, frozen=True):
 def summarize(view: HostsView, default_zone: str) -> FleetSummary:
     """Add up the hosts of a view. A host is in the zone of its first aggregate that names one, else in the default."""
     cells = ("", *view.table.cells)
-    zones, zone = _zones(view, default_zone)
+    zones, zone = zones_of(view, default_zone)
     # An unannounced host has index NO_SERVICE; the columns of the host table hold no row for it.
     known = view.known
     cell = np.where(known, np.where(known, view.cell, 0) + 1, 0)
@@ -75,8 +75,8 @@ def summarize(view: HostsView, default_zone: str) -> FleetSummary:
     )
 
 
-def _zones(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
-    """The names of all zones, and for each host the number of its zone."""
+def zones_of(view: HostsView, default_zone: str) -> tuple[Sequence[str], Rows]:
+    """The names of all zones, and for each host of the view the index of its zone's name."""
     zoned = view.membership.with_key(ZONE_KEY)
     names = sorted({default_zone, *(aggregate.metadata[ZONE_KEY] for aggregate in zoned)})
     zone = np.full(len(view), names.index(default_zone), dtype=np.intp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from hashlib import blake2b
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -25,6 +26,16 @@ TOO_OLD = "request.too_old"
 DUPLICATE = "request.duplicate"
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class FlavorAccess(Protocol):
+    """Which flavors there are, and for which projects."""
+
+    def allows(self, flavor: str, project: str) -> bool:
+        """Whether there is this flavor, and the project may request it."""
+
+    def flavors_for(self, project: str) -> Collection[str]:
+        """The names of the flavors that a project may request."""
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
@@ -68,14 +79,15 @@ class Admission(Struct, frozen=True, kw_only=True):
 
 
 def pending_build(
-    received: Received, position: int, *, now: float, flavors: Collection[str], max_age_s: float
+    received: Received, position: int, *, now: float, flavors: FlavorAccess, max_age_s: float
 ) -> PendingBuild:
     """A request that has just been taken. max_age_s: sent longer ago, its record may have been purged."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     refusal = None
-    if request.flavor not in flavors:
-        reason = f"there is no flavor {request.flavor} (there are: {', '.join(sorted(flavors))})"
+    if not flavors.allows(request.flavor, request.project_id):
+        known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
+        reason = f"there is no flavor {request.flavor} (there are: {known})"
         refusal = Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
     elif 0 < meta.sent_at < now - max_age_s:
         reason = "it was sent so long ago that it may have been carried out, and its record purged"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, FunnelStep
 from bus.contracts.cell import Selection
@@ -57,19 +58,46 @@ class Selector:
     ) -> None:
         self.book = book
         self.table = table
+        self.configure(config, flavors=flavors, filters=filters, weighings=weighings)
+        self._roots: Rows | None = None
+        self._known = -1
+        self._index = np.empty(0, dtype=np.intp)
+
+    def configure(
+        self,
+        config: SchedulerConfig,
+        *,
+        flavors: Mapping[str, ParsedFlavor],
+        filters: Sequence[Filter],
+        weighings: Sequence[Weighing],
+        revision: int = 0,
+    ) -> None:
+        """Decide by these from the next decision on. revision: of the objects that the configuration holds."""
         self.config = config
         self.flavors = flavors
         self.filters = tuple(filters)
         self.weighings = tuple(weighings)
         self.membership = Membership(config.aggregates)
-        self._roots: Rows | None = None
-        self._known = -1
-        self._index = np.empty(0, dtype=np.intp)
+        self.revision = revision
+
+    def allows(self, flavor: str, project: str) -> bool:
+        """Whether there is this flavor, and the project may request it."""
+        known = self.config.flavors.get(flavor)
+        return known is not None and (not known.projects or project in known.projects)
+
+    def flavors_for(self, project: str) -> tuple[str, ...]:
+        """The names of the flavors that a project may request."""
+        return tuple(name for name in self.config.flavors if self.allows(name, project))
 
     def request_spec(self, request: BuildRequest) -> RequestSpec | Unsatisfiable:
-        """What the request asks for under this configuration. Its flavor is known."""
+        """What the request asks for under this configuration."""
+        flavor = self.flavors.get(request.flavor)
+        if flavor is None:
+            return Unsatisfiable("flavor.unknown", f"there is no flavor {request.flavor} any more", "flavor")
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
-        return request_spec(request, self.flavors[request.flavor], hosts, self.membership, self.config)
+        found = request_spec(request, flavor, hosts, self.membership, self.config)
+        # Requests that were read under different revisions of the objects share no ranking.
+        return replace(found, key=(*found.key, str(self.revision))) if isinstance(found, RequestSpec) else found
 
     def uuids_of(self, host: str) -> list[str]:
         """The hosts with this name or uuid."""

@@ -51,6 +51,35 @@ CREATE TABLE host_admin_states (
     version bigint NOT NULL
 );
 
+-- What operators define at run time (bus.contracts.objects). body: JSON; version: the revision that it was last changed
+-- in; changed_at, at: seconds since the epoch. The one row of objects_revision is the lock of every change.
+CREATE TABLE objects_revision (
+    singleton boolean PRIMARY KEY DEFAULT true CHECK (singleton),
+    revision bigint NOT NULL
+);
+INSERT INTO objects_revision (revision) VALUES (0);
+CREATE TABLE objects (
+    kind text NOT NULL,
+    name text NOT NULL,
+    body text NOT NULL,
+    version bigint NOT NULL,
+    changed_at double precision NOT NULL,
+    changed_by text NOT NULL,
+    PRIMARY KEY (kind, name)
+);
+CREATE TABLE object_log (
+    revision bigint NOT NULL,
+    kind text NOT NULL,
+    name text NOT NULL,
+    before text,
+    after text,
+    at double precision NOT NULL,
+    who text NOT NULL,
+    why text NOT NULL DEFAULT '',
+    forced boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (revision, kind, name)
+);
+
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived
 -- heap, so it is vacuumed by count and not by share. A row is large and soon gone: compressing it is most of what
 -- writing it would cost.

@@ -544,3 +544,66 @@ def test_members_of_a_group_keep_apart_through_alternates_and_one_is_followed_to
     )
     assert followed["host"] == apart[0]["host"] != elsewhere["host"]
     assert berth("boot", "--flavor", "m1.small", "--group", group, "--policy", "alone").status == USAGE
+
+
+def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
+    """Flavors, quotas, aggregates and rules: listed, changed, refused, logged, and kept in a file."""
+    assert "m1.small" in {one["name"] for one in berth("flavors", "list", "--json").data}
+    made = berth(
+        "flavors", "set", "cli.tiny", "--vcpus", "1", "--memory-mb", "64", "--by", "eve\nforged", "--reason", "t"
+    )
+    assert (made.status, made.out.startswith("+ flavor cli.tiny: ")) == (0, True), made.err
+    done = berth("boot", "--flavor", "cli.tiny", "--wait", "--json")
+    assert done.status == 0, done.err
+    in_use = berth("flavors", "delete", "cli.tiny")
+    assert (in_use.status, "object.in_use" in in_use.err) == (NO, True)
+    assert berth("flavors", "delete", "cli.tiny", "--force", "--dry-run").out.startswith(
+        "- flavor cli.tiny\n1 would change"
+    )
+    assert berth("flavors", "show", "cli.tiny").status == 0, "nothing was changed"
+
+    limited = berth("quotas", "set", "cli-project", "INSTANCES=1", "VCPU=4", "--json")
+    assert limited.data["changed"][0]["after"] == {"limits": {"INSTANCES": 1, "VCPU": 4}}
+    both = berth("boot", "--flavor", "cli.tiny", "--count", "2", "--project", "cli-project", "--wait", "--json")
+    assert (both.status, sorted(one["code"] for one in both.data)) == (NO, ["", "quota.exceeded"])
+
+    entries = berth("audit-log", "--name", "cli.tiny", "--json").data
+    assert [(one["who"], one["why"]) for one in entries] == [("eve\nforged", "t")]
+    table = berth("audit-log", "--name", "cli.tiny").out
+    assert len(table.splitlines()) <= 4 and "eve\\nforged" in table, "a newline forges no row"
+
+
+def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
+    before = berth("objects").out
+    file = berth.directory / "objects.toml"
+    file.write_text(before + '\n[flavors."file.one"]\nvcpus = 1\n\n[quotas.filed]\nVCPU = 3\n')
+    told = berth("apply", str(file), "--dry-run").out
+    assert told.splitlines()[:2] == ['+ flavor file.one: {"vcpus":1}', '+ quota filed: {"limits":{"VCPU":3}}']
+    assert berth("objects").out == before
+    assert berth("apply", str(file)).status == 0
+    assert berth("apply", str(file)).out.startswith("0 changed")
+    file.write_text(before + '\n[flavors."file.two"]\nvcpus = 1\nextra_specs = {"resources:VCPU" = "many"}\n')
+    wrong = berth("apply", str(file), "--prune")
+    assert (wrong.status, "flavor.invalid" in wrong.err) == (NO, True)
+    file.write_text(before)
+    pruned = berth("apply", str(file), "--prune")
+    assert pruned.out.startswith("- flavor file.one\n"), pruned.out
+    assert "file.one" not in berth("objects").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("flavors", "set", "x", "--extra-spec", "novalue"), "KEY=VALUE"),
+        (("quotas", "set", "x", "VCPU=many"), "no number"),
+        (("quotas", "set", "x", "vcpu=1"), "quota 'x'"),
+        (("aggregates", "set", "x", "--uuid", "no"), "no uuid"),
+        (("rules", "set", "--filter", "NoSuchFilter"), "NoSuchFilter"),
+        (("flavors", "show", "no-such"), "there is no flavor 'no-such'"),
+        (("apply", "no-such.toml"), "no-such.toml"),
+    ],
+)
+def test_a_mistake_about_objects_is_a_sentence(berth: Berth, arguments: tuple[str, ...], says: str) -> None:
+    done = berth(*arguments)
+    assert done.status in {NO, USAGE}
+    assert says in done.err

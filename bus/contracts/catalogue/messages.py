@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts import build, cell, moves, operations, placement
+from bus.contracts import build, cell, moves, objects, operations, placement
 from bus.contracts.base import Message, Refusal
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MOST_REQUESTS_A_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
@@ -122,6 +122,55 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         public=True,
         idempotency="reads only",
+    ),
+    # --- what operators define
+    MessageRow(
+        message=objects.ObjectsChange,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="objects.change",
+        reply=objects.ObjectsChanged,
+        persistent=False,
+        public=True,
+        max_batch=1,
+        idempotency="each change names the whole object; if_version refuses a second one",
+    ),
+    MessageRow(
+        message=objects.ObjectsQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="objects.query",
+        reply=objects.ObjectsPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=objects.ObjectLogQuery,
+        owner="scheduler_worker",
+        publishers=("operator",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="objects.log",
+        reply=objects.ObjectLogPage,
+        persistent=False,
+        public=True,
+        idempotency="reads only",
+    ),
+    MessageRow(
+        message=objects.ObjectsRevision,
+        owner="scheduler_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=EVENTS,
+        key="objects.revision",
+        persistent=False,
+        public=True,
+        idempotency="revision; a lower one is old",
     ),
     # --- the resource book
     MessageRow(

@@ -188,10 +188,17 @@ class World:
         await self.eventually(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
         return uuids
 
-    async def report(self, uuid: str, name: str, amounts: dict[str, int], traits: tuple[str, ...] = ()) -> None:
+    async def report(
+        self,
+        uuid: str,
+        name: str,
+        amounts: dict[str, int],
+        traits: tuple[str, ...] = (),
+        aggregates: tuple[str, ...] = (),
+    ) -> None:
         self._version += 1
         inventories = {key: Inventory(total=total, max_unit=total) for key, total in amounts.items()}
-        provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits)
+        provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits, aggregates=aggregates)
         update = InventoryUpdate(source="world", version=self._version, root_uuid=uuid, providers=(provider,))
         answer = await self.buses[API].request(update, InventoryResult, timeout_s=PATIENCE_S)
         assert answer.outcome == "applied", answer

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from berth.commands.objects import read_file
 from berth.settings import read_settings
+from bus.contracts.objects import ObjectsChange
+from scheduler_worker.domain.objects import ChangePlan, plan
 from tests.unit.front.test_readme import blocks
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +52,10 @@ def test_settings_on_a_page_are_settings(page: Path, tmp_path: Path) -> None:
             continue
         path = tmp_path / f"{number}.toml"
         path.write_text(text)
+        if text.startswith("[flavors"):  # a file for `berth apply`
+            planned = plan(ObjectsChange(changes=tuple(read_file(path)[0]), who="a reader"), {})
+            assert isinstance(planned, ChangePlan), planned
+            continue
         read_settings(path, {})
 
 

@@ -21,6 +21,7 @@ from scheduler_worker.domain.pending import (
     new_build,
     pending_build,
 )
+from tests.unit.scheduler.hosts import Hosts
 
 UUID = "00000000-0000-4000-8000-000000000001"
 REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
@@ -28,7 +29,7 @@ REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
 
 def taken(request: BuildRequest = REQUEST, **meta: float) -> PendingBuild:
     received = Received(request, Meta(id="m", **meta), "api", "scheduler.requests")  # type: ignore[arg-type]
-    return pending_build(received, 0, now=1000.0, flavors=("m1.small",), max_age_s=100.0)
+    return pending_build(received, 0, now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
 
 
 def status(state: BuildState = BuildState.ACCEPTED, **more: object) -> BuildStatus:

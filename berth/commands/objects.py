@@ -1,0 +1,439 @@
+"""`berth flavors`, `aggregates`, `quotas`, `rules`, `apply`, `objects`, `audit-log`: objects that operators define."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+from berth.commands.as_toml import as_toml
+from berth.commands.common import (
+    EXIT_NO,
+    QUERY_TIMEOUT_S,
+    AsJson,
+    By,
+    Stop,
+    client,
+    decided_by,
+    out,
+    print_json,
+    run,
+    settings_of,
+)
+from berth.render import printable, render_rows
+from bus.bus import Bus
+from bus.contracts.base import MAX_REASON
+from bus.contracts.objects import (
+    DEFAULT_QUOTA,
+    MAX_CHANGES,
+    SCHEDULING,
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+    StoredObject,
+)
+
+MAX_FILE_BYTES = 8 * 2**20
+
+# The sections of a file for `berth apply`, as `berth objects` prints them.
+SECTIONS = {
+    "flavors": ObjectKind.FLAVOR,
+    "aggregates": ObjectKind.AGGREGATE,
+    "quotas": ObjectKind.QUOTA,
+    "rules": ObjectKind.SCHEDULING,
+}
+
+Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
+Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
+Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
+Force = Annotated[bool, typer.Option("--force", help="Also where instances would not be where they asked to be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Tell what would change, and change nothing.")]
+
+
+def _app(kind: ObjectKind, what: str) -> typer.Typer:
+    """The commands that every kind has: list, show, delete."""
+    app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
+
+    @app.command("list")
+    def list_(context: typer.Context, as_json: AsJson = False) -> None:
+        """List them."""
+
+        async def body() -> None:
+            async with client(settings_of(context)) as berth:
+                found = [stored async for stored in _stored(berth.bus, kind)]
+            if as_json:
+                print_json(found)
+                return
+            rows = [[printable(one.name), _compact(one.body), str(one.version), _when(one)] for one in found]
+            render_rows(out, ["name", "body", "version", "changed"], rows)
+
+        run(body)
+
+    @app.command("show")
+    def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
+        """Show one as TOML, as `berth apply` reads it."""
+
+        async def body() -> None:
+            async with client(settings_of(context)) as berth:
+                found = [stored async for stored in _stored(berth.bus, kind, name)]
+            if not found:
+                raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
+            if as_json:
+                print_json(found[0])
+                return
+            out.print(Text(as_toml(_file(found))), end="", soft_wrap=True)
+
+        run(body)
+
+    @app.command("delete")
+    def delete(
+        context: typer.Context,
+        names: Names,
+        why: Why = "",
+        by: By = None,
+        force: Force = False,
+        dry_run: DryRun = False,
+        as_json: AsJson = False,
+    ) -> None:
+        """Delete them, all or none."""
+        changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
+        _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+
+    return app
+
+
+flavors = _app(ObjectKind.FLAVOR, "Flavors: what a client may request.")
+aggregates = _app(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
+quotas = _app(ObjectKind.QUOTA, "Quotas of projects.")
+rules = _app(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
+
+
+@flavors.command("set")
+def set_flavor(
+    context: typer.Context,
+    name: Name,
+    vcpus: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Virtual CPUs.")] = 0,
+    memory_mb: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="MiB.")] = 0,
+    disk_gb: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="GiB.")] = 0,
+    extra_spec: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An extra spec, as in Nova; repeatable.")
+    ] = None,
+    project: Annotated[list[str] | None, typer.Option(help="Only for this project; repeatable.")] = None,
+    why: Why = "",
+    by: By = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a flavor, or replace the whole of it."""
+    body = {
+        "vcpus": vcpus,
+        "memory_mb": memory_mb,
+        "disk_gb": disk_gb,
+        "extra_specs": _pairs(extra_spec, "--extra-spec"),
+        "projects": project or [],
+    }
+    changes = [ObjectChange(kind=ObjectKind.FLAVOR, name=name, body=body)]
+    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+
+
+@aggregates.command("set")
+def set_aggregate(
+    context: typer.Context,
+    name: Name,
+    uuid: Annotated[str, typer.Option(help="The uuid of the provider aggregate that holds its hosts.")],
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None,
+    why: Why = "",
+    by: By = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a host aggregate, or replace the whole of it."""
+    pairs = _pairs(metadata, "--metadata") | ({} if zone is None else {"availability_zone": zone})
+    body = {"uuid": uuid, "name": name, "metadata": pairs}
+    changes = [ObjectChange(kind=ObjectKind.AGGREGATE, name=name, body=body)]
+    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+
+
+@quotas.command("set")
+def set_quota(
+    context: typer.Context,
+    project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
+    limits: Annotated[
+        list[str], typer.Argument(metavar="CLASS=AMOUNT...", help="Resource classes, or INSTANCES for their number.")
+    ],
+    why: Why = "",
+    by: By = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Set the whole quota of a project. It holds from the next claim on; what is held beyond it stays."""
+    body = {"limits": {key: _number(value, key) for key, value in _pairs(limits, "CLASS=AMOUNT").items()}}
+    changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
+    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+
+
+@rules.command("set")
+def set_rules(
+    context: typer.Context,
+    multiplier: Annotated[
+        list[str] | None, typer.Option(metavar="WEIGHER=NUMBER", help="A weigher's multiplier; repeatable.")
+    ] = None,
+    filters: Annotated[
+        list[str] | None, typer.Option("--filter", help="An enabled filter, in order; repeatable.")
+    ] = None,
+    weighers: Annotated[list[str] | None, typer.Option("--weigher", help="An enabled weigher; repeatable.")] = None,
+    host_subset_size: Annotated[int | None, typer.Option(min=1, help="Choose among so many of the best.")] = None,
+    why: Why = "",
+    by: By = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the scheduling rules. What is not given is as the settings of each scheduler say."""
+    numbers = {key: _number(value, key, float) for key, value in _pairs(multiplier, "--multiplier").items()}
+    given = {
+        "multipliers": numbers or None,
+        "enabled_filters": filters,
+        "enabled_weighers": weighers,
+        "host_subset_size": host_subset_size,
+    }
+    body = {key: value for key, value in given.items() if value is not None}
+    changes = [ObjectChange(kind=ObjectKind.SCHEDULING, name=SCHEDULING, body=body)]
+    _change(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+
+
+def apply(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete what is not in the file, of the kinds that it has a section for.")
+    ] = False,
+    why: Why = "",
+    by: By = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make objects as a file says.
+
+    All or none; prints what changes.
+    """
+    changes, kinds = read_file(file)
+    pruned = kinds if prune else ()
+    _change(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json, prune=pruned)
+
+
+def objects(context: typer.Context, as_json: AsJson = False) -> None:
+    """Print all objects as TOML, for `berth apply`."""
+
+    async def body() -> None:
+        async with client(settings_of(context)) as berth:
+            found = [stored async for stored in _stored(berth.bus)]
+        if as_json:
+            print_json(found)
+            return
+        out.print(Text(as_toml(_file(found))), end="", soft_wrap=True)
+
+    run(body)
+
+
+def audit_log(
+    context: typer.Context,
+    kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only of this name.")] = None,
+    before: Annotated[int | None, typer.Option(min=1, help="Only of earlier revisions.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List changes of objects: who, when and why."""
+
+    async def body() -> None:
+        async with client(settings_of(context)) as berth:
+            query = ObjectLogQuery(kind=kind, name=name, before=before, limit=limit)
+            page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
+        if as_json:
+            print_json(page.entries)
+            return
+        rows: list[list[str | Text]] = [
+            [
+                str(one.revision),
+                _time(one.at),
+                printable(one.who),
+                printable(f"{one.kind.value} {one.name}"),
+                printable("; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")),
+                printable(one.why),
+            ]
+            for one in page.entries
+        ]
+        render_rows(out, ["revision", "at (UTC)", "who", "object", "change", "why"], rows)
+
+    run(body)
+
+
+def _change(
+    context: typer.Context,
+    changes: Sequence[ObjectChange],
+    *,
+    why: str,
+    by: str | None,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    prune: tuple[ObjectKind, ...] = (),
+) -> None:
+    if len(why) > MAX_REASON:
+        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
+    if len(changes) > MAX_CHANGES:
+        raise typer.BadParameter(f"at most {MAX_CHANGES} objects in one change, and these are {len(changes)}")
+    who = decided_by(by)
+
+    async def body() -> None:
+        async with client(settings_of(context)) as berth:
+            asked = ObjectsChange(changes=tuple(changes), who=who, why=why, prune=prune, force=force, dry_run=dry_run)
+            answer = await berth.bus.request(asked, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+        if as_json:
+            print_json(answer)
+            return
+        for one in answer.changed:
+            out.print(Text(printable(_sentence(one))), soft_wrap=True)
+        verb = "would change" if dry_run else "changed"
+        out.print(Text(f"{len(answer.changed)} {verb}; revision {answer.revision}"), soft_wrap=True)
+
+    try:
+        msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error)) from error
+    run(body)
+
+
+async def _stored(bus: Bus, kind: ObjectKind | None = None, name: str | None = None) -> AsyncIterator[StoredObject]:
+    after: tuple[str, str] | None = None
+    while True:
+        query = ObjectsQuery(kind=kind, name=name, after=after)
+        page = await bus.request(query, ObjectsPage, timeout_s=QUERY_TIMEOUT_S)
+        for stored in page.objects:
+            yield stored
+        if not page.more:
+            return
+        after = (page.objects[-1].kind.value, page.objects[-1].name)
+
+
+def _file(found: Sequence[StoredObject]) -> dict[str, Any]:
+    """Objects as the tree of a file for `berth apply`. The rules are one object, without a name in the file."""
+    tree: dict[str, Any] = {}
+    for section, kind in SECTIONS.items():
+        bodies = {one.name: _in_file(kind, one.body) for one in found if one.kind is kind}
+        if bodies:
+            tree[section] = bodies.get(SCHEDULING, {}) if kind is ObjectKind.SCHEDULING else bodies
+    return tree
+
+
+def _in_file(kind: ObjectKind, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A quota is its limits, and an aggregate's name is that of its table."""
+    match kind:
+        case ObjectKind.QUOTA:
+            limits: Mapping[str, Any] = body.get("limits", {})
+            return limits
+        case ObjectKind.AGGREGATE:
+            return {key: value for key, value in body.items() if key != "name"}
+    return body
+
+
+def read_file(file: Path) -> tuple[list[ObjectChange], tuple[ObjectKind, ...]]:
+    """The objects of a file, and the kinds that it has a section for. Raises typer.BadParameter."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise typer.BadParameter(f"{file} is larger than {MAX_FILE_BYTES} bytes")
+        tree = tomllib.loads(text.decode())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: {error}") from error
+    if unknown := tree.keys() - SECTIONS.keys():
+        known = ", ".join(SECTIONS)
+        raise typer.BadParameter(f"{file}: {', '.join(sorted(unknown))}: a file has the sections {known}")
+    changes = []
+    for section, kind in SECTIONS.items():
+        if section not in tree:
+            continue
+        bodies = {SCHEDULING: tree[section]} if kind is ObjectKind.SCHEDULING else tree[section]
+        if not isinstance(bodies, dict) or not all(isinstance(body, dict) for body in bodies.values()):
+            raise typer.BadParameter(f"{file}: [{section}] holds one table for each name")
+        changes += [
+            ObjectChange(kind=kind, name=name, body=_from_file(kind, name, body)) for name, body in bodies.items()
+        ]
+    return changes, tuple(kind for section, kind in SECTIONS.items() if section in tree)
+
+
+def _from_file(kind: ObjectKind, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    match kind:
+        case ObjectKind.QUOTA:
+            return {"limits": body}
+        case ObjectKind.AGGREGATE:
+            return {**body, "name": name}
+    return body
+
+
+def _pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:
+    """KEY=VALUE, repeated. The first = ends the key."""
+    pairs: dict[str, str] = {}
+    for one in given or ():
+        key, equals, value = one.partition("=")
+        if not equals or not key or key in pairs:
+            raise typer.BadParameter(f"{one!r}: KEY=VALUE, each key once", param_hint=option)
+        pairs[key] = value
+    return pairs
+
+
+def _number(text: str, key: str, kind: type[int | float] = int) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise typer.BadParameter(f"{key}={text}: {text!r} is no number") from None
+
+
+def _sentence(changed: ChangedObject) -> str:
+    what = f"{changed.kind.value} {changed.name}"
+    if changed.before is None:
+        return f"+ {what}: {_compact(changed.after or {})}"
+    if changed.after is None:
+        return f"- {what}"
+    return f"~ {what}: {'; '.join(_differences(changed.before, changed.after))}"
+
+
+def _differences(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """Field by field, what was and what is."""
+    if before is None or after is None:
+        return [f"made: {_compact(after or {})}" if before is None else "deleted"]
+    return [
+        f"{key} {_compact(before.get(key))} to {_compact(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _compact(value: Any) -> str:
+    return "nothing" if value is None else msgspec.json.encode(value, order="deterministic").decode()
+
+
+def _when(one: StoredObject) -> str:
+    return f"{_time(one.changed_at)} by {printable(one.changed_by)}"
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

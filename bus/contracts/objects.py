@@ -1,0 +1,189 @@
+"""What operators define at run time: flavors, aggregates, quotas and scheduling rules; how they are changed and read.
+
+They are kept in the schedulers' database, versioned, and in effect on every scheduler as soon as it has heard of the
+new revision. The settings file holds what an empty system begins with.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta as Bound
+from msgspec import Struct
+
+from .base import ClassName, Label, Message, Reason, Version
+
+# {class or INSTANCES: how much of it}, as claims carry it: under no other name, and for no more of them.
+Quota = Annotated[dict[ClassName, Annotated[int, Bound(ge=0, lt=2**31)]], Bound(max_length=64)]
+
+Text = Annotated[str, Bound(max_length=255)]
+MAX_CHANGES = 1000
+MAX_PAGE = 1000
+
+DEFAULT_QUOTA = "default"  # the name of the quota of projects that have none of their own
+SCHEDULING = "default"  # the name of the one object of its kind
+
+
+class ObjectKind(StrEnum):
+    """What kinds of objects there are. The body of each is the struct of the same name below."""
+
+    FLAVOR = "flavor"
+    AGGREGATE = "aggregate"
+    QUOTA = "quota"
+    SCHEDULING = "scheduling"
+
+
+class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The sizes and properties that a client requests by a flavor's name.
+
+    memory_mb: MiB; disk_gb: GiB. projects: those that may request it (empty: every project).
+    extra_specs as Nova has them: `resources:CLASS` = amount (0 takes a class away), `trait:NAME` = required or
+    forbidden; `resources1:CLASS`, `trait_NET:NAME`: the same of a numbered group, all of it from one provider;
+    `group_policy` = none or isolate. Beyond Nova: `trait:in:A,B` = required (any of them), `trait:NAME` or
+    `resources:CLASS` = preferred (a weight, not a filter), `root_required` = "A,!B", `same_subtree` = "1,_NET"
+    (several sets: "1,_A;2,_B"), `in_tree`, `in_tree1` = a provider's uuid. Everything else (plain, or
+    `capabilities:name`) is for the filters.
+    """
+
+    vcpus: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    memory_mb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    disk_gb: Annotated[int, Bound(ge=0, lt=2**31)] = 0
+    extra_specs: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
+    projects: Annotated[tuple[Text, ...], Bound(max_length=1000)] = ()
+
+
+class Aggregate(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A host aggregate: the uuid of the provider aggregate with its members, and its metadata.
+
+    metadata: `availability_zone` makes it a zone; other keys are read by filters, weighers and pre-filters.
+    """
+
+    uuid: str
+    name: str
+    metadata: Annotated[dict[Text, Text], Bound(max_length=256)] = {}
+
+
+class ProjectQuota(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the instances of one project may hold together: {resource class: amount}, and INSTANCES: their number."""
+
+    limits: Quota = {}
+
+
+class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which filters and weighers run. None: as the settings of each scheduler say.
+
+    multipliers: by weigher name. enabled_filters, enabled_weighers: in order, by class path or by the class's name.
+    """
+
+    multipliers: Annotated[dict[Text, float], Bound(max_length=256)] | None = None
+    enabled_filters: Annotated[tuple[Text, ...], Bound(max_length=256)] | None = None
+    enabled_weighers: Annotated[tuple[Text, ...], Bound(max_length=256)] | None = None
+    host_subset_size: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
+
+
+class ObjectChange(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One object as it is to be; body None: it is deleted. A body replaces the whole of the one before.
+
+    name: of a quota, the project or "default"; of the scheduling rules, "default".
+    if_version: only if the object has this version (0: only if there is none).
+    """
+
+    kind: ObjectKind
+    name: Label
+    body: dict[str, Any] | None = None
+    if_version: Version | None = None
+
+
+class ObjectsChange(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.change.v1"):
+    """Change objects, all of them or none. Answered with ObjectsChanged, or with a refusal that names the object.
+
+    who, why: kept in the log of changes. prune: objects of these kinds that the changes do not name are deleted.
+    force: also where instances would be left outside of what they asked for. dry_run: only tell what would change.
+    """
+
+    changes: Annotated[tuple[ObjectChange, ...], Bound(max_length=MAX_CHANGES)] = ()
+    who: Annotated[str, Bound(min_length=1, max_length=255)]
+    why: Reason = ""
+    prune: Annotated[tuple[ObjectKind, ...], Bound(max_length=16)] = ()
+    force: bool = False
+    dry_run: bool = False
+
+
+class ChangedObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An object before and after. None: there was none, or there is none any more."""
+
+    kind: ObjectKind
+    name: str
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+
+
+class ObjectsChanged(Message, frozen=True, kw_only=True, tag="objects.changed.v1"):
+    """What a change has changed, or would; objects that stay as they are do not appear. revision: the one in force."""
+
+    revision: Version
+    changed: tuple[ChangedObject, ...] = ()
+
+
+class ObjectsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.query.v1"):
+    """Ask for objects in order of kind and name: all, of one kind, or one. after: (kind, name) of the last known."""
+
+    kind: ObjectKind | None = None
+    name: Label | None = None
+    after: tuple[str, str] | None = None
+    limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = MAX_PAGE
+
+
+class StoredObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An object on record. version: the revision that it was last changed in; changed_at: seconds since the epoch."""
+
+    kind: ObjectKind
+    name: str
+    body: dict[str, Any]
+    version: Version
+    changed_at: float = 0.0
+    changed_by: str = ""
+
+
+class ObjectsPage(Message, frozen=True, kw_only=True, tag="objects.page.v1"):
+    """Objects, and the revision in force. more: there are further ones."""
+
+    revision: Version
+    objects: tuple[StoredObject, ...] = ()
+    more: bool = False
+
+
+class ObjectLogQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.log.query.v1"):
+    """Ask for the log of changes, newest first. before: only entries of earlier revisions."""
+
+    kind: ObjectKind | None = None
+    name: Label | None = None
+    before: Version | None = None
+    limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = 100
+
+
+class ObjectLogEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One object that a revision has changed. at: seconds since the epoch."""
+
+    revision: Version
+    at: float
+    who: str
+    kind: ObjectKind
+    name: str
+    why: Reason = ""
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+    forced: bool = False
+
+
+class ObjectLogPage(Message, frozen=True, kw_only=True, tag="objects.log.page.v1"):
+    """Entries of the log of changes."""
+
+    entries: tuple[ObjectLogEntry, ...] = ()
+
+
+class ObjectsRevision(Message, frozen=True, kw_only=True, tag="objects.revision.v1"):
+    """Objects have changed: schedulers load them. A lost one is made up for by the next look at the database."""
+
+    revision: Version

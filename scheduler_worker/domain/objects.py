@@ -1,0 +1,193 @@
+"""Objects that operators define: parsing, what a change does, and the configuration that they add up to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.objects import (
+    DEFAULT_QUOTA,
+    SCHEDULING,
+    Aggregate,
+    ChangedObject,
+    Flavor,
+    ObjectKind,
+    ObjectsChange,
+    ProjectQuota,
+    SchedulingRules,
+    StoredObject,
+)
+from scheduler_worker.config import SchedulerConfig
+
+INVALID = "object.invalid"
+UNKNOWN = "object.unknown"
+CONFLICT = "object.conflict"
+IN_USE = "object.in_use"
+TOO_MANY = "object.too_many"
+
+# Objects of one kind. Every scheduler keeps all of them.
+MAX_OF_KIND = 10_000
+MAX_BODY_BYTES = 64 * 1024
+
+BODIES: Mapping[ObjectKind, type[Flavor | Aggregate | ProjectQuota | SchedulingRules]] = {
+    ObjectKind.FLAVOR: Flavor,
+    ObjectKind.AGGREGATE: Aggregate,
+    ObjectKind.QUOTA: ProjectQuota,
+    ObjectKind.SCHEDULING: SchedulingRules,
+}
+
+Key = tuple[ObjectKind, str]
+Objects = Mapping[Key, StoredObject]
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class ChangePlan(Struct, frozen=True):
+    """What a change does: the objects to write under the new revision, and those to delete."""
+
+    changed: tuple[ChangedObject, ...]
+
+    @property
+    def flavors_deleted(self) -> tuple[str, ...]:
+        """The names of flavors that there will be no more."""
+        return tuple(one.name for one in self.changed if one.kind is ObjectKind.FLAVOR and one.after is None)
+
+
+def body_of(
+    kind: ObjectKind, name: str, body: Mapping[str, Any]
+) -> Flavor | Aggregate | ProjectQuota | SchedulingRules:
+    """The struct of a body. Raises ValueError with a sentence that names the object."""
+    where = f"{kind.value} {name!r}"
+    if not name.isprintable():
+        raise ValueError(f"{where}: a name has no control characters")
+    if len(_encode(body)) > MAX_BODY_BYTES:
+        raise ValueError(f"{where} is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        parsed = msgspec.convert(body, BODIES[kind])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
+        raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
+    if isinstance(parsed, Aggregate):
+        if parsed.name != name:
+            raise ValueError(f"{where}: its body says the name {parsed.name!r}")
+        try:
+            UUID(parsed.uuid)
+        except ValueError:
+            raise ValueError(f"{where}: {parsed.uuid!r} is no uuid") from None
+    return parsed
+
+
+def plan(asked: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
+    """What a change would do to the objects there are. A refusal names the first object that cannot be changed so."""
+    after: dict[Key, dict[str, Any] | None] = {}
+    for change in asked.changes:
+        key = (change.kind, change.name)
+        known = present.get(key)
+        where = f"{change.kind.value} {change.name!r}"
+        if key in after:
+            return Refusal(code=INVALID, reason=f"{where} is named twice")
+        version = 0 if known is None else known.version
+        if change.if_version is not None and change.if_version != version:
+            return Refusal(code=CONFLICT, reason=f"{where} has version {version}, not {change.if_version}")
+        if change.body is None:
+            if known is None:
+                return Refusal(code=UNKNOWN, reason=f"there is no {where}")
+            after[key] = None
+            continue
+        try:
+            after[key] = msgspec.to_builtins(body_of(change.kind, change.name, change.body))
+        except ValueError as error:
+            return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
+    for key in present:
+        if key[0] in asked.prune and key not in after:
+            after[key] = None
+    changed = tuple(
+        ChangedObject(kind=kind, name=name, before=before, after=body)
+        for (kind, name), body in sorted(after.items())
+        if (before := present[kind, name].body if (kind, name) in present else None) != body
+    )
+    for kind in ObjectKind:
+        count = sum(key[0] is kind for key in present) + sum(
+            (one.before is None) - (one.after is None) for one in changed if one.kind is kind
+        )
+        if count > MAX_OF_KIND:
+            return Refusal(
+                code=TOO_MANY, reason=f"there may be {MAX_OF_KIND} objects of kind {kind.value}, not {count}"
+            )
+    return ChangePlan(changed)
+
+
+def bodies_after(present: Objects, changed: Iterable[ChangedObject]) -> dict[Key, dict[str, Any]]:
+    """All bodies once these changes are made."""
+    bodies = {key: stored.body for key, stored in present.items()}
+    for one in changed:
+        if one.after is None:
+            bodies.pop((one.kind, one.name), None)
+        else:
+            bodies[one.kind, one.name] = one.after
+    return bodies
+
+
+def effective_config(settings: SchedulerConfig, bodies: Mapping[Key, Mapping[str, Any]]) -> SchedulerConfig:
+    """The settings with the objects in the place of their own flavors, aggregates, quotas and scheduling rules.
+
+    Raises ValueError when a body is not valid.
+    """
+    flavors: dict[str, Flavor] = {}
+    aggregates: list[Aggregate] = []
+    quotas: dict[str, dict[str, int]] = {}
+    rules = SchedulingRules()
+    for (kind, name), body in sorted(bodies.items()):
+        match body_of(kind, name, body):
+            case Flavor() as flavor:
+                flavors[name] = flavor
+            case Aggregate() as aggregate:
+                aggregates.append(aggregate)
+            case ProjectQuota() as quota:
+                quotas[name] = quota.limits
+            case SchedulingRules() as found:
+                rules = found
+    given = {name: value for name in rules.__struct_fields__ if (value := getattr(rules, name)) is not None}
+    return replace(
+        settings,
+        default_flavors=(),
+        flavors=flavors,
+        aggregates=tuple(aggregates),
+        default_quota=quotas.pop(DEFAULT_QUOTA, {}),
+        quotas=quotas,
+        **given,
+    )
+
+
+def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
+    """What an empty system begins with: the objects of the settings. Scheduling rules stay settings until changed."""
+    bodies: dict[Key, Struct] = {(ObjectKind.FLAVOR, name): flavor for name, flavor in settings.flavors.items()}
+    bodies |= {(ObjectKind.AGGREGATE, one.name): one for one in settings.aggregates}
+    quotas = {**({DEFAULT_QUOTA: settings.default_quota} if settings.default_quota else {}), **settings.quotas}
+    bodies |= {(ObjectKind.QUOTA, name): ProjectQuota(limits=limits) for name, limits in quotas.items()}
+    return tuple(
+        ChangedObject(kind=kind, name=name, after=msgspec.to_builtins(body))
+        for (kind, name), body in sorted(bodies.items())
+    )
+
+
+def zones_that_move(
+    before: Mapping[str, str], after: Mapping[str, str], in_use: Sequence[str], *, named: int = 5
+) -> str | None:
+    """Why a change of aggregates is refused: hosts with instances that it would take to another zone. None: none.
+
+    before, after: {host: zone}; in_use: hosts with allocations.
+    """
+    moved = sorted(host for host in in_use if before.get(host) != after.get(host))
+    if not moved:
+        return None
+    shown = ", ".join(f"{host} ({before.get(host)} to {after.get(host)})" for host in moved[:named])
+    more = f" and {len(moved) - named} more" if len(moved) > named else ""
+    return f"{len(moved)} hosts with instances would be in another availability zone: {shown}{more}"

@@ -1,0 +1,207 @@
+"""Operators' objects on real PostgreSQL: in force on every scheduler, kept over restarts, refused where they harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.contracts.build import BuildRequest
+from bus.contracts.objects import (
+    ChangedObject,
+    Flavor,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+)
+from bus.faults import RequestRefused
+from bus.persistence.database import Database
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.store.objects import PostgresObjects
+from tests.integration.scheduler.world import World
+
+pytestmark = pytest.mark.postgres
+
+F, A, Q, S = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING
+ZONE = "e0000000-0000-4000-8000-000000000000"
+
+
+async def change(world: World, *changes: ObjectChange, **more: Any) -> ObjectsChanged:
+    asked = ObjectsChange(who="operator", why="a test", changes=changes, **more)
+    return await world.buses["api"].request(asked, ObjectsChanged, timeout_s=60.0)
+
+
+def flavor(name: str, **body: Any) -> ObjectChange:
+    return ObjectChange(kind=F, name=name, body=body)
+
+
+async def taken(world: World, request: BuildRequest) -> str:
+    """The code of a request's end; "" when it was scheduled."""
+    await world.ask(request)
+    event = await world.until(
+        lambda: next(
+            (
+                event
+                for event in world.events
+                if event.instance_uuid == request.instance_uuid and (event.terminal or event.state == "scheduled")
+            ),
+            None,
+        )
+    )
+    assert event is not None
+    return event.code
+
+
+@pytest.fixture(autouse=True)
+def announced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scheduler looks at the revision by itself: what it knows, it was told."""
+    monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 3600.0)
+
+
+async def test_a_flavor_is_there_on_every_scheduler_without_a_restart(world: World) -> None:
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    await world.add_hosts("c1", 4)
+    assert await taken(world, world.request("new")) == "flavor.unknown"
+    changed = await change(world, flavor("new", vcpus=1))
+    assert changed.revision == 2, "the first one is the settings"
+    # Both take requests from one queue: a request for each, whoever has it.
+    for stopped in ("s1", None):
+        while await taken(world, world.request("new")) != "":
+            pass  # its announcement is on its way; the fixture's limit ends this
+        if stopped:
+            await world.stop(stopped)
+    await change(world, ObjectChange(kind=F, name="new"), force=True)
+    assert await taken(world, world.request("new")) == "flavor.unknown"
+
+
+async def test_a_scheduler_that_missed_the_announcement_looks_by_itself(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler that changed it died before it could say so."""
+    monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 0.05)
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 1)
+    database = Database(world.url, "scheduler")
+    await database.open("scheduler_worker.store.migrations")
+    async with PostgresObjects(database).changing() as unit:
+        await unit.write([ChangedObject(kind=F, name="new", after={"vcpus": 1})], who="dead", why="", at=1.0)
+    await database.close()
+    while await taken(world, world.request("new")) != "":
+        pass
+
+
+async def test_objects_outlive_the_schedulers_and_the_settings_are_only_the_beginning(world: World) -> None:
+    await world.scheduler("s1", SchedulerConfig(flavors={"own": Flavor(vcpus=1)}))
+    await world.add_hosts("c1", 2)
+    await change(world, flavor("new", vcpus=1), ObjectChange(kind=F, name="own"))
+    await world.stop("s1")
+    await world.scheduler("s2", SchedulerConfig(flavors={"own": Flavor(vcpus=2), "later": Flavor(vcpus=1)}))
+    assert [await taken(world, world.request(name)) for name in ("new", "own", "later")] == [
+        "", "flavor.unknown", "flavor.unknown",
+    ]  # fmt: skip
+
+
+async def test_a_flavor_may_be_for_some_projects(world: World) -> None:
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 1)
+    await change(world, flavor("secret", vcpus=1, projects=["ours"]))
+    assert await taken(world, world.request("secret", project_id="ours")) == ""
+    assert await taken(world, world.request("secret", project_id="theirs")) == "flavor.unknown"
+    told = next(e for e in world.events if e.project_id == "theirs" and e.terminal)
+    assert "secret" not in told.reason.partition("there are:")[2], "nor does it hear of it"
+
+
+async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 1)
+    assert await taken(world, world.request()) == ""
+    await change(world, ObjectChange(kind=Q, name="demo", body={"limits": {"INSTANCES": 1}}))
+    assert await taken(world, world.request()) == "quota.exceeded"
+    await change(world, ObjectChange(kind=Q, name="demo"))
+    assert await taken(world, world.request()) == ""
+
+
+async def refused(world: World, *changes: ObjectChange) -> RequestRefused:
+    with pytest.raises(RequestRefused) as found:
+        await change(world, *changes)
+    return found.value
+
+
+async def test_a_change_that_strands_instances_is_refused_unless_forced(world: World) -> None:
+    await world.scheduler("s1")
+    (host,) = await world.add_hosts("c1", 1)
+    await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=(ZONE,))
+    zone = ObjectChange(
+        kind=A, name="east", body={"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}}
+    )
+    await world.eventually(lambda: world.replicas["s1"].aggregates_of(world.replicas["s1"].row_of(host) or 0))
+    assert await taken(world, world.request()) == ""
+    why = await refused(world, zone)
+    assert (why.code, why.reason) == (
+        "object.in_use",
+        "1 hosts with instances would be in another availability zone: c1-0 (nova to east)",
+    )
+    why = await refused(world, ObjectChange(kind=F, name="m1.small"))
+    assert (why.code, why.reason) == ("object.in_use", "flavor 'm1.small' is that of 1 instances")
+    assert (await change(world, zone, ObjectChange(kind=F, name="m1.small"), force=True)).revision == 2
+    assert await taken(world, world.request("m1.tiny", availability_zone="east")) == ""
+    (entry, _) = (await log(world)).entries[:2]
+    assert entry.forced and entry.who == "operator"
+
+
+async def log(world: World, **more: Any) -> ObjectLogPage:
+    return await world.buses["api"].request(ObjectLogQuery(**more), ObjectLogPage, timeout_s=60.0)
+
+
+async def test_what_no_scheduler_could_use_is_refused_and_changes_nothing(world: World) -> None:
+    await world.scheduler("s1")
+    wrong = [
+        (flavor("odd", vcpus=1, extra_specs={"resources:VCPU": "many"}), "flavor.invalid"),
+        (ObjectChange(kind=S, name="default", body={"enabled_filters": ["NoSuchFilter"]}), "plugin.invalid"),
+        (ObjectChange(kind=S, name="default", body={"multipliers": {"nothing": 1.0}}), "plugin.invalid"),
+        (ObjectChange(kind=F, name="gone"), "object.unknown"),
+    ]
+    for one, code in wrong:
+        assert (await refused(world, flavor("fine", vcpus=1), one)).code == code
+    page = await world.buses["api"].request(ObjectsQuery(kind=F, name="fine"), ObjectsPage, timeout_s=60.0)
+    assert (page.revision, page.objects) == (1, ())
+
+
+async def test_a_dry_run_tells_and_changes_nothing_and_a_repeat_is_no_revision(world: World) -> None:
+    await world.scheduler("s1")
+    told = await change(world, flavor("new", vcpus=1), dry_run=True)
+    assert (told.revision, [one.name for one in told.changed]) == (1, ["new"])
+    assert (await change(world, flavor("new", vcpus=1))).revision == 2
+    again = await change(world, flavor("new", vcpus=1))
+    assert (again.revision, again.changed) == (2, ())
+    assert [entry.revision for entry in (await log(world, name="new")).entries] == [2]
+
+
+async def test_rules_are_in_force_at_once(world: World) -> None:
+    """Packed by a multiplier instead of spread."""
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 2)
+    packed = {"multipliers": {"ram": -1.0, "cpu": -1.0, "disk": -1.0}}
+    await change(world, ObjectChange(kind=S, name="default", body=packed))
+    for _ in range(3):
+        assert await taken(world, world.request()) == ""
+    assert len(await world.used()) == 1
+
+
+async def test_objects_are_paged_in_order(world: World) -> None:
+    await world.scheduler("s1", SchedulerConfig(default_flavors=("m1.small",), default_quota={"VCPU": 9}))
+    await change(world, flavor("a", vcpus=1), flavor("b", vcpus=1))
+    bus, found, after = world.buses["api"], [], None
+    while True:
+        page = await bus.request(ObjectsQuery(after=after, limit=2), ObjectsPage, timeout_s=60.0)
+        found += [(one.kind.value, one.name) for one in page.objects]
+        if not page.more:
+            break
+        after = found[-1]
+    assert found == [("flavor", "a"), ("flavor", "b"), ("flavor", "m1.small"), ("quota", "default")]

@@ -1,0 +1,136 @@
+"""Operators' objects: what a change does to those on record, and the configuration that they add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bus.contracts.base import Refusal
+from bus.contracts.objects import (
+    Aggregate,
+    ChangedObject,
+    Flavor,
+    ObjectChange,
+    ObjectKind,
+    ObjectsChange,
+    StoredObject,
+)
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.objects import (
+    MAX_BODY_BYTES,
+    ChangePlan,
+    bodies_after,
+    effective_config,
+    plan,
+    seeds,
+    zones_that_move,
+)
+
+RACK = "10000000-0000-4000-8000-000000000000"
+F, A, Q, S = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING
+
+TOO_LARGE = {f"key{number}": "x" * 255 for number in range(256)}
+
+PRESENT = {
+    (F, "small"): StoredObject(kind=F, name="small", body={"vcpus": 1}, version=3),
+    (F, "large"): StoredObject(kind=F, name="large", body={"vcpus": 8}, version=5),
+    (Q, "default"): StoredObject(kind=Q, name="default", body={"limits": {"VCPU": 10}}, version=1),
+}
+
+
+def change(kind: ObjectKind, name: str, body: dict[str, Any] | None = None, **more: Any) -> ObjectChange:
+    return ObjectChange(kind=kind, name=name, body=body, **more)
+
+
+def asked(*changes: ObjectChange, **more: Any) -> ObjectsChange:
+    return ObjectsChange(who="me", changes=changes, **more)
+
+
+def test_a_change_tells_what_was_before_and_leaves_out_what_stays() -> None:
+    same = change(F, "small", {"vcpus": 1})
+    planned = plan(asked(same, change(F, "large", {"vcpus": 16}), change(F, "new", {})), PRESENT)
+    assert planned == ChangePlan(
+        (
+            ChangedObject(kind=F, name="large", before={"vcpus": 8}, after={"vcpus": 16}),
+            ChangedObject(kind=F, name="new", before=None, after={}),
+        )
+    )
+
+
+def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
+    planned = plan(asked(change(F, "small", {"vcpus": 1}), prune=(F,)), PRESENT)
+    assert isinstance(planned, ChangePlan)
+    assert planned.changed == (ChangedObject(kind=F, name="large", before={"vcpus": 8}, after=None),)
+    assert planned.flavors_deleted == ("large",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ([change(F, "gone")], "object.unknown", "there is no flavor 'gone'"),
+        ([change(F, "small", {}, if_version=2)], "object.conflict", "version 3, not 2"),
+        ([change(F, "new", {}, if_version=1)], "object.conflict", "version 0, not 1"),
+        ([change(F, "small", {}), change(F, "small")], "object.invalid", "named twice"),
+        ([change(F, "small", {"vcpu": 2})], "object.invalid", "vcpu"),
+        ([change(F, "small", {"vcpus": -1})], "object.invalid", "flavor 'small'"),
+        ([change(F, "a\nb", {})], "object.invalid", "control characters"),
+        ([change(F, "big", {"extra_specs": TOO_LARGE})], "object.invalid", str(MAX_BODY_BYTES)),
+        ([change(A, "rack", {"uuid": "no", "name": "rack"})], "object.invalid", "no uuid"),
+        ([change(A, "rack", {"uuid": RACK, "name": "other"})], "object.invalid", "'other'"),
+        ([change(Q, "p", {"limits": {"vcpu": 1}})], "object.invalid", "quota 'p'"),
+        ([change(S, "mine", {})], "object.invalid", "'default'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, says: str) -> None:
+    refused = plan(asked(change(F, "fine", {}), *changes), PRESENT)
+    assert isinstance(refused, Refusal)
+    assert refused.code == code
+    assert says in refused.reason
+
+
+def test_objects_of_a_kind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_worker.domain.objects.MAX_OF_KIND", 2)
+    assert isinstance(plan(asked(change(F, "third", {})), PRESENT), Refusal)
+    assert isinstance(plan(asked(change(F, "third", {}), change(F, "small")), PRESENT), ChangePlan)
+
+
+def test_the_configuration_is_the_settings_with_the_objects_in_their_place() -> None:
+    settings = SchedulerConfig(max_attempts=7, quotas={"p": {"VCPU": 1}}, multipliers={"ram": 1.0})
+    bodies = {
+        (F, "only"): {"vcpus": 2},
+        (A, "rack"): {"uuid": RACK, "name": "rack", "metadata": {"availability_zone": "east"}},
+        (Q, "default"): {"limits": {"INSTANCES": 5}},
+        (Q, "q"): {"limits": {"VCPU": 9}},
+        (S, "default"): {"multipliers": {"ram": -1.0}, "enabled_filters": ["ComputeFilter"]},
+    }
+    config = effective_config(settings, bodies)
+    assert config.max_attempts == 7, "what is no object stays as the settings have it"
+    assert config.flavors == {"only": Flavor(vcpus=2)}
+    assert config.aggregates == (Aggregate(uuid=RACK, name="rack", metadata={"availability_zone": "east"}),)
+    assert (config.quota_of("q"), config.quota_of("p")) == ({"VCPU": 9}, {"INSTANCES": 5})
+    assert config.multipliers == {"ram": -1.0}
+    assert config.enabled_filters == ("ComputeFilter",)
+    assert config.enabled_weighers == settings.enabled_weighers, "a rule that is not given is as the settings say"
+
+
+def test_the_seeds_of_settings_add_up_to_them() -> None:
+    settings = SchedulerConfig(
+        default_flavors=("m1.small",),
+        flavors={"own": Flavor(vcpus=3, projects=("p",))},
+        aggregates=(Aggregate(uuid=RACK, name="rack"),),
+        default_quota={"VCPU": 10},
+        quotas={"p": {"VCPU": 1}},
+    )
+    config = effective_config(SchedulerConfig(), bodies_after({}, seeds(settings)))
+    for name in ("flavors", "aggregates", "default_quota", "quotas"):
+        assert getattr(config, name) == getattr(settings, name), name
+
+
+def test_hosts_with_instances_that_change_zone_are_named() -> None:
+    before, after = {f"h{n}": "nova" for n in range(9)}, {f"h{n}": "east" for n in range(9)}
+    assert zones_that_move(before, {**before, "h8": "east"}, ["h0", "h1"]) is None, "an empty host may change its zone"
+    why = zones_that_move(before, after, [f"h{n}" for n in range(7)])
+    assert why is not None
+    assert why.startswith("7 hosts with instances")
+    assert "h0 (nova to east)" in why and "and 2 more" in why
