@@ -1,4 +1,4 @@
-"""The command line. Each command is a function in `berth.commands`, imported when it is asked for.
+"""The command line. Each command is a function in `berth.commands`, imported when it is called.
 
 A worker is one of the commands, so what the others import would be paid for at the start of each worker.
 """

@@ -28,9 +28,9 @@ from bus.port import BusError, BusUnavailable, PublishRefused
 
 # Requests handed to the bus in one go; between two goes the loop gets to deliver events.
 PUBLISH_SLICE = 1000
-# With patience, an outage of the broker is asked about so often.
+# With patience, publishing is tried again so often during an outage of the broker.
 PUBLISH_AGAIN_S = 0.25
-# Waiting this long without hearing anything, a client asks; so many at a time, so many at most.
+# A client that receives nothing for this long queries its builds; so many at a time, so many at most.
 SILENCE_S = 1.0
 ASK_SLICE = 200
 MAX_ASKED = 2_000
@@ -76,7 +76,7 @@ class BuildClient:
 
     The listening queue is private: `open` declares and binds it before anything is published, so no event of
     this client's own builds is missed while the connection holds. After a reconnection (`resync`) what was
-    missed is asked for. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
+    missed is queried. `durable`: a queue that outlives connection and broker, for a client that keeps a record.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BuildClient:
     def on_end(self, listener: Callable[[Track], None]) -> None:
         """Call `listener` with every build (or delete) of this client's that has ended, however that was learned.
 
-        Should one be told to have ended again, it is called again; `terminals` says how often.
+        It is called again should a second terminal event come; `terminals` counts them.
         """
         self._end_listeners.append(listener)
 
@@ -184,7 +184,8 @@ class BuildClient:
     async def wait(self, timeout_s: float) -> bool:
         """Wait until everything followed has ended; False when the time ran out first.
 
-        In a long silence it asks: an event may have been missed while the connection was unavailable.
+        After a long silence it queries the scheduler: an event may have been missed while the connection was
+        unavailable.
         """
         deadline = self._clock.monotonic() + timeout_s
         while self._open:
@@ -192,7 +193,7 @@ class BuildClient:
             if left <= 0:
                 return False
             if not await self._heard_within(min(left, SILENCE_S)):
-                with contextlib.suppress(Transient, BusError):  # asked again after the next silence
+                with contextlib.suppress(Transient, BusError):  # queried again after the next silence
                     await self.resync(timeout_s=min(ASK_TIMEOUT_S, max(left, MIN_ASK_S)))
         return True
 
@@ -255,7 +256,7 @@ class BuildClient:
         if self._keep and len(self.events) < MAX_EVENTS:
             self.events.append(event)
         track = self.tracks.get(event.instance_uuid)
-        # Any project may name any uuid in a request of its own; what becomes of that is told to that project.
+        # Any project may name any uuid in a request of its own; the events of that go to that project.
         if track is None or track.project_id != event.project_id:
             self.foreign_events += 1
             return False
@@ -316,7 +317,7 @@ class BuildClient:
         ended = record.state is BuildState.DELETED if track.deleting else record.state in ENDS_A_BUILD
         if ended and track.ended_at is None:
             self._end(track, record.state, None)
-        # A delete is known of a record that says so; one that was never heard leaves the build as it was.
+        # A delete is known by its record; one that never arrived leaves the build as it was.
         track.under_way = not ended and (record.state is BuildState.DELETING or not track.deleting)
 
     def _end(self, track: Track, state: BuildState, event: BuildEvent | None) -> None:

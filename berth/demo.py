@@ -153,9 +153,7 @@ async def _replay(here: Site, ironic: IronicStandIn, recordings: Path, console: 
     expected = expected_nodes(recordings, names)
     deviations: Sequence[Deviation] = await compare(here, expected)
     mark = "[green]as Nova has them[/green]" if not deviations else f"[red]{len(deviations)} differ[/red]"
-    console.print(
-        f"{len(names)} recorded runs of a real Ironic told again ({steps} steps): {len(expected)} nodes {mark}"
-    )
+    console.print(f"{len(names)} recorded runs of a real Ironic replayed ({steps} steps): {len(expected)} nodes {mark}")
     for deviation in deviations[:5]:
         console.print(f"  [red]{deviation}[/red]")
     return {
@@ -271,7 +269,7 @@ def show(demo: Demo, console: Console) -> None:
     console.rule("what came of it")
     render_load(demo.load, console)
     console.print(describe(demo), soft_wrap=True)
-    console.print(f"claims: {_words(demo.claims)}; asked again: {_words(demo.claim_retries)}")
+    console.print(f"claims: {_words(demo.claims)}; retried: {_words(demo.claim_retries)}")
     console.print(f"planned faults: {_words(demo.faults)}", soft_wrap=True)
     console.rule("the invariants")
     render_verdicts(demo.verdicts, console)

@@ -12,7 +12,7 @@ MAX_CHANGES = 1_000_000
 
 
 class FeedWatch:
-    """Keeps every change it hears, in order of number, repeats left out."""
+    """Keeps every change it receives, in order of number, repeats left out."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -21,7 +21,7 @@ class FeedWatch:
 
     @property
     def changes(self) -> list[Change]:
-        """What was heard, by number."""
+        """The changes received, by number."""
         return [self._by_number[number] for number in sorted(self._by_number)]
 
     async def open(self) -> None:

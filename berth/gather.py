@@ -33,9 +33,9 @@ from cell_conductor.store.safety import KEEP, PostgresSafety
 # Hosts are waited for until each that should run something has reported, and each service that began a report of all
 # its hosts has ended it; at most this long, in which 100,000 hosts say what they run even on a busy machine ...
 REPORT_TIMEOUT_S = 60.0
-# ... and for no page at all no longer than this: a service that is there, and is asked, begins to answer within it.
+# ... and for no page at all no longer than this: a service that is up begins to answer a request within it.
 SILENCE_S = 8.0
-# Nothing has to be heard from hosts that should run nothing: this long without a page, and who lives has spoken.
+# Hosts that should run nothing need not report: after this long without a page every service that is up has reported.
 REPORT_QUIET_S = 0.5
 FIRST_REPORT_S = 2.5
 REST_POLL_S = 0.2
@@ -76,7 +76,7 @@ async def gather(
     changes: Sequence[Change] | None = None,
     connections: Sequence[tuple[str, str, bool]] | None = None,
 ) -> Facts:
-    """Read everything. What the caller heard itself (events, changes) is passed through."""
+    """Read everything. What the caller received itself (events, changes) is passed through."""
     environment = site.environment("check")
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
@@ -227,7 +227,7 @@ async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
 async def _reports(
     site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str]
 ) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """What every host that answers says it runs, asked on each cell's own bus; and the services that did not answer.
+    """What every host that answers runs, queried on each cell's own bus; and the services that did not answer.
 
     wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
     which tells whose mark a machine carries.
@@ -283,7 +283,7 @@ class Reports:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is known to be missing."""
-        return not self._missing and all(len(heard) >= pages for _, heard, pages in self._pages.values())
+        return not self._missing and all(len(received) >= pages for _, received, pages in self._pages.values())
 
     def has_whole(self, service: str) -> bool:
         """Whether the newest report of this service has come, with all its pages."""
@@ -306,10 +306,10 @@ class Reports:
         order = (page.epoch, page.sequence)
         if page.first_sequence:
             report = (page.epoch, page.first_sequence)
-            last, heard, _ = self._pages.get(page.service, (report, set(), 0))
+            last, received, _ = self._pages.get(page.service, (report, set(), 0))
             if report >= last:
-                heard = heard if report == last else set()
-                self._pages[page.service] = report, heard | {page.sequence}, page.pages
+                received = received if report == last else set()
+                self._pages[page.service] = report, received | {page.sequence}, page.pages
         for host in page.hosts:
             if host.running is None:
                 continue

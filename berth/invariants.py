@@ -93,11 +93,11 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Everything the invariants are judged by, all of it read from outside the workers.
 
     allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
-    cells: {instance: cell} by the instance map. events: what clients were told, in order of arrival, or None when
+    cells: {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when
     there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
     the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
     mismatches that the book's own audit found, one line each. breakers, quarantine: what the cells have on record, or
-    None. down: compute services that say nothing of what their hosts run, so that it is not judged, or None: not asked.
+    None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
     """
 
     inventories: Sequence[InventoryFact]
@@ -121,7 +121,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
     """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at.
 
-    not_judged: what could not be told, and why, one line each.
+    not_judged: what could not be checked, and why, one line each.
     """
 
     name: str
@@ -212,7 +212,7 @@ def _down(facts: Facts) -> set[tuple[str, str]]:
 
 
 def _unheard(facts: Facts) -> Iterator[str]:
-    """What services that are down do not tell: one line each."""
+    """What services that are down do not report: one line each."""
     for one in facts.down or ():
         theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
         active = sum(i.state == "active" for i in theirs)

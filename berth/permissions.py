@@ -59,8 +59,8 @@ class PermissionRole(StrEnum):
     OPERATOR = "operator"
 
 
-# Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are said on both
-# kinds it says its own at home.
+# Who a role is in the catalogue, and the kinds of bus it enters, its home first: of the messages that are published on
+# both kinds it says its own at home.
 _CATALOGUE: dict[PermissionRole, tuple[str, tuple[Where, ...]]] = {
     PermissionRole.PLACEMENT: ("placement_worker", (Where.API, Where.CELL)),
     PermissionRole.SCHEDULER: ("scheduler_worker", (Where.API, Where.CELL)),
@@ -239,13 +239,13 @@ def _allow(allowed: _Allowed, role: PermissionRole, kind: Where, names: QueueNam
         if queue.where in (kind, Where.BOTH) and (package in (queue.consumer, *queue.declared_by) or watched):
             _allow_queue(allowed, queue, names)
     home = (kind, Where.BOTH) if kind is kinds[0] else (kind,)
-    said = [row for row in MESSAGES if package in row.publishers and row.where in home]
-    for row in said:
+    published = [row for row in MESSAGES if package in row.publishers and row.where in home]
+    for row in published:
         exchange = names.exchange(row.exchange)
         allowed.allow_publish(exchange, _filled(row.key))
         if row.batch_key:
             allowed.allow_publish(exchange, _literal(row.batch_key))
-    if any(row.reply is not None for row in said):
+    if any(row.reply is not None for row in published):
         reply = f"{_literal(names.queue(REPLY_PREFIX))}.+"
         allowed.configure[reply] = allowed.read[reply] = None
     if role is PermissionRole.OPERATOR:  # who looks at dead letters, drops them, and sends them back to their queues

@@ -84,7 +84,7 @@ def render_failures(failures: Sequence[Failure], console: Console) -> None:
     """Failures, like ones together: each reason once with its funnel, and how many share it."""
     groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in failures:
-        # A funnel's sentence is the same for all alike; where hosts were tried, each build tells of its own.
+        # A funnel's sentence is the same for all alike; where hosts were tried, each build has its own.
         reason = failure.reason if failure.funnel else ""
         groups.setdefault((failure.flavor, failure.code, reason), []).append(failure)
     for (flavor, code, _), alike in list(groups.items())[:FAILURES_SHOWN]:

@@ -36,7 +36,7 @@ def with_rest_at(settings: Settings, listen: str) -> Settings:
 
 
 class AtHttp(Struct, frozen=True, kw_only=True):
-    """What `--http` of a placement worker serves. sentence: what a person is told about it, if anything."""
+    """What `--http` of a placement worker serves. sentence: for the operator, if there is anything to tell."""
 
     settings: Settings
     with_rest: bool
@@ -53,8 +53,8 @@ def at_http(settings: Settings, host: str, port: int) -> AtHttp:
         why = f"only health and metrics at http://{here}, no Placement REST API: noauth2 accepts all callers there"
         how = "set [placement.rest] auth to tokens or keystone, or noauth2_anywhere if that is really meant"
         return AtHttp(settings=settings, with_rest=False, sentence=f"{why}; {how}")
-    said = f"Placement's REST API, health and metrics at http://{here}; {_in_force(rest)}"
-    return AtHttp(settings=with_rest_at(settings, here), with_rest=True, sentence=said)
+    text = f"Placement's REST API, health and metrics at http://{here}; {_in_force(rest)}"
+    return AtHttp(settings=with_rest_at(settings, here), with_rest=True, sentence=text)
 
 
 def _in_force(rest: RestConfig) -> str:

@@ -38,7 +38,7 @@ class Runtime(Struct, frozen=True, kw_only=True):
 
 
 class Brokers:
-    """The memory brokers of one process, one a bus, made when first asked for."""
+    """The memory brokers of one process, one a bus, made when first needed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -160,7 +160,7 @@ def read_runtime(state: Path) -> Runtime | None:
 
 
 def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
-    """Leave word for other commands; returns what takes it back."""
+    """Write the runtime file for other commands; returns a function that removes it."""
     state.mkdir(parents=True, exist_ok=True)
     path = state / RUNTIME_FILE
     path.touch(mode=0o600)

@@ -31,7 +31,7 @@ from placement_worker.rest.config import RestConfig
 CORES_PER_WORKER = 4
 MAX_WORKERS = 16
 MAX_PER_CELL = 8
-# Started, hosts are asked about so often, for so long at most.
+# After the start hosts are queried so often, for so long at most.
 HOSTS_ASK_S = 0.2
 HOSTS_WAIT_S = 20.0
 MIN_ASK_S = 0.1
@@ -51,7 +51,7 @@ class ProcessCounts(Struct, frozen=True, kw_only=True):
 
 
 def numbers(cpus: int, cells: int, up: UpSettings, asked: Mapping[str, int | None]) -> ProcessCounts:
-    """What was asked for, else what the settings say that is not their default, else what suits so many CPUs."""
+    """The options, else settings that are not their default, else numbers that suit so many CPUs."""
     usual = UpSettings()
     alone = min(max(cpus // CORES_PER_WORKER, 1), MAX_WORKERS)
     in_cell = min(max(cpus // (CORES_PER_WORKER * max(cells, 1)), 1), MAX_PER_CELL)
@@ -80,8 +80,9 @@ class RunningProcesses(Struct, frozen=True, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def running(settings: Settings, count: ProcessCounts, *, say: Say) -> AsyncIterator[RunningProcesses]:
-    """Servers (ours, kept alive, unless the settings name others) and every worker, ready; word is left for other
-    commands. say: told of a server of ours that ended.
+    """Run servers (ours, kept alive, unless the settings name others) and every worker, ready for other commands.
+
+    say: takes a sentence when a server of ours ended.
 
     Raises ServerMissing (no RabbitMQ on this machine) or ServerFailed.
     """
@@ -133,9 +134,9 @@ def start(processes: WorkerProcesses, settings: Settings, count: ProcessCounts, 
 
 
 async def _hosts_known(here: Site) -> None:
-    """Wait until a scheduler has heard of a host in every cell, within HOSTS_WAIT_S.
+    """Wait until a scheduler knows a host in every cell, within HOSTS_WAIT_S.
 
-    A client that boots at once is not to be told that there are no hosts. Cells may have none.
+    The first boot is not to fail because no host is known yet. Cells may have none.
     """
     bus = here.bus(process_name("up"))
     deadline = here.clock.monotonic() + HOSTS_WAIT_S

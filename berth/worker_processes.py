@@ -19,7 +19,7 @@ from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_p
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
-METRICS_TIMEOUT_S = 20.0  # unlike a probe it is not asked again
+METRICS_TIMEOUT_S = 20.0  # unlike a probe it is not repeated
 
 
 def _health_at(port: int) -> dict[str, str]:
@@ -107,13 +107,13 @@ class WorkerProcesses:
                 pid = _pid(answer.content)
                 if answer.status_code == 200 and pid == worker.process.pid:
                     return
-                said = answer.text if pid == worker.process.pid else f"process {pid} answers at its port"
+                problem = answer.text if pid == worker.process.pid else f"process {pid} answers at its port"
             except httpx.HTTPError as error:
-                said = repr(error)
+                problem = repr(error)
             if not worker.process.running:
                 raise ServerFailed(f"{worker.name} ended:\n{worker.process.tail()}")
             if asyncio.get_running_loop().time() > until:
-                late = f"{worker.name} was not ready after {timeout_s:g} s ({said})"
+                late = f"{worker.name} was not ready after {timeout_s:g} s ({problem})"
                 raise ServerFailed(f"{late}:\n{worker.process.tail()}")
             await asyncio.sleep(POLL_S)
 

@@ -136,11 +136,13 @@ class Bus:
         of this name (a former one of ours, perhaps), it waits. Raises QueueLocked when the policy of that name ends.
         """
 
-        def told(error: BaseException, _failures: int) -> None:
+        def log_failure(error: BaseException, _failures: int) -> None:
             log.warning("bus.queue_locked", bus=self.name, queue=queue, reason=str(error))
 
         return await Retrying(QUEUE_LOCKED, self.clock).call(
-            lambda: self.declare_now(queue, **fill), lambda error: isinstance(error, QueueLocked), on_failure=told
+            lambda: self.declare_now(queue, **fill),
+            lambda error: isinstance(error, QueueLocked),
+            on_failure=log_failure,
         )
 
     async def declare_now(self, queue: str, **fill: str) -> str:

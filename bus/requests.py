@@ -114,11 +114,11 @@ class Requester:
             await waiter.wait()
             await asked.done
 
-        def told(error: BaseException, _failures: int) -> None:
+        def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")
             log.info("bus.request_again", code=code, asked=len(ids), cause=causes[0])
 
-        await self._retrying.call(publish_unanswered, on_failure=told)
+        await self._retrying.call(publish_unanswered, on_failure=log_failure)
 
     def _post(self, message: Message, cause: str, correlation_id: str, deadline: float, waiter: Waiter) -> None:
         now = self._clock.time()

@@ -111,7 +111,7 @@ class Retrying:
                 raise first
             return await function()
 
-        def told(state: tenacity.RetryCallState) -> None:
+        def report_failure(state: tenacity.RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
             if error is not None:
                 on_failure(error, state.attempt_number)
@@ -121,7 +121,7 @@ class Retrying:
             wait=self._wait_s,
             stop=self._stop(),
             retry=tenacity.retry_if_exception(passes),
-            before_sleep=told,
+            before_sleep=report_failure,
             reraise=True,
         )
         return await retrying(once)

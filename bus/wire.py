@@ -299,8 +299,8 @@ class Codec:
         return next((name for head, name in self._heads if key == head or key.startswith(head + ".")), None)
 
     def _unknown(self, name: str | None) -> str:
-        said = f"{name[:MAX_ID]!r} is not taken here" if name else "no type is given"
-        return f"{said}; taken are: {', '.join(self._by_tag)}"
+        problem = f"{name[:MAX_ID]!r} is not taken here" if name else "no type is given"
+        return f"{problem}; taken are: {', '.join(self._by_tag)}"
 
     def _unanswerable(self, body: bytes, meta: Meta, key: str) -> Malformed:
         reason = "a reply is sent to a queue that the broker has named, or whose name begins with client.reply."

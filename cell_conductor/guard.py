@@ -85,8 +85,10 @@ class Guard:
         # The comparison read without locks, and a busy cell's records are ahead of its reports: what the table would
         # ignore (a machine that came up after the scan) is no loss, and must not open a breaker.
         if scan.findings:
-            meant = {one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])}
-            scan.findings = [finding for finding in scan.findings if finding.uuid in meant]
+            effective = {
+                one.uuid for one in await self._effective([InstanceEvent(f.uuid, f.event) for f in scan.findings])
+            }
+            scan.findings = [finding for finding in scan.findings if finding.uuid in effective]
         if not scan.findings and not scan.quarantined:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()

@@ -90,10 +90,10 @@ class HostHandlers:
         return [Done()] * len(batch)
 
     async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
-        said = [host for host in report.hosts if host.running is not None]
-        if said:
-            running = sorted({one.instance_uuid for host in said for one in host.running or ()})
-            briefs = await self._store.briefs([host.uuid for host in said], running)
+        listed = [host for host in report.hosts if host.running is not None]
+        if listed:
+            running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
+            briefs = await self._store.briefs([host.uuid for host in listed], running)
             found = differences(
                 report,
                 briefs,

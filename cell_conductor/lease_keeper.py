@@ -190,8 +190,8 @@ class LeaseKeeper:
 
 def pages_of(down: Mapping[str, Lease]) -> list[tuple[ServiceDown, ...]]:
     """The services that are down, as pages; one page at least. Services beyond the last page are left out."""
-    said = [
+    entries = [
         ServiceDown(service=service, epoch=lease.epoch, code=lease.code, reason=lease.reason, since=lease.since)
         for service, lease in sorted(down.items())
     ][: PER_PAGE * MAX_PAGES]
-    return [tuple(said[start : start + PER_PAGE]) for start in range(0, max(len(said), 1), PER_PAGE)]
+    return [tuple(entries[start : start + PER_PAGE]) for start in range(0, max(len(entries), 1), PER_PAGE)]

@@ -39,9 +39,9 @@ DOWN = Gauge(
 BATCH_SECONDS = Histogram("berth_conductor_batch_seconds", "One batch: steps, transaction, questions.", ["source"])
 
 
-def stages(said: Iterable[Message]) -> None:
+def stages(messages: Iterable[Message]) -> None:
     """The stages that end in a cell, of the builds that these announcements end."""
-    ended = [m.stamps for m in said if isinstance(m, BuildEvent) and m.stamps is not None]
+    ended = [m.stamps for m in messages if isinstance(m, BuildEvent) and m.stamps is not None]
     if ended:
         STAGE_S.observe("dispatched", [stamps.dispatched - stamps.claimed for stamps in ended])
         STAGE_S.observe("built", [stamps.built - stamps.dispatched for stamps in ended])

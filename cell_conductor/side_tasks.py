@@ -22,7 +22,7 @@ UNAVAILABLE_PAUSE_S = 2.0  # what the cell depends on is unavailable: the next s
 
 
 async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -> None:
-    """ScanId for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once.
+    """Look for passed deadlines every `sweep_interval_s`; a full batch is followed by the next at once.
 
     Conductors share the work: each takes what no other has locked.
     """

@@ -105,8 +105,8 @@ class ResultSender:
 
     async def _publish(self, batch: Sequence[ComputeResult]) -> None:
         """Until confirmed: away, full and unroutable (no conductor has declared its queue yet) all pass with time."""
-        said = [(result, result.instance_uuid) for result in batch]
-        await self._retrying.call(lambda: self._bus.publish_all(said), on_failure=self._log_state)
+        messages = [(result, result.instance_uuid) for result in batch]
+        await self._retrying.call(lambda: self._bus.publish_all(messages), on_failure=self._log_state)
         metrics.RESULTS.labels(self._service).inc(len(batch))
 
     def _log_state(self, error: BaseException, _failures: int) -> None:

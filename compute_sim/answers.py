@@ -25,9 +25,9 @@ class Answers:
 
     def report_end(self, key: Key, entry: Entry, started_at: float = 0.0) -> None:
         """Report how the attempt on record ended."""
-        said = answer(entry)
-        assert said is not None, entry
-        self._report(key, said[0], said[1], entry.code, entry.reason, final=entry.final, started_at=started_at)
+        result = answer(entry)
+        assert result is not None, entry
+        self._report(key, result[0], result[1], entry.code, entry.reason, final=entry.final, started_at=started_at)
 
     def report_refused(self, key: Key, attempt: int, code: str, reason: str) -> None:
         """Report that the attempt is not taken on this host, and why."""

@@ -138,10 +138,10 @@ class Journal(Generic[Row]):
         """Copy the damaged file, before anything is written, and log it."""
         names = (self._path.with_name(f"{self._path.name}.damaged-{number}") for number in range(1, MAX_KEPT + 1))
         kept = next((name for name in names if not name.exists()), None)
-        said = f"{self._path} is damaged at byte {damage.offset} ({damage.lines} lines, {damage.length} bytes)"
+        problem = f"{self._path} is damaged at byte {damage.offset} ({damage.lines} lines, {damage.length} bytes)"
         if kept is None:
             raise JournalUnusable(
-                f"{said}, and {MAX_KEPT} damaged ones are kept beside it: look after the disk, then move those away"
+                f"{problem}, and {MAX_KEPT} damaged ones are kept beside it: look after the disk, then move those away"
             )
         fresh = kept.with_name(kept.name + ".new")
         try:
@@ -149,7 +149,7 @@ class Journal(Generic[Row]):
             fresh.chmod(0o600)
             fresh.replace(kept)
         except OSError as error:
-            raise JournalUnusable(f"{said}, and it cannot be copied to {kept}: {error.strerror or error}") from error
+            raise JournalUnusable(f"{problem}, and it cannot be copied to {kept}: {error.strerror or error}") from error
         metrics.JOURNALS_DAMAGED.labels(self._path.name).inc()
         log.error(
             DAMAGED,

@@ -55,7 +55,7 @@ class ServiceName:
         again_s = min(AGAIN_S, self._wait_s)
         policy = RetryPolicy(first_s=again_s, longest_s=again_s, least=1.0, lasts_s=self._wait_s)
 
-        def told(_error: BaseException, failures: int) -> None:
+        def log_failure(_error: BaseException, failures: int) -> None:
             if failures == 1:
                 log.warning("compute.name_waits", reason=f"{self._sentence()}; waiting for {self._wait_s:g} s")
 
@@ -63,7 +63,7 @@ class ServiceName:
             await Retrying(policy, self._clock).call(
                 lambda: self._bus.declare_now(QUEUE, service=self._service, source=source_of(self._service)),
                 lambda error: isinstance(error, QueueLocked),
-                on_failure=told,
+                on_failure=log_failure,
             )
         except QueueLocked as locked:
             raise self._taken(f"for {self._wait_s:g} s") from locked

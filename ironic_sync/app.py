@@ -55,7 +55,7 @@ def build(
     )
 
     async def open_nothing() -> None:
-        """The source connects when it is asked."""
+        """The source connects with its first request."""
 
     service.add_resource(bus.open, bus.close)
     if own_broker is not None:

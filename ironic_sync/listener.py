@@ -26,8 +26,8 @@ RECOUNTED_EVENTS = 64  # distinct event names counted by name; what is beyond th
 class NotificationListener:
     """Binds, consumes, and turns each delivery into a step of the sync_state, in order of arrival.
 
-    A delivery is acknowledged once what it changed is saved. One that only asks for a read is acknowledged at once:
-    every new writer reads all nodes, so that nothing it asked for is lost with this process.
+    A delivery is acknowledged once what it changed is saved. One that only causes a read is acknowledged at once:
+    every new writer reads all nodes, so that no read is lost with this process.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class NotificationListener:
     def on_delivery(self, delivery: Delivery) -> None:
         """Take one message. Never blocks, never raises, never shows a body: it may be anything that anyone published.
 
-        One that cannot be handled is given up, and all nodes are read: they tell what it could have told.
+        One that cannot be handled is given up, and all nodes are read, which covers it.
         """
         try:
             self._take(delivery)
@@ -124,37 +124,43 @@ class NotificationListener:
             self._read_all()
 
     def _take(self, delivery: Delivery) -> None:
-        heard = parse(delivery.body)
-        if isinstance(heard, Rejected):
-            metrics.REJECTED.labels(heard.code).inc()
-            log.warning("ironic.rejected", code=heard.code, reason=heard.reason, cause=heard.request_id)
-            delivery.ack()  # it says nothing that reading all nodes would not tell
+        notification = parse(delivery.body)
+        if isinstance(notification, Rejected):
+            metrics.REJECTED.labels(notification.code).inc()
+            log.warning(
+                "ironic.rejected", code=notification.code, reason=notification.reason, cause=notification.request_id
+            )
+            delivery.ack()  # it contains nothing that reading all nodes would not find
             return
-        metrics.NOTIFICATIONS.labels(self._event(heard)).inc()
-        if self._act(heard):
+        metrics.NOTIFICATIONS.labels(self._event(notification)).inc()
+        if self._act(notification):
             self._sync_state.deliveries.append(delivery)
         else:
             delivery.ack()
 
-    def _act(self, heard: Notification) -> bool:
+    def _act(self, notification: Notification) -> bool:
         """True when something must be saved before the message is acknowledged."""
-        known = self._sync_state.positions.get(heard.subject or "")
-        means = effect_of(heard, seen_updated_at=known.updated_at if known else None)
+        known = self._sync_state.positions.get(notification.subject or "")
+        means = effect_of(notification, seen_updated_at=known.updated_at if known else None)
         log.debug(
-            "ironic.heard", what=heard.event, node=means.read, reserve_all=means.reserve_all, cause=heard.request_id
+            "ironic.heard",
+            what=notification.event,
+            node=means.read,
+            reserve_all=means.reserve_all,
+            cause=notification.request_id,
         )
         if means == NO_EFFECT:
             return False
         if means.allocation is not None:
             self._look_at_allocation(means.allocation)
             return False
-        return self._sync_state.apply_notification(means, heard.request_id or heard.message_id)
+        return self._sync_state.apply_notification(means, notification.request_id or notification.message_id)
 
-    def _event(self, heard: Notification) -> str:
+    def _event(self, notification: Notification) -> str:
         """A label from outside, so the number of different ones is bounded."""
         if len(self._events) < RECOUNTED_EVENTS:
-            self._events.add(heard.event)
-        return heard.event if heard.event in self._events else "other"
+            self._events.add(notification.event)
+        return notification.event if notification.event in self._events else "other"
 
 
 def _where(error: Exception) -> str:

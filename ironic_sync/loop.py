@@ -61,7 +61,7 @@ class SyncLoop:
     def healthy(self) -> bool:
         """Waiting for another writer is fine; a writer must have Ironic's answers, and its notifications if it has any.
 
-        A fresh Ironic that has said nothing yet has no exchange. Until then its nodes are read every `resync_s`.
+        A fresh Ironic that has published nothing yet has no exchange. Until then its nodes are read every `resync_s`.
         """
         term = self._term
         if term is None:
@@ -90,7 +90,7 @@ class SyncLoop:
             self._term.reader.read_all()
 
     async def outdated(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue ironic.outdated.{process}: what the book has newer than what was told."""
+        """Queue ironic.outdated.{process}: what the book has newer than what was reported."""
         for received in batch:
             message = received.message
             if isinstance(message, InventoryOutdated) and message.source == SOURCE and self._term is not None:

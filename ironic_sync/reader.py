@@ -1,4 +1,4 @@
-"""Reading nodes: those that were asked for, those on their way somewhere, and all of them now and then."""
+"""Reading nodes: after a notification, in a transient state, and all of them at intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_ALLOCATIONS = 1000  # looked at side by side; past it the next read of all f
 class Reader:
     """Reads nodes when the sync_state says they are due, at most one read a node and a bounded number in all.
 
-    What was heard about a node while it is being read is one more read, however much it was.
+    Notifications about a node while it is being read cause one more read, however many they were.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Reader:
             await _cancel(self._reading, self._allocations)
 
     async def run_all(self) -> None:
-        """Read all nodes when asked, and now and then, until cancelled."""
+        """Read all nodes when requested, and at intervals, until cancelled."""
         backoff = Backoff(_policy(self._config.failed_retry_s, self._config.failed_retry_max_s), self._clock)
         republish_at = self._clock.time()
         while True:

@@ -62,7 +62,7 @@ class SyncState:
         return self._seq
 
     def apply_notification(self, effect: Effect, cause: str) -> bool:
-        """A notification asks for a read of a node. True: the book must be told something first."""
+        """Apply a notification: a node is to be read. True: something must be reported to the book first."""
         assert effect.read is not None
         before = self._of(effect.read)
         if before is None:
@@ -105,7 +105,7 @@ class SyncState:
         self._move(before, after)
 
     def apply_removed(self, uuid: str, *, seq: int) -> None:
-        """Ironic said that the node does not exist."""
+        """Apply Ironic's answer that the node does not exist."""
         before = self._of(uuid)
         if before is None:
             return
@@ -123,8 +123,8 @@ class SyncState:
     def republish_all(self, *, gone_since: float) -> None:
         """Tell the book about every node again, each when it is next read.
 
-        Those that have gone since are not read any more: of them it is told now, because what was in use when it was
-        removed stays in the book, without capacity, until a later word finds it unused.
+        Those that have gone since are not read any more: their removal is reported now, because what was in use when it
+        was removed stays in the book, without capacity, until a later report finds it unused.
         """
         now = self._clock.time()
         for uuid, position in list(self.positions.items()):
@@ -148,7 +148,7 @@ class SyncState:
         self.schedule_read(uuid)
 
     def known(self) -> list[str]:
-        """Nodes that the book has been told to have."""
+        """Nodes that have been reported to the book."""
         return [uuid for uuid, position in self.positions.items() if position.report is not None]
 
     def problems(self) -> dict[str, str]:
@@ -175,11 +175,11 @@ class SyncState:
         return uuid
 
     def forget(self, reported_before: float) -> None:
-        """Drop removed nodes of which the book was last told before this time."""
+        """Drop removed nodes last reported to the book before this time."""
         limit = int(reported_before * 1_000_000)
         for uuid, position in list(self.positions.items()):
-            told = position.version == self.published.get(uuid, 0)
-            if position.report is None and position.due_at is None and told and position.version < limit:
+            is_published = position.version == self.published.get(uuid, 0)
+            if position.report is None and position.due_at is None and is_published and position.version < limit:
                 del self.positions[uuid]
                 self.published.pop(uuid, None)
 
@@ -191,14 +191,14 @@ class SyncState:
         return position or Position(uuid=uuid)
 
     def _mark_mark_mark_mark_republished(self, after: Position, before: Position, now: float) -> Position:
-        # Overtaken by something heard, it is read again at once: an offer is told again on fresh word, too.
+        # Overtaken by a notification, it is read again at once: an offer is reported again after a fresh read, too.
         if after.uuid not in self._republish or after.read_at != now or after.heard_seq > after.read_seq:
             return after
         self._republish.discard(after.uuid)
         return after if after.version > before.version else step.republished(after, now=now)
 
     def _move(self, before: Position, after: Position) -> bool:
-        """Adopt a step; True when it must be saved (and told)."""
+        """Adopt a step; True when it must be saved (and reported)."""
         self.positions[after.uuid] = after
         if after.due_at is not None and (after.due_at != before.due_at or after.read_seq != before.read_seq):
             heapq.heappush(self._due, (after.due_at, after.uuid))

@@ -140,7 +140,7 @@ class Writer:
             now = sync_state.positions.get(uuid, position)
             if now.read_seq > now.heard_seq and now.version == position.version:  # the read it asked for is in this
                 del sync_state.heard_at[uuid]
-        log.info("ironic.told", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
+        log.info("ironic.reported", node=uuid, kind=kind, version=position.version, state=position.state, cause=cause)
 
 
 def _kind(position: Position) -> str:

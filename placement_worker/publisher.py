@@ -114,11 +114,11 @@ class FeedPublisher:
             elif not published.more:
                 return
 
-    async def _send(self, said: FeedChanges) -> None:
-        causes = {cause for change in said.changes for cause in change.causes or ("",)}
+    async def _send(self, changes: FeedChanges) -> None:
+        causes = {cause for change in changes.changes for cause in change.causes or ("",)}
         # A message has one cause or none to name; each change in it names its own.
         cause = causes.pop() if len(causes) == 1 else ""
-        await self._bus.publish(said, cause=cause)
+        await self._bus.publish(changes, cause=cause)
 
     async def _stall(self, error: Transient | BusError) -> None:
         if isinstance(error, BusForbidden):

@@ -22,14 +22,14 @@ PROJECT = "chaos"
 MAX_AT_ONCE = 100
 # Events that a build is heard of before it ends: accepted, scheduled, building.
 STAGES = 3
-# Nothing heard for so long with everything in flight: look again (faults may stop, time may run out).
+# No event for so long with everything in flight: look again (faults may stop, time may run out).
 LOOK_AGAIN_S = 1.0
 # A load that gets nothing through for so long has failed.
 STUCK_S = 240.0
 
 
 class Ended(Struct, frozen=True):
-    """One build or delete that ended: when it was confirmed, when its end was heard."""
+    """One build or delete that ended: when it was confirmed, when the event of its end came."""
 
     asked_at: float
     ended_at: float
@@ -78,7 +78,7 @@ class Churn:
             self._last = sent == len(requests)  # before anything else is heard: who is marked now would never be asked
 
     def _free_slots(self) -> int:
-        """How many more may be asked for: what is stuck does not count, up to a bound."""
+        """How many more may be published: stuck ones do not count, up to a bound."""
         now, tracks = self._clock.monotonic(), self._client.tracks
         while self._young and self._young[0][0] < now - self._plan.stuck_after_s:
             self._young.popleft()

@@ -113,12 +113,12 @@ def render(report: ChaosReport, console: Console) -> None:
     )  # fmt: skip
     if report.requests != report.asked_for:
         why = report.stopped or "unknown why"
-        console.print(f"[red]only {report.requests} of {report.asked_for} builds were asked for: {why}[/red]")
+        console.print(f"[red]only {report.requests} of {report.asked_for} builds were requested: {why}[/red]")
     console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
     for code, reason in report.failure_reasons.items():
         console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
     console.print(
-        f"{report.ends_per_s:.0f} builds and deletes ended a second; {report.events} events heard, "
+        f"{report.ends_per_s:.0f} builds and deletes ended a second; {report.events} events received,  "
         f"{report.events_repeated} of them again"
     )
     console.print(

@@ -89,7 +89,7 @@ class Run:
         self._console = console
 
     async def hosts_known(self) -> None:
-        """Return when the schedulers know every host: a build before that is told, rightly, that there is none."""
+        """Return when the schedulers know every host: a build before that would rightly find none."""
         processes = self.plan.processes
         count = len(processes.cells) * processes.computes_per_cell * processes.compute.hosts
         async with asyncio.timeout(HOSTS_KNOWN_S):
@@ -130,7 +130,7 @@ class Run:
         await self.injector.settle()
         self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
         over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
-        heard = await client.until(lambda: not client.unfinished, plan.rest_s)
+        all_ended = await client.until(lambda: not client.unfinished, plan.rest_s)
         left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
         quiet = await rest(site, timeout_s=left)
         recovery_s = self._clock.monotonic() - over
@@ -143,7 +143,7 @@ class Run:
         )
         return ChaosResult(
             seconds=seconds,
-            at_rest=quiet and heard,
+            at_rest=quiet and all_ended,
             recovery_s=recovery_s,
             facts=facts,
             dead_letters=await left_in_queues(self.stage),
@@ -163,12 +163,12 @@ class Run:
             )
 
     def summed_up(self, ending: ChaosResult) -> ChaosReport:
-        """Everything that is told of the run."""
+        """The whole report of the run."""
         facts, faults, events, ended = ending.facts, self.injector.injected, self.client.events, self.churn.ended
         states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
         verdicts, found = check_invariants(facts), tally(facts)
         stall = longest_stall(ended, faults)
-        told = {(event.instance_uuid, event.sequence, event.state) for event in events}
+        distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
         examples = {"lost": found.lost, "doubled": found.doubled, "leaked": found.leaked}
         return ChaosReport(
             seed=self.plan.seed,
@@ -184,7 +184,7 @@ class Run:
             failures_by_code=_failures(events),
             failure_reasons=_reasons(events),
             events=len(events),
-            events_repeated=len(events) - len(told),
+            events_repeated=len(events) - len(distinct),
             lost=len(found.lost),
             doubled=len(found.doubled),
             leaked=len(found.leaked),

@@ -18,9 +18,9 @@ from bus.contracts.build import TERMINAL_STATES, BuildState
 class Tally(Struct, frozen=True, kw_only=True):
     """Instances that fared so, sorted.
 
-    lost: accepted, and not on record, not ended, or its end was never told. doubled: runs twice, lives in two cells,
-    or two different ends were told of its build. leaked: an allocation or a machine without an active instance.
-    overcommitted: inventories with more in use than they hold.
+    lost: accepted, and not on record, not ended, or its end was never published. doubled: runs twice, lives in two
+    cells, or two different ends of its build were published. leaked: an allocation or a machine without an active
+    instance. overcommitted: inventories with more in use than they hold.
     """
 
     lost: tuple[str, ...]
@@ -41,12 +41,12 @@ def tally(facts: Facts) -> Tally:
 
 
 def _lost(facts: Facts) -> set[str]:
-    told = {event.instance_uuid for event in facts.events or () if event.terminal}
+    with_end = {event.instance_uuid for event in facts.events or () if event.terminal}
     active = {i.instance_uuid for i in facts.instances if i.state == "active"}
     lost = set()
     for uuid in facts.accepted:
         state = facts.requests.get(uuid)
-        ended = state in TERMINAL_STATES and (facts.events is None or uuid in told)
+        ended = state in TERMINAL_STATES and (facts.events is None or uuid in with_end)
         if not ended or (state == BuildState.ACTIVE and uuid not in active):
             lost.add(uuid)
     return lost

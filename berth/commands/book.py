@@ -70,9 +70,10 @@ def audit(
     --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
     --consumers, one class of two trees that do not share it (a move under way looks so too). Repairing releases the
     orphaned, gives back what an instance holds twice on hosts that are not its own, removes what no client can release
-    and counts usage anew. With --consumers nothing says which host is whose own: doubled ones are told only. Capacity
-    exceeded is told, with the newest consumers without whom it would fit: they run, and an operator has to move them;
-    --evict releases them all the same: for machines that are known to be gone. Exit status 1 while anything is wrong.
+    and counts usage anew. With --consumers nothing says which host is whose own: doubled ones are only reported.
+    Capacity exceeded is told, with the newest consumers without whom it would fit: they run, and an operator has to
+    move them; --evict releases them all the same: for machines that are known to be gone. Exit status 1 while anything
+    is wrong.
     """
 
     async def body() -> int:
@@ -127,9 +128,9 @@ def import_(
 ) -> None:
     """Make the book be what a file or a Placement says.
 
-    A live Placement is copied; the feed tells every replica.
+    A live Placement is copied; the feed carries the changes to every replica.
 
-    With --from-url it copies while both run, pass after pass, until a pass that asked for everything finds nothing
+    With --from-url it copies while both run, pass after pass, until a pass over everything finds nothing
     new: then the copy is equal, and it says so.
     """
 
@@ -166,8 +167,8 @@ def move_host(
             raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
         if moved.outcome == "in_use":
             raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
-        said = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
-        out.print(f"{moved.root}: {said}", soft_wrap=True, markup=False)
+        text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
+        out.print(f"{moved.root}: {text}", soft_wrap=True, markup=False)
         return 0
 
     run(body)
@@ -307,7 +308,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
     except asyncpg.UndefinedTableError as error:
         # Without knowing every cell's instances any of theirs would look orphaned.
         raise Stop(
-            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: who is alive cannot be told"
+            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
         ) from error
     finally:
         await database.close()

@@ -1,4 +1,4 @@
-"""`berth boot`, `delete`, `show` and `list`: what a client asks."""
+"""`berth boot`, `delete`, `show` and `list`: a client's requests."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _show_tracks(tracks: list[Track], as_json: bool) -> None:
         took = f" in {1000 * track.latency_s:.0f} ms" if track.latency_s is not None else ""
         line = Text.assemble(track.instance_uuid, " ", _colour(track.state), printable(f"{where}{took}{why}"))
         out.print(line, soft_wrap=True)
-    # Builds asked for together fail together: each explanation once.
+    # Builds requested together fail together: each explanation once.
     for reason, funnel in {t.last.reason: t.last.funnel for t in tracks if t.last and t.last.funnel}.items():
         out.print(Text(printable(reason), "bold"), soft_wrap=True)
         render_funnel(funnel, out)

@@ -1,4 +1,4 @@
-"""What every command shares: settings, output, exit statuses, and errors told without a traceback."""
+"""What every command shares: settings, output, exit statuses, and errors without a traceback."""
 
 from __future__ import annotations
 

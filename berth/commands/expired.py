@@ -1,4 +1,4 @@
-"""Dead letters that are older than what was said of them since is remembered: sent back they would undo it.
+"""Dead letters older than the records that would make them harmless: sent back they would undo later changes.
 
 A build's delete is remembered by its cell for `conductor.deleted_retention_s`, a release of its claim by placement for
 `placement.fence_retention_s`. A request for a build needs no look here: the schedulers refuse it (`request.too_old`).
@@ -55,7 +55,7 @@ _body = msgspec.json.Decoder(_Body).decode
 async def send_back(
     transport: Transport, queue: str, ids: Collection[str] | None, settings: Settings, *, now: float, old: bool
 ) -> SentBack:
-    """Send letters (those named, or all) back to their queue; the too old only when `old` ones are asked for."""
+    """Send letters (those named, or all) back to their queue; the too old ones only with `old`."""
     kept: list[str] = []
 
     def may_go(letter: DeadLetter) -> bool:
@@ -70,8 +70,8 @@ async def send_back(
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
 
-    What expired in its queue was to be done by then or not at all; its requester was told so, and what its letter says
-    of its publisher is no proof (`bus.wire.letters_key`).
+    What expired in its queue was to be done by then or not at all; its requester got that answer, and what its letter
+    says of its publisher is no proof (`bus.wire.letters_key`).
     """
     if letter.code == EXPIRED:
         return True

@@ -86,7 +86,7 @@ def load(
     """Fire builds at a system; say what became of each.
 
     A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
-    else lost. Exit status: 0 fine, 1 not one became active, or one was told to have ended twice, 3 the bus was
+    else lost. Exit status: 0 fine, 1 not one became active, or one ended twice, 3 the bus was
     unavailable, 4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
     """
 
@@ -234,8 +234,8 @@ def _status(record: LoadRecord) -> int:
     for outcome, words in (("lost", "were lost: no end was heard of"), ("late", "were still under way")):
         boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)
         if boots or deletes:
-            said = f"{boots} builds and {deletes} deletes {words} after {bound}"
-            raise Stop(EXIT_TIME, f"load.{outcome}", said)
+            text = f"{boots} builds and {deletes} deletes {words} after {bound}"
+            raise Stop(EXIT_TIME, f"load.{outcome}", text)
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):

@@ -59,7 +59,8 @@ def up(
 
     In this process, or each worker as a process; commands in other terminals reach it.
 
-    Placement's REST API is at 127.0.0.1:8778, or at a free port; what is said when all is up names it, and its token.
+    Placement's REST API is at 127.0.0.1:8778, or at a free port; the message at the end of the start names it and its
+    token.
 
     With --processes: on the broker and database that the settings name, else on a RabbitMQ (the machine's program) and
     a PostgreSQL of its own, kept below state_dir. A worker that dies is started again, a bounded number of times. Each
@@ -185,12 +186,12 @@ def _with_lasting_machines(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, compute=compute)
 
 
-def _warn(said: str) -> None:
-    err.print(said, soft_wrap=True, markup=False)
+def _warn(summary: str) -> None:
+    err.print(summary, soft_wrap=True, markup=False)
 
 
-def _say(said: dict[str, Any], as_json: bool) -> None:
+def _say(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(said)
+        print_json(summary)
     else:
-        out.print(block(said), soft_wrap=True, markup=False)
+        out.print(block(summary), soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's word on it.
+"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's decision on it.
 
 They read and write the cells' schemas; every conductor goes by what is there.
 """

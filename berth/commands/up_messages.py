@@ -65,32 +65,36 @@ def _servers(settings: Settings, database_url: str | None, ironic_url: str | Non
     }
 
 
-def block(said: Mapping[str, Any]) -> str:
+def block(summary: Mapping[str, Any]) -> str:
     """For people: what runs, where it answers, what to type next."""
-    workers: Mapping[str, Mapping[str, Any]] = said.get("workers", {})
-    runs = f"{len(workers)} processes for {said['cpus']} CPUs" if workers else "one process"
-    bus = f"in this process; other terminals reach it at {said['socket']}" if said["bus"] == MEMORY else said["bus"]
+    workers: Mapping[str, Mapping[str, Any]] = summary.get("workers", {})
+    runs = f"{len(workers)} processes for {summary['cpus']} CPUs" if workers else "one process"
+    bus = (
+        f"in this process; other terminals reach it at {summary['socket']}"
+        if summary["bus"] == MEMORY
+        else summary["bus"]
+    )
     rows = [
-        ("cells", ", ".join(said["cells"])),
-        ("computes", ", ".join(said.get("computes", ()))),
-        ("RabbitMQ" if said["bus"] != MEMORY else "bus", bus),
-        ("PostgreSQL", said["database"]),
-        ("durable", said.get("durable", "")),
-        ("pages", said.get("pages") or ""),
-        ("Placement", _placement(said)),
-        ("Ironic", f"{said['ironic']} (simulated)" if said["ironic"] else ""),
+        ("cells", ", ".join(summary["cells"])),
+        ("computes", ", ".join(summary.get("computes", ()))),
+        ("RabbitMQ" if summary["bus"] != MEMORY else "bus", bus),
+        ("PostgreSQL", summary["database"]),
+        ("durable", summary.get("durable", "")),
+        ("pages", summary.get("pages") or ""),
+        ("Placement", _placement(summary)),
+        ("Ironic", f"{summary['ironic']} (simulated)" if summary["ironic"] else ""),
         ("/metrics", ", ".join(f"{name} {worker['port']}" for name, worker in workers.items())),
-        ("logs", said.get("logs", "")),
+        ("logs", summary.get("logs", "")),
     ]
     return _lines(f"berth is up: {runs}", rows)
 
 
-def _placement(said: Mapping[str, Any]) -> str:
-    if not said["placement_api"]:
+def _placement(summary: Mapping[str, Any]) -> str:
+    if not summary["placement_api"]:
         return "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"
-    taken = f" ({said['placement_taken']} is taken)" if said["placement_taken"] else ""
-    token = f", for the token in {said['placement_token']}" if said["placement_token"] else ""
-    return f"{said['placement_api']}{taken}{token}"
+    taken = f" ({summary['placement_taken']} is taken)" if summary["placement_taken"] else ""
+    token = f", for the token in {summary['placement_token']}" if summary["placement_token"] else ""
+    return f"{summary['placement_api']}{taken}{token}"
 
 
 def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:

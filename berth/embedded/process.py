@@ -33,7 +33,7 @@ PORT_TRIES = 100
 # So many of the ports given last are kept from all other tests; their servers need seconds to bind them.
 KEPT_PORTS = 256
 
-# stdin is the pipe we hold, stdout tells us the server's process id. Job control is off, so the server sees none of it.
+# stdin is the pipe we hold, stdout carries the server's process id. Job control is off, so the server sees none of it.
 # The watcher asks the server to stop when the pipe closes; when no "keep" came before, this process died, and a
 # temporary directory goes too. The shell's exit status is the server's.
 _GUARD = """
@@ -113,7 +113,7 @@ class Account:
     def require_access(self, directory: Path) -> None:
         """Check that the account may enter a directory. Raises DirectoryInaccessible.
 
-        The kernel is asked, as the account: mode bits alone do not tell of access lists and mount options.
+        The kernel decides, as the account: mode bits alone do not show access lists and mount options.
         """
         if self.name is None:
             return
@@ -151,8 +151,8 @@ class GuardedProcess:
         )
         assert self._guard.stdin is not None and self._guard.stdout is not None
         self._held = self._guard.stdin
-        with self._guard.stdout as told:
-            self.pid = int(told.readline() or 0)
+        with self._guard.stdout as output:
+            self.pid = int(output.readline() or 0)
         self.log = log
         atexit.register(self.stop)
 

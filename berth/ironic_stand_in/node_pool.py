@@ -1,4 +1,4 @@
-"""The stand-in's nodes: Ironic's provision state machine as far as berth meets it, with everything said aloud."""
+"""The stand-in's nodes: Ironic's provision state machine as far as berth needs it, notifications included."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NodePool:
         return not self._tasks
 
     def add(self, **fields: Any) -> dict[str, Any]:
-        """A node that was always there: nothing is said about it."""
+        """Add a node that was always there: no notification."""
         now = shapes.timestamp(self._clock.time())
         name = f"node-{len(self.nodes)}"
         node = shapes.new_node(
@@ -126,7 +126,7 @@ class NodePool:
         await self._publish(node, "delete", "end", request_id)
 
     async def patch(self, node: dict[str, Any], changes: Mapping[str, Any], request_id: str) -> None:
-        """PATCH: what is asked for is said first, true or not, as Ironic does (README)."""
+        """PATCH: the notification of the request comes first, true or not, as with Ironic (README)."""
         wished = {**node, **changes}
         await self._publish(wished, "update", "start", request_id)
         try:
@@ -288,7 +288,7 @@ class NodePool:
             raise RequestError(409, f"Instance {wanted} is already associated with a node.")
 
     async def _publish(self, node: Mapping[str, Any], action: str, status: str, request_id: str, **extra: Any) -> None:
-        self.version += 1  # whatever changes is said
+        self.version += 1  # every change has a notification
         if self._rng.random() < self.behaviour.lose:
             return
         now = self._clock.time()

@@ -1,4 +1,4 @@
-"""A recorded run of a real Ironic, told again: its notifications in order, its nodes as they were at each step."""
+"""A recorded run of a real Ironic, replayed: its notifications in order, its nodes as they were at each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNCHANGED = "unchanged"
 
 
 async def replay(recording: Path, pool: NodePool, announcer: NotificationAnnouncer) -> AsyncIterator[str]:
-    """Go through `<name>.jsonl` and its `<name>.nodes.json`; yields each step's name once it was said.
+    """Go through `<name>.jsonl` and its `<name>.nodes.json`; yields each step's name once it was published.
 
     The pool answers with the recorded nodes beside its own. Times between messages are not kept: a consumer that
     is right at full speed is right at any.

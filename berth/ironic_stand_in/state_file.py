@@ -59,21 +59,21 @@ def settled(node: Mapping[str, Any]) -> dict[str, Any]:
 
 async def save_changes(pool: NodePool, path: Path, clock: Clock) -> None:
     """Save whenever something has changed, until cancelled; a write that is under way then ends first."""
-    saved, told = -1, False
+    saved, is_logged = -1, False
     while True:
         if pool.version != saved:
             version = pool.version
             writing = asyncio.ensure_future(asyncio.to_thread(_write, path, msgspec.json.encode(_nodes(pool))))
             try:
                 await asyncio.shield(writing)
-                saved, told = version, False
+                saved, is_logged = version, False
             except asyncio.CancelledError:
                 await asyncio.wait({writing})  # another one beside it would lose to it
                 raise
             except OSError as error:  # a full disk may have room again
-                if not told:
+                if not is_logged:
                     _tell(path, error)
-                told = True
+                is_logged = True
         await clock.sleep(SAVE_EVERY_S)
 
 

@@ -33,7 +33,7 @@ class Series(Struct, frozen=True):
 
 
 class Range(Struct, frozen=True):
-    """One row of `ranges`: five rising values, and what the mouse is told."""
+    """One row of `ranges`: five rising values, and the text under the mouse."""
 
     name: str
     values: tuple[float, float, float, float, float]
@@ -198,7 +198,7 @@ def shares(title: str, parts_of: Sequence[tuple[str, float]], *, unit: str, long
 def heat(
     title: str, x: Sequence[float], rows: Sequence[str], cells: Sequence[Sequence[tuple[float, str]]], *, x_label: str
 ) -> str:
-    """A cell for each row and x: how full (0 to 1) and what the mouse is told. Row names only where one is given.
+    """A cell for each row and x: how full (0 to 1) and the text under the mouse. Row names only where one is given.
 
     The scale is the same in every plot, 0 to 1. Its colour goes with the root, so that hosts at 2 % and at 6 % differ,
     and the legend says which is which.

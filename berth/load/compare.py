@@ -1,4 +1,4 @@
-"""Two load runs side by side: what differs in what was asked, in what came of it, and what can be told apart at all.
+"""Two load runs side by side: differences in the requests, in the results, and which of them are significant.
 
 A percentile of one run is a guess at what the system does. How good a guess is asked of the run itself: it is cut into
 blocks of consecutive boots, blocks are drawn again and again, and the spread of the percentile over the draws is the
@@ -25,7 +25,7 @@ from berth.render import printable_lines
 DRAWS = 1000
 BINS = 1000  # a percentile is as exact as one in so many
 SURE = 0.95
-# Fewer blocks tell nothing about each other; a percentile with fewer boots beyond it is one boot's luck.
+# Fewer blocks do not compare; a percentile with fewer boots beyond it is one boot's luck.
 LEAST_BLOCKS, LEAST_BEYOND = 10, 5
 # Runs that differ in these are not comparable.
 QUESTION = ("mode", "boots", "mix", "rate_per_s", "ramp_from_per_s", "ramp_s", "concurrency", "churn", "trace", "speed")
@@ -34,7 +34,7 @@ NONE = "-"
 
 
 class Line(Struct, frozen=True, kw_only=True):
-    """One figure of both runs. interval: of the ratio b/a, where the runs themselves can tell. word: what it means."""
+    """One figure of both runs. interval: of the ratio b/a, where the runs are large enough. word: what it means."""
 
     what: str
     a: float | None
@@ -132,7 +132,7 @@ def _line(what: str, a: Array, b: Array, share: float, rng: np.random.Generator 
     return Line(what=what, a=one, b=two, interval=found, word="" if rng is None else _word(found))
 
 
-# What may be said where the runs were not asked the same: the figure, and nothing of the system.
+# The verdict where the requests of the runs differ: the figure, and nothing about the system.
 _OTHERWISE = {"slower": "higher", "faster": "lower"}
 
 
@@ -166,9 +166,9 @@ def _verdict(found: Comparison, a: LoadRecord, b: LoadRecord) -> Iterator[str]:
     one, two = (cut(name) for name in found.names)
     asked = [what for what, _, _ in found.differences if what in QUESTION]
     if asked:
-        yield f"They were not asked the same: {', '.join(asked)} differ. What follows may come from that alone."
+        yield f"The requests differ: {', '.join(asked)}. What follows may come from that alone."
     elif found.differences:
-        yield f"They were asked the same; what differs: {', '.join(what for what, _, _ in found.differences)}."
+        yield f"The requests are the same; what differs: {', '.join(what for what, _, _ in found.differences)}."
     else:
         yield "Settings and machine are the same."
     for name in INTERESTING:
@@ -192,9 +192,7 @@ def _sentence(line: Line, one: str, two: str) -> str:
     if line.word == "cannot be told apart":
         return f"cannot be told apart; {two} has {line.ratio:.2f} times that of {one} {within}."
     if line.word in _OTHERWISE.values():
-        return (
-            f"that of {two} is {line.word}, {line.ratio:.2f} times that of {one} {within}; they were asked otherwise."
-        )
+        return f"that of {two} is {line.word}, {line.ratio:.2f} times that of {one} {within}; the requests differ."
     return f"{two} is {line.word}, {line.ratio:.2f} times that of {one} {within}."
 
 

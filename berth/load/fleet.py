@@ -115,7 +115,7 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Set
 
 
 def demand(requests: Sequence[TraceRow], *, deletes: bool = True) -> list[tuple[float, float, float, float]]:
-    """(seconds from the first arrival, cores, MiB, GPUs) that are asked for from each arrival or deletion on."""
+    """(seconds from the first arrival, cores, MiB, GPUs) that are requested from each arrival or deletion on."""
     first, last = requests[0].created_s, requests[-1].created_s
     steps: list[tuple[float, int, TraceRequest]] = []
     for one in requests:

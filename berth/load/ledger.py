@@ -90,7 +90,7 @@ class LoadLedger:
         times[row] = seconds
 
     def give_up(self, as_outcome: Callable[[str], str]) -> None:
-        """Whatever is still open ends as is said of its instance."""
+        """End what is still open by the outcome of its instance."""
         for row in [row for row, outcome in enumerate(self.outcome) if outcome == OPEN]:
             self.set_outcome(row, as_outcome(self.uuids[row]))
 

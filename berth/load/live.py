@@ -82,9 +82,7 @@ def render_record(record: LoadRecord, console: Console) -> None:
             markup=False,
         )
     if totals.backpressure:
-        console.print(
-            f"  the queue was full, and the publisher was told so, {totals.backpressure} times", soft_wrap=True
-        )
+        console.print(f"  the queue was full and refused a message {totals.backpressure} times", soft_wrap=True)
     if totals.deletes:
         ends = ", ".join(f"{count} {_WORDS.get(name, name)}" for name, count in totals.delete_outcomes.items())
         console.print(f"{totals.deletes} deletes: {ends}", soft_wrap=True)
@@ -99,7 +97,7 @@ def render_record(record: LoadRecord, console: Console) -> None:
     if record.settings.mode == "ramp":
         console.print(_knee(totals.knee), soft_wrap=True)
     if totals.twice:
-        console.print(f"[red]{totals.twice} were told to have ended twice[/red]")
+        console.print(f"[red]{totals.twice} ended twice[/red]")
 
 
 _WORDS = {

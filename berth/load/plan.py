@@ -189,16 +189,16 @@ def parse_mix(text: str, flavors: Sequence[str] = ()) -> dict[str, float]:
             share = float(weight or 1)
         except ValueError:
             raise PlanError("load.mix", f"not a weight: {weight!r} in {text!r}") from None
-        meant = _meant(name, flavors)
-        for flavor in meant:
-            mix[flavor] = mix.get(flavor, 0.0) + share / len(meant)
+        named = _flavors_named(name, flavors)
+        for flavor in named:
+            mix[flavor] = mix.get(flavor, 0.0) + share / len(named)
     sound = all(math.isfinite(weight) and weight >= 0 for weight in mix.values())
     if not all(mix) or not sound or not 0 < sum(mix.values()) < math.inf:
         raise PlanError("load.mix", f"a mix is flavor=weight,..., with weights above 0: {text!r}")
     return mix
 
 
-def _meant(name: str, flavors: Sequence[str]) -> list[str]:
+def _flavors_named(name: str, flavors: Sequence[str]) -> list[str]:
     """The flavors that a name in a mix means; what is not known is left to the scheduler to refuse."""
     for known in (name, PLAIN + name):
         if known in flavors:

@@ -1,4 +1,4 @@
-"""The record of one load run: what was asked, what became of every boot, how the system felt meanwhile.
+"""The record of one load run: the requests, the outcome of every boot, the state of the system meanwhile.
 
 `berth load --json FILE` writes it; `berth.load.report` renders it, and compares two. The large parts are columns
 (parallel lists), so that a million boots stay readable to any program: row `i` of every column of `Operations` is the
@@ -23,13 +23,13 @@ FORMAT = "berth.load.v1"
 
 # How one operation ended, as `Operations.outcome` counts them. The first four are answers of the system.
 #   active: the machine runs. deleted: a delete's good end. failed: built nowhere, with a code.
-#   refused: the scheduler said no (no host, no such flavor, ...), with a code.
-#   backpressure: the broker refused the request (its queue is full): told to the publisher, never accepted. Not lost.
+#   refused: the scheduler refused it (no host, no such flavor, ...), with a code.
+#   backpressure: the broker refused the request (its queue is full): the publisher knows it, never accepted. Not lost.
 #   unsent: the run ended, or was interrupted, or the bus was unavailable, before the broker confirmed it. Not lost.
 #   open: still under way when the run was interrupted. Not lost: it was not waited for to the bound.
 #   lost: the broker confirmed it, no terminal event came within `Settings.lost_after_s`, and no scheduler that was
 #   asked then had it under way.
-#   late: the same, but a scheduler said that it is still under way: accepted, scheduled, building or deleting.
+#   late: the same, but a scheduler has it under way: accepted, scheduled, building or deleting.
 OUTCOMES: tuple[str, ...] = ("active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late")
 Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "unsent", "open", "lost", "late"]
 
@@ -37,8 +37,8 @@ Outcome = Literal["active", "deleted", "failed", "refused", "backpressure", "uns
 # stages add up to its latency, from the intended time.
 #   queued: until a scheduler took it. decided: until it had chosen a host.
 #   claimed: until the book gave it, lost claims included. dispatched: until the host's compute service had the command.
-#   built: until a host said how the last attempt ended, failed attempts and claims of alternates included.
-#   announced: until the client heard of it.
+#   built: until a host reported how the last attempt ended, failed attempts and claims of alternates included.
+#   announced: until the client received it.
 # A stage that this version of the workers does not report is absent from the dict, never zero.
 STAGES: tuple[str, ...] = stages.STAGES
 
@@ -64,7 +64,7 @@ class RecordError(ValueError):
 
 
 class LoadSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was asked for.
+    """What the run was to do.
 
     mode: "open" (arrivals at their times, whatever comes back: `rate_per_s`), "ramp" (open, the rate rising or
     falling evenly from `ramp_from_per_s` to `rate_per_s` within `ramp_s`), "trace" (open, arrivals from a file),
@@ -107,7 +107,7 @@ class Operations(Struct, frozen=True, kw_only=True):
     """Boots (or deletes), a column each. Strings that repeat are kept once: a column holds the index into its table.
 
     intended_s: when it was meant to leave; latency is counted from here, so a stall hides nothing. sent_s: when the
-    broker had confirmed it. accepted_s: when the client heard that it is on record. ended_s: its terminal event.
+    broker had confirmed it. accepted_s: when the client received that it is on record. ended_s: its terminal event.
     outcome -> OUTCOMES; flavor -> flavors (and kinds: "vm" or "metal"); code -> codes ("" = nothing to explain);
     cell -> cells, host -> hosts ("" = none or not known).
     attempts: hosts it was tried on (0: none). conflicts: claims it lost to others before one held; None: not reported.
@@ -152,7 +152,7 @@ class Operations(Struct, frozen=True, kw_only=True):
 class Samples(Struct, frozen=True, kw_only=True):
     """How it went, a row about each half second (`at_s`). Rates are over the time since the row before.
 
-    offered_per_s: arrivals that fell due. sent_per_s: confirmed by the broker. ended_per_s: terminal events heard.
+    offered_per_s: arrivals that fell due. sent_per_s: confirmed by the broker. ended_per_s: terminal events received.
     in_flight: sent and not ended. p50_ms, p95_ms, p99_ms: latency, from the intended time, of the boots that ended
     since the row before; None when none did.
     conflicts, retries, backpressure: cumulative. conflicts: claims lost to others, over all schedulers whose /metrics
@@ -196,7 +196,7 @@ class Utilisation(Struct, frozen=True, kw_only=True):
 class Totals(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The honest end, as printed. Every boot is in exactly one of OUTCOMES; `by_code` explains failed and refused.
 
-    accepted: the broker confirmed it. twice: told to have ended more than once (a defect). interrupted: by a signal.
+    accepted: the broker confirmed it. twice: ended more than once (a defect). interrupted: by a signal.
     latency_ms: p50, p90, p95, p99, max, mean over active boots, from the intended time; delete_ms: of deletes.
     """
 
@@ -223,7 +223,7 @@ class Totals(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LoadRecord(Struct, frozen=True, kw_only=True):
     """One load run. `format` names and versions it; unknown fields of a newer one are passed over.
 
-    started_at: unix time of the first intended arrival. seconds: from there until the last end that was heard.
+    started_at: unix time of the first intended arrival. seconds: from there until the last terminal event.
     deletes: what --churn deleted, rows of their own (their `sent_s`, `ended_s` and latency are the delete's).
     """
 

@@ -22,7 +22,7 @@ from berth.load.record import OUTCOMES, STAGES, Column, LoadRecord, Utilisation
 
 MAX_BARS = 60
 MAX_QUEUES = 7  # the busiest; the others are one line
-MAX_KINDS = 40  # flavors or codes told one by one
+MAX_KINDS = 40  # flavors or codes listed one by one
 MAX_CODES = 3  # of one flavor
 MAX_HEAT_ROWS = 72
 MAX_HEAT_COLUMNS = 72
@@ -181,8 +181,8 @@ def _stage_ranges(record: LoadRecord) -> str:
     rows = []
     for name, values in stages_ms(record.boots).items():
         five = np.maximum(np.quantile(values, (0.01, 0.25, 0.5, 0.75, 0.99)), LEAST_MS / 10).tolist()
-        said = ", ".join(f"{p} {number(v)}" for p, v in zip(("p1", "p25", "p50", "p75", "p99"), five, strict=True))
-        rows.append(Range(name, (five[0], five[1], five[2], five[3], five[4]), f"{name}: {said} ms"))
+        text = ", ".join(f"{p} {number(v)}" for p, v in zip(("p1", "p25", "p50", "p75", "p99"), five, strict=True))
+        rows.append(Range(name, (five[0], five[1], five[2], five[3], five[4]), f"{name}: {text} ms"))
     title = "Time in each stage: p1 to p99 thin, p25 to p75 thick, median dot"
     if not rows:
         return ""
@@ -352,6 +352,6 @@ def _machine(record: LoadRecord) -> str:
     rows = [[name, value] for name, value in facts(record.machine).items()]
     if record.totals.knee:
         rows += [[f"knee: {cut(name)}", number(value)] for name, value in record.totals.knee.items()]
-    told = [stage for stage in STAGES if stage in record.boots.stages]
-    rows += [["stages told", ", ".join(told) or "none"], ["record", record.format]]
+    recorded = [stage for stage in STAGES if stage in record.boots.stages]
+    rows += [["stages told", ", ".join(recorded) or "none"], ["record", record.format]]
     return table(["machine of the load generator", ""], rows, words=2)

@@ -50,7 +50,7 @@ class Offer(Struct):
 class LoadRun:
     """One run of a plan. `boots` and `deletes` say at any time what became of what.
 
-    rng draws what is asked for; chance the rest (uuids, how long to wait), where a run that is repeated with the same
+    rng draws the requests; chance the rest (uuids, how long to wait), where a run that is repeated with the same
     seed must not ask for the same machines: those there are already, and nothing would be built.
     """
 
@@ -214,7 +214,7 @@ class LoadRun:
 
     async def _offer_once(self, offers: list[Offer], ledger: LoadLedger) -> list[Offer]:
         """Returns those to be offered again."""
-        # The end may come of one whose confirm was lost: it arrived, and nothing more is said of it.
+        # The end may come of one whose confirm was lost: it arrived, and no other event follows.
         offers = [offer for offer in offers if ledger.is_unsent(offer.row)]
         errors = await self._client.offer(
             [offer.request for offer in offers],
@@ -227,7 +227,7 @@ class LoadRun:
     def _settle(
         self, offers: Sequence[Offer], errors: Sequence[BaseException | None], ledger: LoadLedger
     ) -> list[Offer]:
-        """What the broker said to each; returns those to be offered again."""
+        """Handle the broker's answer to each; returns those to be offered again."""
         now = self._clock.monotonic()
         again: list[Offer] = []
         for offer, error in zip(offers, errors, strict=True):
@@ -245,7 +245,7 @@ class LoadRun:
                     continue
                 if now < offer.intended + self.plan.timeout_s and not self.interrupted:
                     again.append(offer)
-                else:  # it may have arrived: its end may still be heard
+                else:  # it may have arrived: its end may still come
                     self._client.forget(offer.request.instance_uuid)
                     self._given_up += ledger is self.boots
             else:

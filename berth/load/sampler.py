@@ -18,7 +18,7 @@ from bus.faults import Fault, Transient
 from bus.port import BusError, Transport
 
 SAMPLE_S = 0.5
-# The hosts are asked after so often, and never more than a twentieth of the time: a large fleet is a large answer.
+# Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.
 HEAT_S = 1.0
 HEAT_SHARE = 20
 HEAT_ASKED = 10_000
@@ -72,7 +72,7 @@ class Sampler:
         self._heat_period_s = HEAT_S
 
     async def watch(self) -> None:
-        """ScanId, again and again, until cancelled or told to stop."""
+        """Take samples, until cancelled or stopped."""
         while not self.stopping:
             await self._clock.sleep(self._period_s)
             self._on_sample(await self.take_sample())

@@ -16,7 +16,7 @@ MAX_FAILURES_SHOWN = 50
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """One build that did not become active, with everything its client was told."""
+    """One build that did not become active, with everything its client received."""
 
     instance_uuid: str
     flavor: str
@@ -30,7 +30,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 class LoadReport(Struct, frozen=True, kw_only=True):
     """What came of a load. Times in seconds, latencies in milliseconds; percentiles over active builds.
 
-    stages_ms: until the client heard of each state. spent_ms: in each stage of `record.STAGES`.
+    stages_ms: until the client received each state. spent_ms: in each stage of `record.STAGES`.
     """
 
     requests: int
@@ -95,7 +95,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _stages(tracks: Sequence[Track]) -> dict[str, dict[str, float]]:
-    """Milliseconds from the intended time until the client heard of each state."""
+    """Milliseconds from the intended time until the client received each state."""
     names = ("accepted", "scheduled", "building", "active")
     return {
         name: percentiles([1000 * (t.stages[name] - t.intended_at) for t in tracks if name in t.stages])

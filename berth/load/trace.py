@@ -27,19 +27,19 @@ MODEL = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 
 class Shape(Struct, frozen=True):
-    """What a flavor gives, or a request asks: smaller means that every part is."""
+    """The size of a flavor or of a request: smaller means that every part is."""
 
     vcpus: float
     memory_mb: float
     gpus: float = 0.0
 
     def covers(self, asked: Shape) -> bool:
-        """Whether everything asked for is there."""
+        """Whether no part of the request is larger."""
         return self.vcpus >= asked.vcpus and self.memory_mb >= asked.memory_mb and self.gpus >= asked.gpus
 
 
 class TraceRequest(Struct, frozen=True, order=True):
-    """What one request of a trace asks: thousandths of a core, MiB, so many GPUs, thousandths of each, of any of these.
+    """One request of a trace: thousandths of a core, MiB, so many GPUs, thousandths of each, of any of these.
 
     models empty: whatever model.
     """

@@ -150,7 +150,7 @@ def _message(row: MessageRow) -> Iterator[str]:
         only = "; on a cell's bus only so" if row.where is Where.BOTH else ""
         yield f"- also in batches, under `{row.batch_key}`: for listeners of many that read `{BATCH}`{only}"
         yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
-    yield f"- said by {', '.join(row.publishers)}; decided on by {row.owner}"
+    yield f"- published by {', '.join(row.publishers)}; owned by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
     if row.message.__struct_config__.forbid_unknown_fields:
         yield "- a field that it does not have is refused by name (`message.invalid`)"

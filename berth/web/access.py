@@ -81,7 +81,7 @@ class Access:
         return found
 
     def by_token(self, token: str) -> WebCaller | None:
-        """Whose token it is. Only digests are compared, so the time it takes tells nothing of the token."""
+        """Whose token it is. Only digests are compared, so the time it takes reveals nothing about the token."""
         if len(token) > MAX_TOKEN_BYTES:
             return None
         return self._callers.get(digest_of(token))

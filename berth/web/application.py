@@ -1,4 +1,4 @@
-"""The web application: what happens to every request, whatever it asks."""
+"""The web application: what happens to every request, whatever its route."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SiteGuard:
     def _check_site(self, request: Request) -> None:
         """A page of another site must neither ask here (a cookie, or being local, would let it) nor rename itself."""
         if self._hosts is not None and _name_of(request.headers.get("host", "")) not in self._hosts:
-            raise Problem(403, "host.forbidden", "this server is asked by its own name alone")
+            raise Problem(403, "host.forbidden", "this server answers to its own name alone")
         if request.method in SAFE_METHODS:
             return
         site = request.headers.get("sec-fetch-site", "none")
@@ -107,7 +107,7 @@ def _wants_html(headers: Mapping[str, str]) -> bool:
 def application(
     bus: Bus, live: Live, access: Access, *, clock: Clock, rng: random.Random, hosts: frozenset[str] | None
 ) -> Starlette:
-    """The application. hosts: the names by which it may be asked (None: any, as tokens are needed anyway)."""
+    """The application. hosts: the names that the Host header may have (None: any, as tokens are needed anyway)."""
     api = WebApi(bus, live, rng)
     pages = Pages(api, live, access, clock=clock)
     routes_of_api = [*api.routes(), *WebOperations(bus).routes()]

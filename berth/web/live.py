@@ -14,7 +14,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 
-# Events that one follower may fall behind by; then it is told to read anew.
+# Events that one follower may fall behind by; then it gets an event to read anew.
 MAX_BEHIND = 1_000
 MAX_FOLLOWERS = 200
 # Builds that are in flight and remembered; of more than these the oldest are no longer counted.
@@ -110,7 +110,7 @@ class Live:
 
     @property
     def in_flight(self) -> int:
-        """Builds that were heard of and have not ended."""
+        """Builds that were accepted and have not ended."""
         return len(self._accepted_at)
 
     def history(self) -> list[Second]:

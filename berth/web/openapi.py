@@ -20,7 +20,7 @@ _REF = "#/components/schemas/{name}"
 
 
 class _Operation(Struct, frozen=True):
-    """What a handler's signature does not tell: its parameters, body, answer and statuses of errors."""
+    """What a handler's signature does not contain: its parameters, body, answer and statuses of errors."""
 
     answer: Any
     status: int = 200

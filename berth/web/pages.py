@@ -164,7 +164,7 @@ class Pages:
         )
 
     async def _all_hosts(self) -> tuple[HostRecord, ...]:
-        """All hosts, at most HOSTS_AGE_S old. One asks, the others wait for it."""
+        """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
         async with self._reading:
             if self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
                 self._hosts = (await self._api.hosts(HostsQuery(limit=MAX_HOSTS))).hosts

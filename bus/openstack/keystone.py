@@ -111,8 +111,8 @@ class KeystoneAuth(httpx.Auth):
                 try:
                     answer = await self._client.post(self._url, json=self._body)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
-                    said = f"Keystone at {self._url}: {type(error).__name__}: {error}"
-                    raise SignInUnavailable(said) from error
+                    text = f"Keystone at {self._url}: {type(error).__name__}: {error}"
+                    raise SignInUnavailable(text) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token
 

@@ -57,21 +57,23 @@ def error_text(body: bytes) -> str:
     Ironic: `{"error_message": {"faultstring": ...}}`, where the inner object may be a text that holds JSON.
     """
     try:
-        said: Any = msgspec.json.decode(body)
+        message: Any = msgspec.json.decode(body)
         for _ in range(4):  # no service nests deeper
-            if isinstance(said, str) and said.startswith("{"):
-                said = msgspec.json.decode(said)
-            if not isinstance(said, dict):
+            if isinstance(message, str) and message.startswith("{"):
+                message = msgspec.json.decode(message)
+            if not isinstance(message, dict):
                 break
-            said = said.get("error_message") or said.get("faultstring") or said.get("message") or _only(said)
+            message = (
+                message.get("error_message") or message.get("faultstring") or message.get("message") or _only(message)
+            )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    return " ".join(said.split())[:MAX_ERROR] if isinstance(said, str) else ""
+    return " ".join(message.split())[:MAX_ERROR] if isinstance(message, str) else ""
 
 
-def _only(said: dict[str, Any]) -> Any:
+def _only(message: dict[str, Any]) -> Any:
     """Neutron and Keystone put the error under a name of its own."""
-    return next(iter(said.values())) if len(said) == 1 else None
+    return next(iter(message.values())) if len(message) == 1 else None
 
 
 def version_advice(headers: Mapping[str, str], setting: str) -> str:

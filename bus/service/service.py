@@ -116,7 +116,7 @@ class Service:
 
     def not_ready(self) -> list[str]:
         """Names of what is not ready now; empty when the service can do its work."""
-        failing = [said for fn in self._checks.values() if (said := fn())]
+        failing = [problem for fn in self._checks.values() if (problem := fn())]
         return failing if self.ready.is_set() else [f"service is {self.phase}", *failing]
 
     async def run(self, stop: asyncio.Event) -> None:

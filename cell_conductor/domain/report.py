@@ -85,11 +85,11 @@ def differences(
     Unlocked reading: the record may move on meanwhile, so every event is judged again by the machine.
     """
     by_uuid = {record.uuid: record for record in recorded}
-    said = {host.uuid: host.running for host in report.hosts if host.running is not None}
+    running_on = {host.uuid: host.running for host in report.hosts if host.running is not None}
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
-    for host_uuid, running in said.items():
+    for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
             if one.deployment != deployment:
@@ -105,9 +105,9 @@ def differences(
                 unwanted = record.state not in DELETE_ASKED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
-    listed = {(host_uuid, one.instance_uuid) for host_uuid, running in said.items() for one in running}
+    listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in by_uuid.values():
-        if record.host_uuid is None or record.host_uuid not in said or record.state not in AT_HOME:
+        if record.host_uuid is None or record.host_uuid not in running_on or record.state not in AT_HOME:
             continue
         # Of its own service's times the machine knows which was first; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s

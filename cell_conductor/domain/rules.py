@@ -457,7 +457,7 @@ def _announce(
     """Take the next number and say where the instance stands; the history only where a story ends."""
     assert instance.spec is not None
     failed = state is BuildState.FAILED
-    said = BuildEvent(
+    announcement = BuildEvent(
         instance_uuid=instance.uuid,
         project_id=instance.spec.project_id,
         state=state,
@@ -473,7 +473,7 @@ def _announce(
         stamps=instance.stamps if terminal and state is not BuildState.DELETED else None,
     )
     stamps = None if terminal else instance.stamps  # said once, and of no use any more
-    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, said))
+    return Step(replace(instance, sequence=instance.sequence + 1, stamps=stamps), (*first, announcement))
 
 
 _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)

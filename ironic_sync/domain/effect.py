@@ -1,4 +1,4 @@
-"""What a notification asks for: believe that it takes a node away, or only go and look.
+"""The effect of a notification: take a node out of the book at once, or only read the node.
 
 The source is lossy, late and sometimes wishful (README, "Traps"), so a notification never gives a node back.
 """
@@ -74,14 +74,14 @@ def _said(value: object) -> bool:
     return value is not UNSET and value is not None
 
 
-def _older(said: str | None, seen: str | None) -> bool:
+def _older(updated_at: str | None, seen: str | None) -> bool:
     """Whether a notification shows the node as it was before what has been read of it.
 
     Notifications carry whole seconds, so only a whole second apart counts; doubt takes away and reads.
     """
-    if said is None or seen is None:
+    if updated_at is None or seen is None:
         return False
-    return _second(said) < _second(seen)
+    return _second(updated_at) < _second(seen)
 
 
 def _second(timestamp: str) -> str:

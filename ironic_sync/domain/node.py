@@ -45,7 +45,7 @@ class NodePage(Struct, frozen=True, kw_only=True):
 
 
 class Unreadable(Struct, frozen=True, kw_only=True):
-    """A representation of a node that is not one: its uuid where that much could be told, and what is wrong."""
+    """A representation of a node that is not one: its uuid where it is readable, and what is wrong."""
 
     uuid: str | None
     reason: str

@@ -31,7 +31,7 @@ class Status(StrEnum):
 
 
 class Notification(Struct, frozen=True, kw_only=True):
-    """One notification, reduced to what matters here. UNSET: the payload does not say (null is something said).
+    """One notification, reduced to what matters here. UNSET: the payload does not have the field (null is a value).
 
     uuid is the object's own; node_uuid the node that an allocation, port or port group names.
     request_id correlates with the API's x-openstack-request-id.

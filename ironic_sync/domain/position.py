@@ -18,7 +18,7 @@ SOURCE = "ironic"
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """When a node is read again without being asked to."""
+    """When a node is read again without a notification."""
 
     transient_retry_s: float = 1.0  # first re-read of a node on its way somewhere; doubled up to ...
     transient_retry_max_s: float = 60.0
@@ -28,9 +28,9 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """What the book was last told about a node, and what is known beside it.
+    """What was last reported to the book about a node, and what is known beside it.
 
-    report: None = nothing told, or removed. version: of what was told last; it outlives a removal, so that a node
+    report: None = nothing reported, or removed. version: of the last report; it outlives a removal, so that a node
     created again under its old uuid still reports with a newer one. due_at: when to read it next; None: with all.
     """
 
@@ -48,7 +48,7 @@ class Position(Struct, frozen=True, kw_only=True):
 
 
 def update_of(position: Position, cell: str = "") -> InventoryUpdate:
-    """The message that tells the book where this node stands, and whose it is."""
+    """The inventory update of this node, as it stands, with the cell it belongs to."""
     return InventoryUpdate(
         source=SOURCE,
         version=position.version,
@@ -73,7 +73,7 @@ def heard(position: Position, *, away: bool, seq: int, now: float) -> Position:
 
 
 def announced(position: Position, *, now: float, timing: Timing) -> Position:
-    """Something is about to happen to the node. What follows asks for a read; in case nothing follows, read later."""
+    """Something is about to happen to the node. The next notification causes a read; without one, read later."""
     due_at = now + timing.announced_retry_s
     return replace(position, due_at=due_at if position.due_at is None else min(due_at, position.due_at))
 
@@ -86,7 +86,7 @@ def wanted(position: Position, *, now: float) -> Position:
 def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: Timing) -> Position:
     """The node was read; the read was sent at `seq`.
 
-    A read that may be older than something heard since gives nothing back: it is repeated instead. One sent before
+    A read that may be older than a later notification gives nothing back: it is repeated instead. One sent before
     the read that was last applied is forgotten.
     """
     if seq < position.read_seq:
@@ -110,7 +110,7 @@ def apply_read(position: Position, node: Node, *, seq: int, now: float, timing: 
 
 
 def apply_removed(position: Position, *, seq: int, now: float) -> Position:
-    """Ironic said that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
+    """Ironic answered that the node does not exist (a 404 to a read of it; absence from a list proves nothing)."""
     if seq < position.read_seq:
         return position
     if position.heard_seq > seq:
@@ -148,7 +148,7 @@ def _tell(position: Position, report: ProviderReport | None, now: float) -> Posi
 
 
 def _due(position: Position, now: float, timing: Timing) -> float | None:
-    """A stable state waits to be told or for the next read of all; the end of any other may stay unsaid."""
+    """A stable state waits for a notification or the next read of all; the end of any other may come without one."""
     if not is_transient(position.state):
         return None
     return now + doubled_s(timing.transient_retry_s, timing.transient_retry_max_s, position.tries)

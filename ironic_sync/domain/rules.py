@@ -71,7 +71,7 @@ def class_name(resource_class: str) -> str | None:
     """The custom class for a node's resource_class, or None when no name is left of it.
 
     As Nova does, except that a name which already carries the prefix keeps it once: the flavor of an operator who
-    calls a node's class CUSTOM_GOLD asks for CUSTOM_GOLD, not for CUSTOM_CUSTOM_GOLD.
+    calls a node's class CUSTOM_GOLD means CUSTOM_GOLD, not for CUSTOM_CUSTOM_GOLD.
     """
     name = _NOT_A_CLASS_CHARACTER.sub("_", resource_class).upper()
     if not name.strip("_"):
@@ -81,7 +81,7 @@ def class_name(resource_class: str) -> str | None:
 
 
 def place(node: Node, last: ProviderReport | None) -> Placed:
-    """What the book should hold for this node, given what it was last told (None: never heard of)."""
+    """What the book should hold for this node, given what was last reported (None: never)."""
     name = class_name(node.resource_class) if node.resource_class else None
     if name is None:
         return Placed(report=_without_class(node, last), problem=NO_CLASS)

@@ -16,7 +16,7 @@ class SourceUnavailable(Transient):
 
 
 class SourceRefused(Fault):
-    """Ironic answers, but not with what was asked for: wrong credentials, version or address. For an operator."""
+    """Ironic answers, but not the request: wrong credentials, version or address. For an operator."""
 
     code = "ironic.refused"
 

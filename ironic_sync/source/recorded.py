@@ -57,7 +57,7 @@ class RecordedSource:
             yield [parse_node(node) for node in raw[first : first + PAGE]]
 
     async def get_allocation(self, uuid: str) -> Allocation | None:
-        """An allocation, told by the node that has it (the recordings keep no list of them)."""
+        """An allocation, as the node that has it shows it (the recordings keep no list of them)."""
         for node_uuid, raw in self._nodes.items():
             if raw.get("allocation_uuid") == uuid:
                 return Allocation(uuid=uuid, state="active", node_uuid=node_uuid)

@@ -122,8 +122,8 @@ class RestSource:
             raise SourceUnavailable(f"{path}: HTTP {answer.status_code}")
         if answer.status_code == httpx.codes.NOT_ACCEPTABLE:
             raise SourceRefused(version_advice(answer.headers, "ironic_sync.microversion"), code="ironic.microversion")
-        said = error_text(body)
-        reason = f"{path}: HTTP {answer.status_code}{': ' if said else ''}{said}"
+        text = error_text(body)
+        reason = f"{path}: HTTP {answer.status_code}{': ' if text else ''}{text}"
         raise SourceRefused(reason, code=f"ironic.http_{answer.status_code}")
 
 
@@ -144,7 +144,7 @@ def _decode(path: str, body: bytes) -> Any:
 
 
 def _is_ironics(answer: httpx.Response, body: bytes) -> bool:
-    """Whether a 404 is Ironic's word about the node and not a proxy's about a path: one removes a provider."""
+    """Whether a 404 is Ironic's answer about the node, which removes a provider, and not a proxy's about a path."""
     if any(name.lower().startswith("x-openstack-ironic-api-") for name in answer.headers):
         return True
     try:

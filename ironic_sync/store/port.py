@@ -1,4 +1,4 @@
-"""The port to the sync positions: who may write them, and what was told about each node."""
+"""The port to the sync positions: who may write them, and what was reported of each node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Term(Protocol):
         """These were published and confirmed; a newer one may have been saved since."""
 
     async def forget(self, reported_before: float) -> int:
-        """Drop positions of removed nodes last told about before this time; returns how many."""
+        """Drop positions of removed nodes last reported before this time; returns how many."""
 
     async def check(self) -> None:
         """Whether this is still the only writer."""

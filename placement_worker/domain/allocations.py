@@ -170,7 +170,7 @@ def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
 
 
 def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
-    """Give each consumer exactly what is asked, or say what stands against it and change nothing."""
+    """Give each consumer exactly what the write has, or return what is against it and change nothing."""
     known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
     for write in writes:
         refusal = _check_generation(write, known[write.consumer])

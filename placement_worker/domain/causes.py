@@ -11,7 +11,7 @@ from bus.contracts.placement import MAX_CAUSES, Change
 
 
 class Caused(Struct, frozen=True, kw_only=True):
-    """A write and its cause: the id of the request that asked for it, empty when there is none."""
+    """A write and its cause: the id of the request that caused it, empty when there is none."""
 
     cause: str = ""
 

@@ -64,7 +64,7 @@ def projects_of(items: Sequence[ClaimItem]) -> list[str]:
 
 
 def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
-    """Each named consumer as its row will be if it is new and the first word about it succeeds."""
+    """Each named consumer as its row will be if it is new and the first write of it succeeds."""
     expected: dict[str, ConsumerState] = {}
     for item in items:
         if isinstance(item, Claim):
@@ -88,7 +88,7 @@ def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
 
 
 def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
-    """What one item's asker is told."""
+    """The reply to one item."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
         return ClaimResult(
@@ -100,7 +100,7 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
             sequence=number,
             reason=verdict.reason,
             holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
-            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell is told nothing of other cells' hosts
+            members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
         )
     if isinstance(item, Release):
         return ReleaseResult(outcome=verdict.outcome, sequence=number)

@@ -27,7 +27,7 @@ from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerSta
 
 ClaimItem = Claim | Release | Revert | Swap
 
-# What is said of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
+# The outcome of a claim none of whose options was taken: the most hopeful of the options' own outcomes.
 _HOPE = (
     ClaimOutcome.RACED,
     ClaimOutcome.OVER_LIMIT,
@@ -83,7 +83,7 @@ def decide(
 ) -> Decision:
     """Evaluate a group in order; each item sees what the ones before it did.
 
-    foreign: providers of other cells than the one that asks. For it they are gone, and a consumer that holds something
+    foreign: providers of other cells than the requester's. For it they are gone, and a consumer that holds something
     of them is another's. groups: the members of every server group that an item names. projects: what the
     consumers of each project whose claims have limits hold together. Both are locked.
     `consumers` and `providers` hold every row that an item names or a named consumer holds; absent = does not exist.
@@ -165,7 +165,7 @@ class _Ledger:
         return counted
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
-        """Where a consumer is that this group has changed: as its claim said, or wherever a swap has moved it."""
+        """Where a consumer is that this group has changed: by its claim, or where a swap has moved it."""
         roots = {self.providers[uuid].root for uuid in _holding(self.changed_consumers[consumer])}
         return (claimed,) if claimed in roots else sorted(roots)
 
@@ -400,7 +400,7 @@ def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
 
 
 def _fits(ledger: _Ledger, option: ClaimOption, held: Holding, source: Holding = NOTHING) -> ClaimOutcome:
-    """What one option would come to. Full is said before raced, raced before invalid: each asks for less.
+    """What one option would come to. Full goes before raced, raced before invalid.
 
     held: what the consumer holds now, with its migration. source: of a move; the larger of it and the option counts.
     """

@@ -25,8 +25,8 @@ def suggestion(name: str, known: Collection[str] = STANDARD_CLASSES) -> str:
     """`; did you mean X?` for a name that is not taken: the nearest known one, else the name as a site's own."""
     near = difflib.get_close_matches(name[:MAX_NAME].upper(), sorted(known), n=1)
     own = CUSTOM + _FOREIGN.sub("_", name.removeprefix(CUSTOM)).strip("_").upper()
-    meant = near[0] if near else own if len(own) <= MAX_NAME and own != CUSTOM else ""
-    return f"; did you mean {meant}?" if meant else ""
+    suggested = near[0] if near else own if len(own) <= MAX_NAME and own != CUSTOM else ""
+    return f"; did you mean {suggested}?" if suggested else ""
 
 
 def is_custom(name: str) -> bool:

@@ -17,7 +17,7 @@ SourceRow = tuple[str, str, int, bytes, bool, str]
 
 
 class ReportSource(Struct, frozen=True):
-    """What one source said last of one root. settled: the book holds exactly that. providers: what it answers for."""
+    """The last report of one source about one root. settled: the book holds exactly that. providers: its own."""
 
     version: int
     digest: bytes
@@ -29,16 +29,16 @@ NO_SOURCE = ReportSource(-1, b"", False, ())
 
 
 def digest_of(providers: Sequence[ProviderReport]) -> bytes:
-    """What tells one report from another, whatever their versions."""
+    """A digest of a report's content, whatever its version."""
     return hashlib.blake2b(encode(providers), digest_size=16).digest()
 
 
-# The last word of a source that has taken its root out.
+# The last report of a source that has taken its root out.
 TAKEN_OUT = digest_of(())
 
 
 class ReportGroup:
-    """One group of updates: what came, what their sources said before, and how each one ends.
+    """One group of updates: what came, the earlier reports of their sources, and the result of each.
 
     bus: where all of them came from. cells: of every root that anybody ever reported, the cell it belongs to.
     written: rows of sources to write; changed: (root, source) whose trees are others than before.
@@ -99,7 +99,7 @@ class ReportGroup:
             newest[self.keys[number]] = number
 
     def fresh(self) -> list[int]:
-        """What is to be planned; a report said before only moves its source's version."""
+        """What is to be planned; a repeated report only moves its source's version."""
         fresh: list[int] = []
         for number in range(len(self.updates)):
             if number in self.results:
@@ -125,8 +125,8 @@ class ReportGroup:
             if isinstance(result, ReportRefusal):
                 self.results[number] = result
                 continue
-            said = "applied" if result.changed else "unchanged"
-            self.results[number] = InventoryResult(outcome=said, stranded=result.stranded)
+            outcome = "applied" if result.changed else "unchanged"
+            self.results[number] = InventoryResult(outcome=outcome, stranded=result.stranded)
             # From now on this source answers for what it reports, and for what it left stranded.
             answers_for = [*result.reported, *(uuid for uuid in result.stranded if "/" not in uuid)]
             self._write(number, not result.stranded, answers_for)
@@ -134,7 +134,7 @@ class ReportGroup:
                 self.changed.append(self.keys[number])
 
     def source(self, number: int) -> ReportSource:
-        """What the source of an update said before."""
+        """The earlier report of an update's source."""
         return self._sources.get(self.keys[number], NO_SOURCE)
 
     def answers(self, sequence: int) -> list[InventoryResult | ReportRefusal]:

@@ -290,12 +290,12 @@ class Follower:
         def may_pass(error: BaseException) -> bool:
             return isinstance(error, RequestTimeout | RequestRefused | BusError) and not isinstance(error, BusForbidden)
 
-        def told(error: BaseException, _failures: int) -> None:
+        def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")
             log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
 
         # Until there is an answer the replica is not ready, or grows old and reports it.
-        await Retrying(policy, self._clock, self._rng).call(self._catch_up_once, may_pass, on_failure=told)
+        await Retrying(policy, self._clock, self._rng).call(self._catch_up_once, may_pass, on_failure=log_failure)
 
     async def _catch_up_once(self) -> None:
         """Up to the feed's head, by a snapshot when that is due."""

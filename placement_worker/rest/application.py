@@ -1,4 +1,4 @@
-"""The ASGI application: what happens to every request, whatever it asks."""
+"""The ASGI application: what happens to every request, whatever its route."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ class _Exchange:
         self.route = "none"
         # A header that comes several times is one with commas, here for each service's version.
         self.versions = b",".join(value for name, value in scope["headers"] if name == HEADER).decode("latin-1")
-        said = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
-        self._global_id = said if _GLOBAL_ID.fullmatch(said) else ""
+        header = headers.get(b"x-openstack-request-id", b"").decode("latin-1")
+        self._global_id = header if _GLOBAL_ID.fullmatch(header) else ""
 
     def bind_ids(self) -> None:
         """What every log line of this request says.
@@ -220,12 +220,12 @@ class _Exchange:
 
 def _length(headers: Mapping[bytes, bytes]) -> int:
     """The body's length as the client says it; 0 for none, -1 for one that only its end tells."""
-    said = headers.get(b"content-length")
-    if said is None:
+    header = headers.get(b"content-length")
+    if header is None:
         return -1 if b"transfer-encoding" in headers else 0
-    if not said.strip().isdigit():
+    if not header.strip().isdigit():
         raise HttpFault(400, "content-length header must be an integer")
-    return int(said)
+    return int(header)
 
 
 def _too_large(limit: int) -> HttpFault:

@@ -48,9 +48,9 @@ class NoAuth2:
         if token is None:
             return None
         user, _, project = token.decode("latin-1").partition(":")
-        said = headers.get(b"x-roles")
-        if said is not None:
-            roles = tuple(role.strip() for role in said.decode("latin-1").split(",") if role.strip())
+        value = headers.get(b"x-roles")
+        if value is not None:
+            roles = tuple(role.strip() for role in value.decode("latin-1").split(",") if role.strip())
         else:
             roles = ("admin",) if user == "admin" else ()
         scope = headers.get(b"openstack-system-scope")

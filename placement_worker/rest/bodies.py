@@ -324,8 +324,8 @@ def _canonical(data: Any, key: str = "") -> Any:
         return {name: _canonical(value, name) for name, value in data.items() if name != "mappings"}
     if isinstance(data, list):
         return data if key == "traits" else [_canonical(value, "uuid") for value in data]
-    meant = key in {"uuid", "parent_provider_uuid"} and isinstance(data, str)
-    return canonical(data) if meant and is_uuid(data) else data
+    is_uuid_field = key in {"uuid", "parent_provider_uuid"} and isinstance(data, str)
+    return canonical(data) if is_uuid_field and is_uuid(data) else data
 
 
 def text_of(value: str) -> str:

@@ -82,10 +82,10 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
         names = value.split(",") if op == "in" else None
         prefix = value if op == "startswith" else None
     associated: bool | None = None
-    if (said := query.get("associated")) is not None:
-        if said.lower() not in {"true", "false"}:
+    if (associated_text := query.get("associated")) is not None:
+        if associated_text.lower() not in {"true", "false"}:
             raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
-        associated = said.lower() == "true"
+        associated = associated_text.lower() == "true"
     rows = await api.store.trait_names(names, prefix, associated)
     return json_response({"traits": [row.name for row in rows]}).set_modified(request, _newest(api, rows))
 

@@ -118,15 +118,15 @@ async def lock(
     whose claims have limits, locked after that; alone: against each other, too.
     """
     uuids = None if wanted is None else list(wanted)
-    said = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
-    return await _as_locked(connection, _rows(said), expected, names)
+    answer = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
+    return await _as_locked(connection, _rows(answer), expected, names)
 
 
 async def as_read(
-    connection: asyncpg.Connection, said: str, names: NameTable
+    connection: asyncpg.Connection, answer: str, names: NameTable
 ) -> tuple[Locked, dict[str, dict[str, int]]]:
     """What the function `read_claims` has found: as `lock`, but unlocked; and what projects hold."""
-    locked = await _as_locked(connection, _rows(said), {}, names)
+    locked = await _as_locked(connection, _rows(answer), {}, names)
     return locked, await limits.by_project(connection, locked.usage, names)
 
 
@@ -197,9 +197,9 @@ async def write(
     if not any(columns) and not changes:
         return 0
     usage = transposed(limits.rows_of(found, decision.consumers, names, most), 4)
-    said = feed.rows(changes) if changes else ([], [], [])
+    answer = feed.rows(changes) if changes else ([], [], [])
     try:
-        sequence, written = await connection.fetchval(WRITE, *columns, *said, *usage)
+        sequence, written = await connection.fetchval(WRITE, *columns, *answer, *usage)
     except asyncpg.RaiseError as error:
         raise limits.PassedMeanwhile from error
     if written != len(used):

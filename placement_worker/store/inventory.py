@@ -159,13 +159,15 @@ async def remove_retired_trees(connection: asyncpg.Connection, names: NameTable,
     if not rows:
         return []
     sources = {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
-    said = [InventoryUpdate(source=source, version=s.version, root_uuid=root) for (root, source), s in sources.items()]
-    _, locked = await _lock_trees(connection, said)
+    updates = [
+        InventoryUpdate(source=source, version=s.version, root_uuid=root) for (root, source), s in sources.items()
+    ]
+    _, locked = await _lock_trees(connection, updates)
     trees: dict[str, list[Provider]] = {}
     for provider in locked.values():
         trees.setdefault(provider.root, []).append(provider)
     # A claim or the REST API may have come between the look and the locks.
-    empty = [update for update in said if is_retired(trees.get(update.root_uuid, ()))]
+    empty = [update for update in updates if is_retired(trees.get(update.root_uuid, ()))]
     await _apply(connection, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS), names, shape)
     return list(dict.fromkeys(update.root_uuid for update in empty))
 

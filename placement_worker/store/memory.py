@@ -188,12 +188,12 @@ class MemoryBook:
             await transaction.statement()
             sources = {key: table.sources[key] for key in sorted(table.sources) if table.is_taken_out(key)}
             keys = [key for key in sources if is_retired(table.tree(key[0]))][:limit]
-            said = [
+            updates = [
                 InventoryUpdate(source=source, version=sources[root, source].version, root_uuid=root)
                 for root, source in keys
             ]
-            await self._lock_trees(transaction, said)
-            empty = [update for update in said if is_retired(table.tree(update.root_uuid))]
+            await self._lock_trees(transaction, updates)
+            empty = [update for update in updates if is_retired(table.tree(update.root_uuid))]
             await self._apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
         return list(dict.fromkeys(update.root_uuid for update in empty))
 

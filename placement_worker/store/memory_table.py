@@ -186,9 +186,9 @@ class MemoryBookTable(MemoryDatabase):
         roots = self._put(before, after)
         for uuid in before.keys() - after.keys():
             del self.numbers[uuid]  # made again, it is the newest
-        for key, said in self.sources.items():
-            if key[0] in roots and said.settled:
-                self.sources[key] = replace(said, settled=False)
+        for key, report in self.sources.items():
+            if key[0] in roots and report.settled:
+                self.sources[key] = replace(report, settled=False)
 
     def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
         """What a group of reports comes to."""
@@ -201,9 +201,9 @@ class MemoryBookTable(MemoryDatabase):
             )
             self.heard[root, source] = self.clock.time()
         for root, source in group.changed:
-            for key, said in self.sources.items():
-                if key[0] == root and key[1] != source and said.settled:
-                    self.sources[key] = replace(said, settled=False)
+            for key, report in self.sources.items():
+                if key[0] == root and key[1] != source and report.settled:
+                    self.sources[key] = replace(report, settled=False)
 
     def add_names(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
         """Names that reports brought with them."""
@@ -247,18 +247,18 @@ class MemoryBookTable(MemoryDatabase):
         def is_of_no_use(key: Key) -> bool:
             mine = set(self.sources[key].providers)
             return key[0] not in self.providers or any(
-                other[0] == key[0] and self.heard[other] > self.heard[key] and mine <= set(said.providers)
-                for other, said in self.sources.items()
+                other[0] == key[0] and self.heard[other] > self.heard[key] and mine <= set(report.providers)
+                for other, report in self.sources.items()
             )
 
         return [key for key in self.sources if self.heard[key] < before and is_of_no_use(key)]
 
     def is_taken_out(self, key: Key) -> bool:
         """Whether a source's last report removed its root, is not carried out, and no source reported it since."""
-        said = self.sources[key]
+        report = self.sources[key]
         return (
-            not said.settled
-            and said.digest == TAKEN_OUT
+            not report.settled
+            and report.digest == TAKEN_OUT
             and not any(
                 other[0] == key[0] and rival.digest != TAKEN_OUT and self.heard[other] >= self.heard[key]
                 for other, rival in self.sources.items()

@@ -195,8 +195,8 @@ async def _load(
             trees.add(write.uuid)
             if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
                 trees.add(write.parent)
-    said = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
-    shape, fresh_ids, rows = _loaded(said)
+    answer = await connection.fetchval(LOCK, list(uuids), list(provider_names), list(trees), creating)
+    shape, fresh_ids, rows = _loaded(answer)
     ids: dict[str, int] = {}
     before: dict[str, Provider] = {}
     for row in rows:

@@ -118,11 +118,11 @@ class IronicApi:
         """Why these interfaces of the node would not deploy it, in Ironic's words; none: they would."""
         answer = await self._call("GET", f"/v1/nodes/{ident}/validate")
         found = _parse(answer, dict[str, Any])
-        told = {name: found.get(name) for name in interfaces}
+        reasons = {name: found.get(name) for name in interfaces}
         # `result: null` means that the interface has nothing to say.
         return [
             f"{name}: {verdict.get('reason') or ''!s}"
-            for name, verdict in told.items()
+            for name, verdict in reasons.items()
             if isinstance(verdict, dict) and verdict.get("result") is False
         ]
 

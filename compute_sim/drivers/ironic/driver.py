@@ -51,7 +51,7 @@ class BareMetal:
         self._api = IronicApi(config, clock=clock, transport=transport)
         self._network = network if network is not None else make_network(config)
         # Of each node whether it is in maintenance: as the first announcement has it, and then as `watch` has told it.
-        self._told: dict[str, bool] | None = None
+        self._maintenance: dict[str, bool] | None = None
         self._changed: Callable[[Sequence[str]], None] | None = None
 
     async def open(self) -> None:
@@ -66,8 +66,8 @@ class BareMetal:
     async def hosts(self) -> Sequence[DriverHost]:
         """One host a node, named by its uuid as Nova does; a node in maintenance is not enabled."""
         nodes = await self._nodes()
-        if self._told is None:
-            self._told = {node.uuid: node.maintenance for node in nodes}
+        if self._maintenance is None:
+            self._maintenance = {node.uuid: node.maintenance for node in nodes}
         return [
             DriverHost(
                 uuid=node.uuid,
@@ -103,8 +103,8 @@ class BareMetal:
                 raise DriverUnavailable(f"node {host_uuid} is protected in Ironic{why}: it is kept until that is unset")
             took = self._clock.monotonic() - began
             if took > self._config.clean_timeout_s:
-                said = f"; {refused}" if refused is not None else ""
-                raise DriverUnavailable(f"node {host_uuid} still carries the instance and is {node.condition}{said}")
+                reason = f"; {refused}" if refused is not None else ""
+                raise DriverUnavailable(f"node {host_uuid} still carries the instance and is {node.condition}{reason}")
             refused = await self._let_go(node)
             await self._clock.sleep(max(self._config.poll_interval_s, min(self._config.max_poll_interval_s, took)))
         await self._network.release(instance_uuid)
@@ -139,9 +139,9 @@ class BareMetal:
             began = self._clock.monotonic()
             with contextlib.suppress(DriverUnavailable):  # the call that needs Ironic logs it
                 nodes = await self._nodes()
-                told = self._told or {}
-                news = [node.uuid for node in nodes if told.get(node.uuid) != node.maintenance]
-                self._told = {node.uuid: node.maintenance for node in nodes}
+                known = self._maintenance or {}
+                news = [node.uuid for node in nodes if known.get(node.uuid) != node.maintenance]
+                self._maintenance = {node.uuid: node.maintenance for node in nodes}
                 if news and self._changed is not None:
                     self._changed(news)
             await self._clock.sleep(max(self._config.watch_interval_s, LOOK_SHARE * (self._clock.monotonic() - began)))

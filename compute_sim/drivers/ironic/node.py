@@ -122,8 +122,8 @@ class IronicNode(Struct, frozen=True):
     @property
     def condition(self) -> str:
         """Its state and Ironic's own words about the last thing that failed, for a reason."""
-        said = " ".join((self.last_error or "").split())
-        return f"in {self.provision_state}{': ' if said else ''}{said}"
+        text = " ".join((self.last_error or "").split())
+        return f"in {self.provision_state}{': ' if text else ''}{text}"
 
 
 class Page(Struct, frozen=True):

@@ -63,6 +63,6 @@ def test_a_person_reads_every_figure() -> None:
     )
     render(report, Console(file=said, width=100))
     text = said.getvalue()
-    assert "only 100 of 200 builds were asked for: after 3600 s" in text
+    assert "only 100 of 200 builds were requested: after 3600 s" in text
     for words in ("kill broker", "2.50 s", "longest stall: 3.2 s (kill_broker)", "1.5 s after", "lost: some-uuid"):
         assert words in text

@@ -61,24 +61,24 @@ def test_few_boots_prove_nothing() -> None:
     assert line(empty, "latency p50, ms").ratio is None and "not known" in empty.text
 
 
-def test_another_question_is_said_first() -> None:
+def test_other_requests_are_named_first() -> None:
     one = made_up(500)
     other = replace(one, settings=replace(one.settings, rate_per_s=500.0), machine=replace(one.machine, cpus=8))
     found = compare(one, other)
-    assert found.verdict[0].startswith("They were not asked the same: rate_per_s differ")
+    assert found.verdict[0].startswith("The requests differ: rate_per_s.")
     assert ("rate_per_s", "1,000", "500") in found.differences
     assert ("machine: cpus", "2", "8") in found.differences
     moved = compare(one, replace(one, machine=other.machine))
-    assert moved.verdict[0] == "They were asked the same; what differs: machine: cpus."
+    assert moved.verdict[0] == "The requests are the same; what differs: machine: cpus."
 
 
-def test_nobody_is_faster_at_what_the_other_was_not_asked() -> None:
+def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:
     calm, slow = made_up(5_000, seed=1), made_up(5_000, seed=2, slower=1.3)
     calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
     for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
         assert line(found, "latency p50, ms").word == word
         assert "faster" not in found.text + found.html and "slower" not in found.text + found.html
-        assert "they were asked otherwise" in found.verdict[1]
+        assert "the requests differ" in found.verdict[1]
 
 
 def test_stage_bars_of_two_runs_are_on_one_scale() -> None:
