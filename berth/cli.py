@@ -61,11 +61,12 @@ class Commands(TyperGroup):
         """The command; None when there is none of this name, and then all are there for one to be suggested."""
         for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
             if name not in self.commands:
-                self.commands[name] = _load(name)
+                self.commands[name] = load(name)
         return self.commands.get(cmd_name)
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """Import a command of COMMANDS."""
     module, attribute = COMMANDS[name]
     found = getattr(importlib.import_module(f"berth.commands.{module}"), attribute)
     alone = typer.Typer(**PLAIN)
