@@ -26,6 +26,7 @@ from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, VMS, roomy_host
+from tests.contract.rig import PATIENCE_S
 from tests.kit.claims import BookClaims
 
 HOST = HOSTS[0]
@@ -58,7 +59,7 @@ class BusRig(Rig):
             self.buses[1].consumer("placement.reads", handlers.reads),
         ]
         self.tasks: list[asyncio.Task[None]] = []
-        super().__init__(BusClaims(self.buses[0], timeout_s=5.0))
+        super().__init__(BusClaims(self.buses[0], timeout_s=PATIENCE_S))
 
     async def open(self) -> None:
         for bus in self.buses:

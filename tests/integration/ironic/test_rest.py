@@ -62,8 +62,8 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> RestSource:
     return RestSource(
         "http://ironic",
         microversion="1.52",
-        timeout_s=1.0,
-        list_timeout_s=1.0,
+        timeout_s=60.0,
+        list_timeout_s=60.0,
         page_size=2,
         connections=2,
         transport=httpx.MockTransport(answer),

@@ -18,6 +18,7 @@ from tests.integration.replica.source import ManualClock, Source, until
 from tests.unit.replica.books import provider, used
 
 LIMITS = FollowerLimits(page=4, buffered=50)
+HANG_S = 60.0
 
 
 class Stage:
@@ -79,7 +80,7 @@ async def test_snapshot_then_feed() -> None:
         for _ in range(20):
             stage.source.write()
             await stage.source.say()
-        assert await follower.wait_until(stage.source.head, timeout_s=5)
+        assert await follower.wait_until(stage.source.head, timeout_s=HANG_S)
         assert stage.is_true()
         assert stage.source.pages == pages, "a whole feed needs no asking"
 
@@ -179,7 +180,7 @@ async def test_a_cut_connection_is_caught_up() -> None:
         assert stage.clock.now - before < LIMITS.head_lag_s
         stage.source.write()
         await stage.source.say()
-        assert await follower.wait_until(stage.source.head, timeout_s=5)
+        assert await follower.wait_until(stage.source.head, timeout_s=HANG_S)
 
 
 async def test_placement_away_at_the_start() -> None:
@@ -248,7 +249,7 @@ async def test_refresh_asks_now_and_many_share_it() -> None:
         stage.source.write()
         stage.source.unsaid.clear()
         pages = stage.source.pages
-        assert all(await asyncio.gather(*(follower.refresh(timeout_s=5) for _ in range(50))))
+        assert all(await asyncio.gather(*(follower.refresh(timeout_s=HANG_S) for _ in range(50))))
         assert stage.is_true()
         assert stage.source.pages - pages <= 2
 
@@ -280,7 +281,7 @@ async def test_a_snapshot_without_end_stops_the_process() -> None:
         stage.source.write()
     async with playing(stage, FollowerLimits(page=1, pages=3)) as follower:
         with pytest.raises(SnapshotEndless):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HANG_S):
                 await follower.run()
 
 
@@ -329,7 +330,7 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
             await stage.source.say_head()
         else:
             stage.source.unsaid.clear()
-            await follower.refresh(timeout_s=5)
+            await follower.refresh(timeout_s=HANG_S)
         await until(stage.is_true, stage.clock)
         assert stage.source.snapshots == snapshots + 1
         assert stage.book.history == "h2"
