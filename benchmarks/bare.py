@@ -4,7 +4,7 @@ Each hop is a publish (persistent, confirmed, aio-pika) to a quorum queue and a 
 stands between two hops is a process of its own, as a worker would be. The client publishes into the first queue and
 consumes the last one.
 
-    python -m benchmarks.bare AMQP_URL [--boots N]
+    python -m benchmarks.bare AMQP_URL [--boots N] [--rates N,N]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import statistics
 import sys
 import time
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 
 import aio_pika
@@ -30,6 +30,8 @@ QUEUE = "bare.{}"
 BODY = b'{"instance_uuid":"00000000-0000-0000-0000-000000000000","text":"' + b"x" * 440 + b'"}'
 TIMEOUT_S = 120.0
 IDLE = 100
+RATE_S = 5.0  # how long a rate is held
+NUMBER = 8  # digits of a boot's number, which leads its body
 
 
 class Bare(Struct, frozen=True):
@@ -39,8 +41,75 @@ class Bare(Struct, frozen=True):
     idle_p50_ms: float
 
 
-async def measure(url: str, boots: int, idle: int) -> Bare:
-    """The whole pipeline, its four relays as processes of their own; `idle` boots of those one at a time."""
+class AtRate(Struct, frozen=True):
+    """What the pipeline does at a steady rate. `rate_per_s`: the rate that was asked for."""
+
+    rate_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+class Pipeline:
+    """The pipeline while it runs: its four relays are processes, which cost nothing while nothing is sent."""
+
+    def __init__(self, channel: AbstractChannel, relays: list[Process]) -> None:
+        self._channel = channel
+        self.pids = [relay.pid for relay in relays]
+
+    async def measure(self, boots: int, idle: int) -> Bare:
+        """So many boots at once, and before them `idle` boots one at a time."""
+        await self._fire(boots // 10)  # warm
+        alone = [max((await self._fire(1)).values()) for _ in range(idle)]
+        started = time.monotonic()
+        await self._fire(boots)
+        return Bare(boots / (time.monotonic() - started), 1000.0 * statistics.median(alone))
+
+    async def at_rate(self, rate_per_s: float, seconds: float = RATE_S) -> AtRate:
+        """A boot every 1 / rate seconds; each is timed from when it was due, so falling behind is seen."""
+        took = sorted((await self._fire(max(1, int(rate_per_s * seconds)), rate_per_s=rate_per_s)).values())
+        return AtRate(rate_per_s, 1000.0 * statistics.median(took), 1000.0 * took[int(0.99 * len(took))])
+
+    async def _fire(self, boots: int, *, rate_per_s: float = 0.0) -> dict[int, float]:
+        """Send them all (rate 0: as fast as IN_FLIGHT allows). Returns the seconds that each took, by number."""
+        due: dict[int, float] = {}
+        took: dict[int, float] = {}
+        done = asyncio.Event()
+
+        async def ended(message: AbstractIncomingMessage) -> None:
+            await message.ack()
+            number = int(message.body[:NUMBER])
+            took[number] = time.monotonic() - due[number]
+            if len(took) == boots:
+                done.set()
+
+        await self._channel.set_qos(prefetch_count=PREFETCH)
+        last = await self._channel.get_queue(QUEUE.format(HOPS - 1))
+        tag = await last.consume(ended)
+        slots = asyncio.Semaphore(boots if rate_per_s else IN_FLIGHT)
+
+        async def publish(number: int) -> None:
+            async with slots:
+                due.setdefault(number, time.monotonic())
+                await _publish(self._channel, 0, b"%0*d" % (NUMBER, number) + BODY)
+
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                started = time.monotonic()
+                async with asyncio.TaskGroup() as group:
+                    for number in range(boots):
+                        if rate_per_s:
+                            due[number] = started + number / rate_per_s
+                            await asyncio.sleep(due[number] - time.monotonic())
+                        group.create_task(publish(number))
+                await done.wait()
+        finally:
+            await last.cancel(tag)
+        return took
+
+
+@contextlib.asynccontextmanager
+async def running(url: str) -> AsyncIterator[Pipeline]:
+    """The pipeline on this broker; its processes end and its queues are deleted afterwards."""
     async with _channel(url) as channel:
         for hop in range(HOPS):
             await channel.declare_queue(QUEUE.format(hop), durable=True, arguments={"x-queue-type": "quorum"})
@@ -54,9 +123,7 @@ async def measure(url: str, boots: int, idle: int) -> Bare:
             for relay in relays:
                 assert relay.stdout is not None
                 await relay.stdout.readline()
-            await _fire(channel, boots // 10)  # warm
-            alone = [1000.0 / await _fire(channel, 1) for _ in range(idle)]
-            return Bare(await _fire(channel, boots), statistics.median(alone))
+            yield Pipeline(channel, relays)
         finally:
             for relay in relays:
                 relay.terminate()
@@ -65,38 +132,7 @@ async def measure(url: str, boots: int, idle: int) -> Bare:
                 await channel.queue_delete(QUEUE.format(hop))
 
 
-async def _fire(channel: AbstractChannel, boots: int) -> float:
-    left = boots
-    done = asyncio.Event()
-
-    async def ended(message: AbstractIncomingMessage) -> None:
-        nonlocal left
-        await message.ack()
-        left -= 1
-        if not left:
-            done.set()
-
-    await channel.set_qos(prefetch_count=PREFETCH)
-    last = await channel.get_queue(QUEUE.format(HOPS - 1))
-    tag = await last.consume(ended)
-    slots = asyncio.Semaphore(IN_FLIGHT)
-
-    async def publish() -> None:
-        async with slots:
-            await _publish(channel, 0)
-
-    started = time.monotonic()  # the consumer is there: what follows is the pipeline's alone
-    async with asyncio.timeout(TIMEOUT_S):
-        async with asyncio.TaskGroup() as group:
-            for _ in range(boots):
-                group.create_task(publish())
-        await done.wait()
-    seconds = time.monotonic() - started
-    await last.cancel(tag)
-    return boots / seconds
-
-
-async def _publish(channel: AbstractChannel, hop: int, body: bytes = BODY) -> None:
+async def _publish(channel: AbstractChannel, hop: int, body: bytes) -> None:
     message = aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT, content_type="application/json")
     await channel.default_exchange.publish(message, routing_key=QUEUE.format(hop), mandatory=True)
 
@@ -123,18 +159,27 @@ async def _channel(url: str) -> AsyncIterator[AbstractChannel]:
         yield await connection.channel(publisher_confirms=True)
 
 
+async def _main(url: str, boots: int, rates: list[float]) -> None:
+    async with running(url) as pipeline:
+        found = await pipeline.measure(boots, IDLE)
+        print(f"{found.boots_per_s:.0f} boots/s; one alone {found.idle_p50_ms:.1f} ms")
+        for rate in rates:
+            held = await pipeline.at_rate(rate)
+            print(f"at {rate:.0f}/s: p50 {held.p50_ms:.1f} ms, p99 {held.p99_ms:.1f} ms")
+
+
 def main() -> int:
     """Measure, or be one relay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--boots", type=int, default=5000)
+    parser.add_argument("--rates", default="", help="boots a second, several with commas")
     parser.add_argument("--relay", type=int)
     options = parser.parse_args()
     if options.relay is not None:
         uvloop.run(_relay(options.url, options.relay))
     else:
-        found = uvloop.run(measure(options.url, options.boots, IDLE))
-        print(f"{found.boots_per_s:.0f} boots/s; one alone {found.idle_p50_ms:.1f} ms")
+        uvloop.run(_main(options.url, options.boots, [float(rate) for rate in options.rates.split(",") if rate]))
     return 0
 
 

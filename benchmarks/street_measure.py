@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from msgspec import Struct
 
+from benchmarks.bare import AtRate
 from benchmarks.street_report import Costs, Result
 from berth.client import BuildClient
 from berth.gather import gather, rest
@@ -18,7 +19,7 @@ from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import Site, process_name
 
-IDLE_BOOTS = 40
+IDLE_BOOTS = 100
 WARM_UP = 200
 REST_TIMEOUT_S = 60.0
 HOSTS_TIMEOUT_S = 300.0
@@ -32,7 +33,10 @@ MIX = {"m1.tiny": 1.0, "m1.small": 1.0}
 
 
 class Measured(Struct, kw_only=True):
-    """What is measured, and by what means. `before` and `after` are called around each load but the idle boots."""
+    """What is measured, and by what means. `before` and `after` are called around each load.
+
+    bare: the bare pipeline at a rate (boots a second), to compare with; it is asked for each rate that is held.
+    """
 
     boots: int
     hosts: int
@@ -41,6 +45,7 @@ class Measured(Struct, kw_only=True):
     idle_pause_s: float = 0.0
     before: Callable[[], Awaitable[None]] | None = None
     after: Callable[[int], Awaitable[Costs]] | None = None
+    bare: Callable[[float], Awaitable[AtRate]] | None = None
 
 
 async def measure(client: BuildClient, here: Site, system: str, what: Measured, seed: int = 1) -> Result:
@@ -50,13 +55,13 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
     await all_hosts_known(client, here, what.hosts)
     progress(f"warming up, then {what.idle_boots} boots one at a time")
     await fire(client, here, WARM_UP, rng)
-    idle = await one_by_one(client, here, what, rng)
+    idle, costs_alone = await one_by_one(client, here, what, rng)
     latencies = sorted(report.latency_ms["max"] for report in idle)
     progress(f"idle boot p50 {statistics.median(latencies):.1f} ms; {what.boots:,} boots at once")
     background = await at_rest(here, what)
     report, costs = await costed(client, here, what, what.boots, rng)
     progress(f"{report.boots_per_s:,.0f} boots a second")
-    at_rates, costs_at_rates = await held_rates(client, here, what, report.boots_per_s, rng)
+    at_rates, costs_at_rates, bare_at_rates = await held_rates(client, here, what, report.boots_per_s, rng)
     return Result(
         system=system,
         boots=what.boots,
@@ -85,15 +90,17 @@ async def measure(client: BuildClient, here: Site, system: str, what: Measured, 
         at_rates=at_rates,
         costs=costs,
         costs_at_rates=costs_at_rates,
+        costs_alone=costs_alone,
+        bare_at_rates=bare_at_rates,
         background_cores=background,
     )
 
 
 async def held_rates(
     client: BuildClient, here: Site, what: Measured, highest_per_s: float, rng: random.Random
-) -> tuple[dict[str, dict[str, float]], dict[str, Costs]]:
-    """Latency, and what a boot cost, at shares of the highest rate; nothing where that is not asked."""
-    at_rates, costs_at_rates = {}, {}
+) -> tuple[dict[str, dict[str, float]], dict[str, Costs], dict[str, AtRate]]:
+    """Latency and cost of a boot at shares of the highest rate, and the bare pipeline beside; where that is asked."""
+    at_rates, costs_at_rates, bare_at_rates = {}, {}, {}
     for share in (*RATES, CALM) if what.rates else ():
         rate = highest_per_s * share
         progress(f"{RATE_S:.0f} s at {share:.0%} of it")
@@ -102,7 +109,9 @@ async def held_rates(
             costs_at_rates[f"{share:.0%}"] = spending
         spent = {f"{stage}_p50": figures["p50"] for stage, figures in held.spent_ms.items()}
         at_rates[f"{share:.0%}"] = {"rate_per_s": round(rate, 1), **held.latency_ms, **spent}
-    return at_rates, costs_at_rates
+        if what.bare is not None:
+            bare_at_rates[f"{share:.0%}"] = await what.bare(rate)
+    return at_rates, costs_at_rates, bare_at_rates
 
 
 async def invariants_hold(client: BuildClient, here: Site) -> bool:
@@ -141,13 +150,20 @@ def progress(sentence: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
-async def one_by_one(client: BuildClient, here: Site, what: Measured, rng: random.Random) -> list[LoadReport]:
-    """Each boot alone. Without a pause the system still clears up after one while it boots the next."""
+async def one_by_one(
+    client: BuildClient, here: Site, what: Measured, rng: random.Random
+) -> tuple[list[LoadReport], Costs | None]:
+    """Each boot alone, and what one costs. Without a pause the system clears up after one while it boots the next.
+
+    The cost includes what the processes do meanwhile whether or not something is booted (`at_rest`).
+    """
+    if what.before is not None:
+        await what.before()
     reports = []
     for _ in range(what.idle_boots):
         await here.clock.sleep(what.idle_pause_s)
         reports.append(await fire(client, here, 1, rng))
-    return reports
+    return reports, await what.after(what.idle_boots) if what.after is not None else None
 
 
 async def all_hosts_known(client: BuildClient, here: Site, hosts: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from benchmarks.bare import AtRate
+
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What 1,000 boots cost while the street was full, each process by its name, and the counts per boot."""
+    """What 1,000 boots of one load cost, each process by its name, and the counts per boot."""
 
     cpu_s_per_1000_boots: dict[str, float]
     cpu_s_per_1000_boots_all: float
@@ -46,6 +48,8 @@ class Result(Struct, frozen=True, kw_only=True):
     at_rates: dict[str, dict[str, float]] = {}
     costs: Costs | None = None
     costs_at_rates: dict[str, Costs] = {}
+    costs_alone: Costs | None = None  # of boots one at a time, with what goes on meanwhile anyway
+    bare_at_rates: dict[str, AtRate] = {}  # the bare pipeline at the same rates
     background_cores: dict[str, float] = {}  # of each process, while nothing is booted: heartbeats, reports, timers
 
 
@@ -74,10 +78,21 @@ def say(result: Result, seconds: float) -> None:
             end="",
         )
         print(f"; in each stage, p50: {stages}")
+        print(
+            f"    {figures['p50'] / result.idle_p50_ms:.1f} x alone, p99 {figures['p99'] / figures['p50']:.1f} x p50",
+            end="",
+        )
+        if (plain := result.bare_at_rates.get(share)) is not None:
+            print(f"; the bare pipeline p50 {plain.p50_ms:.1f} ms, p99 {plain.p99_ms:.1f} ms", end="")
+        print()
     if result.background_cores:
         print(f"  cores used while nothing is booted: {sum(result.background_cores.values()):.3f}")
-    for share, spending in result.costs_at_rates.items():
-        print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
+    for share, spending in (("alone", result.costs_alone), *result.costs_at_rates.items()):
+        if spending is not None:
+            print(
+                f"  {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}; "
+                f"{spending.broker_messages_per_boot} broker messages, {spending.transactions_per_boot} transactions"
+            )
     if result.costs is not None:
         _say_costs(result.costs)
 

@@ -63,12 +63,15 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
     if options.statements and counting is None:
         print("SQL statements are not counted: there is no PostgreSQL with pg_stat_statements here", file=sys.stderr)
     progress("starting RabbitMQ and PostgreSQL")
-    with servers_for(cells, counting) as servers:
+    async with contextlib.AsyncExitStack() as stack:
+        servers = stack.enter_context(servers_for(cells, counting))
         if counting is not None:
             await probe.count_statements(servers.database_url)
+        pipeline, plain = None, None
         if options.bare:
             progress(f"the bare pipeline: {BARE_BOOTS:,} boots through five hops")
-        plain = await bare.measure(servers.urls["berth"], BARE_BOOTS, options.idle) if options.bare else None
+            pipeline = await stack.enter_async_context(bare.running(servers.urls["berth"]))
+            plain = await pipeline.measure(BARE_BOOTS, options.idle)
         progress("starting the workers")
         async with running_processes(servers, plan) as (processes, here), connected(here) as client:
             reads = Instruments(servers, processes, profiles=options.profiles)
@@ -80,6 +83,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
                 idle_pause_s=options.pause,
                 before=reads.before,
                 after=reads.after,
+                bare=None if pipeline is None else pipeline.at_rate,
             )
             result = await measure(client, here, "real", what)
     return replace(
