@@ -10,7 +10,7 @@ import structlog
 from msgspec import structs
 
 from bus.clock import Clock, new_uuid
-from bus.consuming.batch_interval import AdaptiveBatchInterval
+from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Handler
 from bus.contracts.base import Message, Meta
@@ -166,8 +166,7 @@ class Bus:
     ) -> Consumer:
         """A consumer of a queue of the catalogue; it declares the queue when it starts.
 
-        paced: it takes larger batches less often while its handler takes longer than it does alone
-        (`bus.consuming.batch_interval`).
+        paced: between two batches it leaves time for the next one to gather (`bus.consuming.batch_interval`).
         """
         return Consumer(
             self,
@@ -178,7 +177,7 @@ class Bus:
             prefetch=prefetch,
             on_malformed=on_malformed,
             fill=fill,
-            batch_interval=AdaptiveBatchInterval() if paced else None,
+            batch_interval=BatchInterval() if paced else None,
         )
 
     def _post(

@@ -20,6 +20,10 @@ from bus.wire import Packed, batch, single
 log = structlog.get_logger("bus.publishing")
 
 
+# So many messages that are said alone and together may be on their way at once; what is more gathers.
+ONCE_FLIGHTS = 2
+
+
 class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus.
 
@@ -32,7 +36,7 @@ class BusLimits(Struct, frozen=True, kw_only=True):
 
     batch_items: int = 128
     batch_bytes: int = 512 * 1024
-    link_flights: int = 2
+    link_flights: int = 1
     full_flights: int = 8
     flights: int = 256
     waiting: int = 50_000
@@ -220,7 +224,11 @@ class Publisher:
         name = (exchange, together, BATCHED)
         link = self._links.get(name) or _BatchingPublisher(*name)
         waits = link.entries or (alone is not None and alone.entries)
-        if waits or link.flying >= self._limits.link_flights or len(self._flights) >= self._limits.flights:
+        if (
+            waits
+            or link.flying >= max(self._limits.link_flights, ONCE_FLIGHTS)
+            or len(self._flights) >= self._limits.flights
+        ):
             return False
         self._links[name] = link
         waiter.pending += 1

@@ -5,6 +5,7 @@ The only place where an instance changes. Everything works on whole batches; sev
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -102,6 +103,7 @@ class Engine:
         self._config = config
         self._down = down
         self._asking: set[str] = set()
+        self._unflushed = 0  # commits that did not wait for the disk
         self._timeouts = Timeouts(
             cell=cell,
             claim_retry_s=config.claim_retry_s,
@@ -111,10 +113,16 @@ class Engine:
             report_grace_s=config.report_grace_s,
         )
 
-    async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> None:
-        """Apply events, in order for each instance, and follow up with placement."""
+    async def take(self, incoming: Sequence[InstanceEvent], *, source: str) -> asyncio.Future[None] | None:
+        """Apply events, in order for each instance, and follow up with placement.
+
+        Returns what is done once all of it is on disk, before which the events may not be forgotten elsewhere; None: it
+        is on disk.
+        """
+        losses, flushes = self._store.losses, self._unflushed
         with metrics.BATCH_SECONDS.labels(source).time():
             await self._settle(await self._apply(incoming))
+        return None if flushes == self._unflushed else self._store.flushed(losses)
 
     async def effective(self, incoming: Sequence[InstanceEvent]) -> list[InstanceEvent]:
         """Those of these events that the table would act on now; the others are late, doubled or taken care of."""
@@ -174,8 +182,7 @@ class Engine:
             except Conflict:
                 continue
             self._committed(transaction, recorded)
-            if not transaction.durable:
-                await self._store.flush()
+            self._unflushed += not transaction.durable
             # A message seen before: the conductor that took it then may have died before it could ask.
             again = set() if len(fresh) == len(incoming) else {a.uuid for a in incoming} - {a.uuid for a in fresh}
             return _questions(known, recorded.instances, again=again)

@@ -22,6 +22,8 @@ from .store.port import InstanceStore
 
 log = structlog.get_logger(__name__)
 
+DONE = Done()
+
 
 class RequestHandlers:
     """Queues conductor.requests and conductor.results: requests for instances, and results of attempts."""
@@ -45,13 +47,14 @@ class RequestHandlers:
         for received in batch:
             instance_event = _instance_event(received, at)
             outcomes.append(
-                Refuse("message.unexpected", type(received.message).__name__) if instance_event is None else Done()
+                Refuse("message.unexpected", type(received.message).__name__) if instance_event is None else DONE
             )
             if instance_event is not None:
                 incoming.append(instance_event)
-        if incoming:
-            await self._engine.take(incoming, source=source)
-        return outcomes
+        flushed = await self._engine.take(incoming, source=source) if incoming else None
+        if flushed is None:
+            return outcomes
+        return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
 
 
 class HostHandlers:
@@ -117,7 +120,9 @@ class HostHandlers:
                 kind = "runs" if isinstance(instance_event.event, HostRuns) else "missing"
                 metrics.REPAIRED.labels(kind).inc()
                 log.info("instance.differs", instance=instance_event.uuid, kind=kind, service=service)
-            await self._engine.take(piece, source="reports")
+            flushed = await self._engine.take(piece, source="reports")
+            if flushed is not None:
+                await flushed
 
 
 def _instance_event(received: Received, at: float) -> InstanceEvent | None:

@@ -21,6 +21,7 @@ from compute_sim import metrics
 log = structlog.get_logger()
 
 MAX_BATCH = 500  # results published at once
+GATHER_TURNS = 8  # so often the loop goes on before what has gathered is published, while more comes each time
 MAX_WAITING = 50_000  # results not confirmed yet; beyond it no more commands are taken
 # Until the results are published: the jobs that ended have been done, and someone must hear of it.
 RESULTS = RetryPolicy(first_s=0.1, longest_s=5.0, least=0.0)
@@ -76,7 +77,17 @@ class ResultSender:
         """Publish until cancelled."""
         while True:
             await self._some.wait()
+            await self._gather()
             await self._step()
+
+    async def _gather(self) -> None:
+        """Let the jobs that end in this very moment end first: they began together, and travel on together."""
+        for _ in range(GATHER_TURNS):
+            had = len(self._waiting)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if len(self._waiting) == had:
+                return
 
     async def flush(self, seconds: float) -> bool:
         """Publish what waits, at most for this long; says whether all of it was confirmed. `run` may have ended."""

@@ -44,6 +44,7 @@ class AnnouncementHandler:
         """All of a batch in one transaction; several events of one instance are applied in order."""
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
+        losses = self._store.losses
         # Clients get it before it is on disk, and the cell's message is acknowledged after: lost in a crash of the
         # database, the message comes again and the same is published again
         # (docs/decisions/0011-what-waits-for-the-disk.md).
@@ -51,13 +52,13 @@ class AnnouncementHandler:
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic),
             lambda unit: self._apply(unit, events),
         )
-        await self._store.flush()
+        flushed = self._store.flushed(losses)
         for event, why in applied.ignored:
             self._log_ignored(event, why)
         metrics.ANNOUNCED.labels("announced").inc(len(events) - len(applied.ignored))
         metrics.count_ended(applied.announced)
         metrics.observe_announced(applied.ended)
-        return [Done()] * len(batch)
+        return [Done(after=flushed)] * len(batch)
 
     async def _apply(self, unit: BuildUnit, events: Sequence[BuildEvent]) -> AppliedAnnouncements:
         """Write what the events change, and publish them on the API bus."""

@@ -11,6 +11,8 @@ from bus.cell_link import CellLink, wait_for
 from bus.clock import Clock
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import Message
+from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts, ServicesDigest
 from bus.persistence.outbox import Relay
 from bus.port import BusError
@@ -35,6 +37,11 @@ from scheduler_worker.retention import purge_forever
 from scheduler_worker.store.objects import ObjectStore, PostgresObjects
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
+
+
+def is_progress(message: Message) -> bool:
+    """News of a build that goes on: it leaves with the next message of its bus that ends one, or a moment later."""
+    return isinstance(message, BuildEvent) and not message.terminal
 
 
 class HostsListener:
@@ -125,7 +132,7 @@ def build(
     if store is None:
         database = env.database("scheduler")
         store, objects = PostgresBuilds(database), objects if objects is not None else PostgresObjects(database)
-    relay = Relay(store.outbox, buses, clock=env.clock)
+    relay = Relay(store.outbox, buses, clock=env.clock, linger_s=config.progress_linger_s, lingers=is_progress)
     store.publish_through(relay)
     follower = Follower(buses[API], selector.book, process=env.process, clock=env.clock)
     engine = SchedulingEngine(

@@ -15,13 +15,14 @@ import math
 from collections import Counter as Counted
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 from prometheus_client import Counter
 
 from bus import metrics
 from bus.clock import new_uuid
-from bus.consuming.batch_interval import AdaptiveBatchInterval
+from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import SUSPECT_FROM, InFlightDelivery, InFlightMessage
 from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
@@ -48,6 +49,12 @@ LAST_DELIVERIES = 3
 # So many batches of other messages may go before a suspect (what has been delivered too often without an end).
 MOST_PASSED_OVER = 8
 
+# A batch in hand for so long is slow: another one goes beside it, however small.
+SLOW_BATCH_S = 0.05
+
+# A consumer that drains waits so long for what it has handled to be on disk, and gives it back otherwise.
+FLUSHED_TIMEOUT_S = 2.0
+
 # After a suspect has arrived, those delivered with it are waited for so long: the one to be taken is drawn from
 # all of them. The first to arrive would be the same one each time, and the others would go back with it each time.
 SUSPECT_WAIT_S = 0.1
@@ -67,7 +74,7 @@ class Consumer:
         prefetch: int,
         on_malformed: Callable[[Malformed], Sequence[Message]] | None,
         fill: Mapping[str, str],
-        batch_interval: AdaptiveBatchInterval | None,
+        batch_interval: BatchInterval | None,
     ) -> None:
         self.queue = queue
         self._batch_interval = batch_interval
@@ -87,10 +94,12 @@ class Consumer:
         self._passed_over = 0
         self._suspect_until = 0.0  # by the monotonic clock, when a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
+        self._unflushed: set[asyncio.Future[None]] = set()  # of messages whose effects are on their way to the disk
         self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
         self._busy = 0
+        self._slow = False  # the youngest batch in hand has been there for SLOW_BATCH_S
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -144,6 +153,8 @@ class Consumer:
             for worker in late:
                 worker.cancel()
             await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._unflushed:
+            await asyncio.wait(self._unflushed, timeout=min(max(grace_s, 0.0), FLUSHED_TIMEOUT_S))
         for in_flight in self._in_hand:
             if in_flight.open:
                 in_flight.delivery.nack(requeue=True)
@@ -158,7 +169,8 @@ class Consumer:
         self._deliveries.append(delivery)
         if delivery.delivery_count >= SUSPECT_FROM:
             self._suspect_until = self._bus.clock.monotonic() + SUSPECT_WAIT_S
-        self._arrived.set()
+        if self._may_take():
+            self._arrived.set()
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         if self._failed is None or self._failed.done() or worker.cancelled():
@@ -171,12 +183,17 @@ class Consumer:
     async def _work(self, number: int) -> None:
         while True:
             await self._turn()
-            items = self._take()
+            items = self._take() if self._may_take() else []
             if items:
                 self._busy += 1
+                self._slow = False
+                if self._may_take():
+                    self._arrived.set()
+                slow = asyncio.get_running_loop().call_later(SLOW_BATCH_S, self._is_slow)
                 try:
                     await self._settle_all(items, number)
                 finally:
+                    slow.cancel()
                     self._busy -= 1
             elif self._broken is not None:
                 if self._busy:
@@ -187,6 +204,17 @@ class Consumer:
             else:
                 self._arrived.clear()
                 await self._arrived.wait()
+
+    def _may_take(self) -> bool:
+        """Whether a batch may be taken now: one at a time, so that what comes meanwhile gathers for the next.
+
+        Beside it goes only one that could not be any larger, or one for whom the batch in hand takes too long.
+        """
+        return not self._busy or self._slow or self._waiting() >= self._max_batch
+
+    def _is_slow(self) -> None:
+        self._slow = True
+        self._arrived.set()
 
     async def _turn(self) -> None:
         """Until it is time for a batch; what has come by then goes into it."""
@@ -274,8 +302,7 @@ class Consumer:
                 done = self._bus.clock.monotonic()
                 self._batch_interval.end_batch(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
             await self._apply_outcomes(sound, outcomes, number)
-            for item in sound:
-                self._close(item)
+            self._close_all(sound, outcomes)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
 
@@ -308,6 +335,28 @@ class Consumer:
         except Exception:  # nothing of it can be written: the broker parks it as it came
             log.exception("consumer.cannot_park", queue=self.queue)
             item.in_flight.rejected = True
+
+    def _close_all(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
+        """What is done is acknowledged; what is to be on disk first, once it is."""
+        unflushed: dict[asyncio.Future[None], list[InFlightMessage]] = {}
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Done) and outcome.after is not None:
+                unflushed.setdefault(outcome.after, []).append(item)
+            else:
+                self._close(item)
+        for after, waiting in unflushed.items():
+            self._unflushed.add(after)
+            after.add_done_callback(partial(self._flushed, waiting))
+
+    def _flushed(self, items: Sequence[InFlightMessage], after: asyncio.Future[None]) -> None:
+        self._unflushed.discard(after)
+        lost = after.cancelled() or after.exception() is not None
+        if lost:
+            log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=str(_reason(after)))
+        for item in items:
+            if item.in_flight in self._in_hand:  # else it was drained, and is given back already
+                item.in_flight.again |= lost
+                self._close(item)
 
     def _close(self, item: InFlightMessage) -> None:
         item.in_flight.settle()
@@ -362,3 +411,7 @@ class Consumer:
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")
         return outcomes
+
+
+def _reason(after: asyncio.Future[None]) -> BaseException | str:
+    return "cancelled" if after.cancelled() else after.exception() or ""

@@ -14,14 +14,16 @@ class InFlightDelivery:
     """One delivery, which may hold many messages; it is acknowledged when the last of them is settled.
 
     rejected: one of its messages can neither be settled nor parked, so the broker is to dead-letter all of it.
+    again: what was done for one of its messages may be lost, so all of it is to be delivered again.
     """
 
-    __slots__ = ("delivery", "open", "rejected")
+    __slots__ = ("again", "delivery", "open", "rejected")
 
     def __init__(self, delivery: Delivery, count: int) -> None:
         self.delivery = delivery
         self.open = count
         self.rejected = False
+        self.again = False
 
     @property
     def is_suspect(self) -> bool:
@@ -33,7 +35,9 @@ class InFlightDelivery:
         self.open -= 1
         if self.open:
             return
-        if self.rejected:
+        if self.again:
+            self.delivery.nack(requeue=True)
+        elif self.rejected:
             self.delivery.nack(requeue=False)
         else:
             self.delivery.ack()

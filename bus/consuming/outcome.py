@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
@@ -10,9 +11,13 @@ from bus.contracts.base import Message, Meta
 
 
 class Done(Struct, frozen=True):
-    """Handled, or known to be handled already. `reply` goes to the requester, if there is one."""
+    """Handled, or known to be handled already. `reply` goes to the requester, if there is one.
+
+    after: a flush (`bus.persistence.group_flush`); it is acknowledged after this, or delivered again if this fails.
+    """
 
     reply: Message | None = None
+    after: asyncio.Future[None] | None = None
 
 
 class Retry(Struct, frozen=True):

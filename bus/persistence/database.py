@@ -28,6 +28,7 @@ from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
+from bus.persistence.group_flush import GroupFlush
 from bus.persistence.migrations import UnsupportedSchema
 from bus.retrying import DATABASE, Retrying
 
@@ -109,6 +110,7 @@ class Database:
         self._losses = 0
         self._reachable = True
         self._probing: asyncio.Task[None] | None = None
+        self._group_flush = GroupFlush(self)
         self._retrying = Retrying(DATABASE, SystemClock(), random.Random())
 
     @property
@@ -141,6 +143,7 @@ class Database:
     async def close(self) -> None:
         """Close every connection of the pool."""
         self._opened = False
+        await self._group_flush.close()
         self._closed = True
         if (probing := self._probing) is not None:
             await asyncio.wait({probing}, timeout=PROBE_CLOSE_S)  # a connection half made is better not cut off
@@ -173,6 +176,10 @@ class Database:
         await asyncio.sleep(FLUSH_LINGER_S)
         async with self.single() as connection:
             await connection.execute(FLUSH)
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything that was committed here so far is on disk; see `GroupFlush.after`."""
+        return self._group_flush.after(losses)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
+from bus.persistence.group_flush import GroupFlush
 from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
@@ -261,6 +262,7 @@ class MemorySession:
         self.database = database
         self.pause = pause
         self.transactions: dict[MemoryDatabaseTransaction, None] = {}
+        self._group_flush = GroupFlush(self)
         self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
 
     def transaction(self) -> AbstractAsyncContextManager[MemoryDatabaseTransaction]:
@@ -285,6 +287,10 @@ class MemorySession:
         """Return when all that was committed is on disk: one more commit, which waits for it."""
         async with self.transaction() as transaction:
             transaction.will(lambda: None)
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when all that was committed so far is on disk; see `GroupFlush.after`."""
+        return self._group_flush.after(losses)
 
     def cut(self) -> None:
         """The connections are lost: whatever has not committed never happened."""

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MAX_ROWS = 10_000  # rows a relay holds in memory; one more stays in the table for the sweep
-LANE_PUBLISHES = 4  # publishes of one bus under way at a time, so that a confirm's round trip is not idle
+LANE_PUBLISHES = 4  # publishes of one bus under way at a time, if all but the last are full or slow
+LANE_SLOW_S = 0.05  # a publish that takes so long no longer holds up what has gathered behind it
 LANE_BATCH = 512  # messages handed to the bus at once
 FORGET_BATCH = 2_000  # rows deleted by one statement
 # Confirmed rows gather this long before they are deleted together: the statement takes its time from the next boot.
 # Rows that a process had not deleted when it died are published again; and they must be far too young for another's
 # sweep meanwhile.
-FORGET_PAUSE_S = 0.25
+FORGET_PAUSE_S = 0.9
 SWEEP_EVERY_S = 1.0
 SWEEP_AGE_S = (
     5.0  # a row this old belongs to a process that died, or to one whose broker is unavailable: publish it again
@@ -431,6 +432,8 @@ class _Lane:
         self._some_linger = asyncio.Event()
         self._waiting: deque[_Item] = deque()
         self._some = asyncio.Event()
+        self._publishing = 0
+        self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
         self.is_unavailable = False  # while True one of its publishers tries again and again
         self._told_at = -math.inf
 
@@ -445,7 +448,7 @@ class _Lane:
             return
         self._hasten()
         self._waiting.append(item)
-        self._some.set()
+        self._wake()
 
     async def ripen(self) -> None:
         """What lingers leaves in the end, whatever else there is to say."""
@@ -459,16 +462,38 @@ class _Lane:
         if self._lingering:
             self._waiting.extend(self._lingering)
             self._lingering.clear()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._may_publish():
             self._some.set()
+
+    def _may_publish(self) -> bool:
+        """One publish at a time, so that what comes meanwhile gathers; a full one beside it, or when it is slow."""
+        if not self._waiting or not self._publishing:
+            return bool(self._waiting)
+        return not self.is_unavailable and (self._slow or len(self._waiting) >= LANE_BATCH)
+
+    def _is_slow(self) -> None:
+        self._slow = True
+        self._wake()
 
     async def run(self) -> None:
         while True:
-            await self._some.wait()
-            items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
-            if not self._waiting:
+            if not self._may_publish():
                 self._some.clear()
-            if items:
+                await self._some.wait()
+                continue
+            items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
+            self._publishing += 1
+            self._slow = False
+            self._wake()
+            slow = asyncio.get_running_loop().call_later(LANE_SLOW_S, self._is_slow)
+            try:
                 await self._publish(items)
+            finally:
+                slow.cancel()
+                self._publishing -= 1
 
     async def _publish(self, items: list[_Item]) -> None:
         batch = [(message, cause) for _ticket, message, cause in items]

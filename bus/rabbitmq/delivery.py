@@ -19,7 +19,7 @@ _MULTIPLE, _REQUEUE = 1, 1
 
 # A quorum queue writes an acknowledgement to its log and flushes it, as it does a message. Sent at once it would make
 # the message that its handler has just published wait for two flushes. No task waits for them, so they gather.
-LINGER_S = 0.2
+LINGER_S = 0.5
 WRITE_TIMEOUT_S = 1.0  # a connection that takes nothing for so long is closed as it is
 GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
 

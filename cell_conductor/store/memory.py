@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -215,6 +216,15 @@ class MemoryInstances:
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._session.flush()
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves."""
+        return self._session.losses
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when all that was committed so far is on disk."""
+        return self._session.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts, and these instances whatever they are."""

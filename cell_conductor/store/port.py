@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -129,6 +130,16 @@ class InstanceStore(Protocol):
 
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves: what was not flushed may be lost with them."""
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything committed so far is on disk; fails when that is not so, or `losses` is another by then.
+
+        losses: taken before those commits. Many share one flush, so it takes a tenth of a second.
+        """
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts (active or deleting there), and these instances whatever they are."""

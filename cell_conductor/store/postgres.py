@@ -5,6 +5,7 @@ Every statement takes a whole batch (`unnest`); a boot costs its share of two sm
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -211,6 +212,15 @@ class PostgresInstances:
     async def flush(self) -> None:
         """Return when all that was committed is on disk."""
         await self._database.flush()
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves."""
+        return self._database.losses
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when all that was committed so far is on disk."""
+        return self._database.flushed(losses)
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
         """What should be on these hosts, and these instances whatever they are."""

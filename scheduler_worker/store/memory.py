@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -253,6 +254,15 @@ class MemoryBuilds:
     async def flush(self) -> None:
         """Return when everything committed is on disk."""
         await self._session.flush()
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves."""
+        return self._session.losses
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything committed so far is on disk."""
+        return self._session.flushed(losses)
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -101,6 +102,16 @@ class SchedulerStore(Protocol):
 
     async def flush(self) -> None:
         """Return when everything committed is on disk, what was not durable too."""
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves: what was not flushed may be lost with them."""
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything committed so far is on disk; fails when that is not so, or `losses` is another by then.
+
+        losses: taken before those commits. Many share one flush, so it takes a tenth of a second.
+        """
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build, or a page of them, newest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -279,6 +280,15 @@ class PostgresBuilds:
     async def flush(self) -> None:
         """Return when everything committed is on disk."""
         await self._database.flush()
+
+    @property
+    def losses(self) -> int:
+        """How many connections to the database have ended by themselves."""
+        return self._database.losses
+
+    def flushed(self, losses: int) -> asyncio.Future[None]:
+        """Done when everything committed so far is on disk."""
+        return self._database.flushed(losses)
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from bus import metrics, topology
 from bus.clock import SystemClock
+from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Malformed
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
@@ -479,3 +480,103 @@ async def test_a_paced_consumer_gathers_what_comes_before_its_turn(house: House)
     clock.go_on.set()
     await handler.wait(3)
     assert handler.batches == [1, 2]
+
+
+class HeldUp(Answering):
+    """A handler whose calls end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, received: Sequence[Received]) -> Sequence[Outcome]:
+        outcomes = await super().__call__(received)
+        await self.go_on.wait()
+        return outcomes
+
+
+async def test_what_comes_while_a_batch_is_in_hand_is_the_next_batch(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "SLOW_BATCH_S", PATIENCE_S)
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    for number in (2, 3, 4):
+        await bus.publish(boot(number))
+    await settled(bus)  # all are in its hands
+    assert handler.batches == [1]
+    handler.go_on.set()
+    await handler.wait(4)
+    assert handler.batches == [1, 3]
+
+
+async def test_a_full_batch_goes_beside_the_one_in_hand(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "SLOW_BATCH_S", PATIENCE_S)
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2, max_batch=2)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    for number in (2, 3):
+        await bus.publish(boot(number))
+    await handler.wait(3)
+    assert handler.batches == [1, 2]
+    handler.go_on.set()
+
+
+async def test_a_batch_that_takes_long_holds_up_nothing(house: House) -> None:
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2)
+    for number in (1, 2):
+        await bus.publish(boot(number))
+        await handler.wait(number)
+    assert handler.batches == [1, 1]
+    handler.go_on.set()
+
+
+async def test_a_message_is_acknowledged_after_what_its_handler_names(house: House) -> None:
+    bus = await house.bus()
+    flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda _: Done(after=flushed))
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await bus.publish(boot(2))
+    await handler.wait(2)  # it goes on meanwhile
+    assert len(consumer._in_hand) == 2
+    flushed.set_result(None)
+    await until(lambda: not consumer._in_hand)
+    assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
+
+
+async def test_what_could_not_be_flushed_is_delivered_again(house: House) -> None:
+    bus = await house.bus()
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda received: Done() if received.redelivered else Done(after=lost))
+    await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    lost.set_exception(DatabaseUnavailable("away"))
+    await handler.wait(2)
+    assert [one.redelivered for one in handler.got] == [False, True]
+    await settled(bus)
+
+
+async def test_a_drain_gives_back_what_is_not_flushed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "FLUSHED_TIMEOUT_S", 0.01)
+    bus = await house.bus()
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda _: Done(after=never))
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await consumer.drain(0.1)
+    never.set_result(None)  # too late: it has been given back
+    again = Answering()
+    await house.consume(bus, REQUESTS, again)
+    await again.wait(1)
+    assert again.uuids == [boot(1).instance_uuid]

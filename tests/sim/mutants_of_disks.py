@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import asyncio
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -17,14 +18,27 @@ async def _at_once(self: Any) -> None:
     return None
 
 
+def _already(self: Any, losses: int) -> asyncio.Future[None]:
+    flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    flushed.set_result(None)
+    return flushed
+
+
+def _hasty(store: type) -> AbstractContextManager[Any]:
+    patches = ExitStack()
+    patches.enter_context(patch.object(store, "flush", _at_once))
+    patches.enter_context(patch.object(store, "flushed", _already))
+    return patches
+
+
 def conductor_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
     """A conductor acknowledges a result whose record may still be forgotten."""
-    return patch.object(MemoryInstances, "flush", _at_once)
+    return _hasty(MemoryInstances)
 
 
 def scheduler_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
     """A scheduler acknowledges an announcement, or a repeat, whose record may still be forgotten."""
-    return patch.object(MemoryBuilds, "flush", _at_once)
+    return _hasty(MemoryBuilds)
 
 
 def decision_not_durable() -> AbstractContextManager[Any]:

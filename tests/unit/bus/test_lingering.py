@@ -7,12 +7,15 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+import pytest
+
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence import outbox
 from bus.persistence.outbox import OutboxMessage, Relay
 from bus.port import Outgoing
 from cell_conductor.app import is_progress
@@ -130,3 +133,42 @@ async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
     assert [message.routing_key for message in sent] == [BUILD_EVENTS]
     assert await transport.depth("scheduler.builds") == 1
     await bus.close()
+
+
+class HeldUp(Heard):
+    """A bus whose confirms come when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.confirm = asyncio.Event()
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        await super().publish_all(messages)
+        await self.confirm.wait()
+
+
+async def test_what_is_said_while_a_publish_is_under_way_leaves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "LANE_SLOW_S", 100.0)
+    heard = HeldUp()
+    async with relaying(Gate(), heard) as relay:
+        for row in (1, 2, 3):
+            relay.send(row, [OutboxMessage(CELL, ACTIVE)])
+            await turns()
+        assert heard.batches == [[ACTIVE]]
+        heard.confirm.set()
+        await turns()
+        assert heard.batches == [[ACTIVE], [ACTIVE, ACTIVE]]
+
+
+async def test_a_publish_that_takes_long_holds_up_nothing() -> None:
+    heard = HeldUp()
+    async with relaying(Gate(), heard) as relay:
+        relay.send(1, [OutboxMessage(CELL, BUILDING), OutboxMessage(CELL, ACTIVE)])
+        await turns()
+        relay.send(2, [OutboxMessage(CELL, ACTIVE)])
+        await turns()
+        assert len(heard.batches) == 1
+        async with asyncio.timeout(20):
+            while len(heard.batches) < 2:  # noqa: ASYNC110  (it needs only turns of the loop)
+                await asyncio.sleep(0)
+        assert heard.batches == [[BUILDING, ACTIVE], [ACTIVE]]
