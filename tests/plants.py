@@ -180,7 +180,7 @@ PLANTS = (
         does="a build that comes after its delete is built",
         file="cell_conductor/domain/table.py",
         old="BuildAsked: Rule(rules.refuse_build, (State.RELEASING,)),",
-        new="BuildAsked: Rule(rules.begin, (State.BUILDING,)),",
+        new="BuildAsked: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),",
         tests="tests/unit/conductor",
     ),
     Plant(
@@ -274,6 +274,8 @@ def plant(one: Plant, copy: Path) -> str:
         return f"{one.tests} do not end within {LIMIT_S:g} s"
     finally:
         path.write_text(text)
+    if any(line.startswith("ERROR ") for line in told.splitlines()):
+        return "stale: its tests cannot be collected"
     failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in told.splitlines() if line.startswith("FAILED ")]
     return failed[0] if failed else f"found by nothing in {one.tests}"
 

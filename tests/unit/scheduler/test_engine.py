@@ -360,6 +360,14 @@ async def test_ignored_hosts_are_never_asked(cluster: Cluster) -> None:
     assert isinstance(ended, NoValidHost) and ended.funnel[-1].rejected == {"host.ignored": 3, "claim.full": 3}
 
 
+async def test_a_request_is_tried_on_as_many_hosts_as_it_allows(cluster: Cluster) -> None:
+    """Found by nothing before: one alternate more than `max_attempts` leaves room for."""
+    most = [None, 1, 2, 3]
+    endings = await cluster.place(*(cluster.hosts.request(max_attempts=attempts) for attempts in most))
+    hosts = [len(ending.selections) for ending in endings if isinstance(ending, HostClaimed)]
+    assert hosts == [attempts or CONFIG.max_attempts for attempts in most]
+
+
 async def test_one_bad_item_does_not_fail_its_neighbours(cluster: Cluster) -> None:
     requests = [cluster.hosts.request() for _ in range(20)]
     bad = requests[7].instance_uuid
