@@ -21,7 +21,7 @@ from bus.port import BusError
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import ServiceLost
-from .domain.leases import STEP_S, Lease, LeaseTable
+from .domain.leases import STEP_S, STOPPED, Lease, LeaseState, LeaseTable
 from .engine import Engine, InstanceEvent
 from .store.port import InstanceStore
 
@@ -77,6 +77,9 @@ class LeaseKeeper:
         now_s, at = self._clock.monotonic(), self._clock.time()
         for received in batch:
             self._table.advance_clock(now_s)
+            if isinstance(received.message, ServicesDigest) and received.message.cell == self._cell:
+                # Who was down before this conductor started is not heard here; only the keeper reads the record.
+                self._table.adopt(map(_lease_of, received.message.down))
             beat = received.message
             if isinstance(beat, Heartbeat) and beat.cell == self._cell:
                 changed = self._table.renew(
@@ -186,6 +189,11 @@ class LeaseKeeper:
         if self._keeping is not None:
             for service, epoch in outdated.items():
                 await self._bus.publish(ServiceOutdated(service=service, cell=self._cell, epoch=epoch))
+
+
+def _lease_of(down: ServiceDown) -> Lease:
+    state = LeaseState.STOPPED if down.code == STOPPED else LeaseState.SILENT
+    return Lease(service=down.service, epoch=down.epoch, state=state, since=down.since, reason=down.reason)
 
 
 def pages_of(down: Mapping[str, Lease]) -> list[tuple[ServiceDown, ...]]:

@@ -9,8 +9,10 @@ from berth.sim.load import Client
 from berth.sim.plan import SIZES, Action, Order
 from berth.sim.world import World
 from bus.contracts.placement import InventoryUpdate
+from cell_conductor.store.memory import MemoryInstances
 
 POLL_S = 1.0
+GO_S = 12.0  # an operator looks at what tripped a breaker for so long
 
 
 class Operator:
@@ -34,6 +36,21 @@ class Operator:
             assert self._world.ironic is not None
             return self._world.ironic.flip(order)
         return asyncio.create_task(self._carry_out(order), name=f"order {order.action} {order.service}")
+
+    async def reset_breakers(self) -> None:
+        """Say go for every breaker that has been open for long enough, until cancelled (`berth breaker reset`)."""
+        world, since = self._world, dict[tuple[str, str], float]()
+        while True:
+            await asyncio.sleep(POLL_S)
+            for cell, table in world.cells.items():
+                for service, breaker in list(table.breakers.items()):
+                    if not breaker.is_open:
+                        since.pop((cell, service), None)
+                    elif world.now() - since.setdefault((cell, service), world.now()) >= GO_S:
+                        world.event_log.record("order", f"go {service} {len(breaker.machines)}")
+                        world.breaker_watch.go(breaker)
+                        store = MemoryInstances(table.session())
+                        await store.safety.reset(service, "operator", world.clock.time())
 
     async def _carry_out(self, order: Order) -> None:
         self._world.event_log.record("order", f"{order.action} {order.service} {order.host} {order.size}")

@@ -160,6 +160,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     load_s: float = LOAD_S
     quota: dict[str, int] = {}  # what each project may hold, but those that have a quota of their own
     quotas: dict[str, dict[str, int]] = {}
+    breaker_limit: int = 0  # of what a report may end without an operator's word; 0: as good as none
     widenings: tuple[str, ...] = ()  # the kinds of what others do that were drawn
 
     def quota_of(self, project: str) -> dict[str, int]:

@@ -34,6 +34,12 @@ def unsettled(world: World, client: Client) -> list[str]:
         if table.deadlocks:
             found.append(f"no_deadlock: {table.deadlocks} in {schema}")
     found += _breaches(facts_of(world, list(client.confirmed), lost))
+    found += [
+        f"liveness: the breaker of {service} is open"
+        for table in world.cells.values()
+        for service, breaker in table.breakers.items()
+        if breaker.is_open
+    ]
     found += list(_leftovers(world))
     found += list(_holdings(world, client))
     found += list(_inventories(world))
@@ -258,9 +264,15 @@ def _running(world: World) -> Iterator[RunningFact]:
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
             host = instance.host_uuid or ""
-            if instance.state is State.ACTIVE and world.left.get(host) == "dead":
+            if instance.state is State.ACTIVE and (world.left.get(host) == "dead" or _is_removed(world, host)):
                 yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
     yield from _on_nodes(world)
+
+
+def _is_removed(world: World, host: str) -> bool:
+    """Whether an operator has removed the node from Ironic: what Ironic does not list proves nothing to berth."""
+    known = any(fleet.host(host) is not None for fleet in world.fleets.values())
+    return world.ironic is not None and not known and host not in world.ironic.pool.nodes
 
 
 def _on_nodes(world: World) -> Iterator[RunningFact]:

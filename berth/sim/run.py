@@ -13,7 +13,7 @@ from berth.sim import loop as virtual
 from berth.sim.draw import PROJECTS, plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.load import Chaos, Client
-from berth.sim.operator import Operator
+from berth.sim.operator import GO_S, Operator
 from berth.sim.other_tenants import OTHERS, OtherTenants
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import Action, Order, Plan
@@ -32,6 +32,7 @@ REST_S = 6 * 20.0 + 60.0 + sum(RETRY_S)
 # A book that was set back to before a host was reported learns of it when its service next says its whole inventory.
 INVENTORIES_S = INVENTORY_EVERY * REPORT_S * (1 + JITTER)
 POLL_S = 1.0
+MOST_TRIPS = 4  # of one breaker after the load, each seen with another report
 # Rest must last: reconciliation goes on, and must find nothing to do.
 STILL_S = 45.0
 LAST_FLAVORS = ("m1.tiny", "m1.small", "m1.tiny")
@@ -95,6 +96,7 @@ class _Runner:
         self._event_log = event_log
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
+        self._rest_s += MOST_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
         self.now = 0.0
         self.states: dict[str, int] = {}
         self._last = random.Random(f"berth.sim.last {plan.seed}")
@@ -123,6 +125,8 @@ class _Runner:
                 world.start(name)
         await self._client.open()
         operator, others, chaos = Operator(world, self._client), OtherTenants(world, self._client), Chaos(world)
+        if plan.breaker_limit:
+            self._going = asyncio.create_task(operator.reset_breakers(), name="breakers")
         doing: list[tuple[float, Callable[[], asyncio.Task[None]]]] = []
         for order in plan.orders:
             who: Client | OtherTenants | Operator = others if order.action in OTHERS else operator

@@ -34,6 +34,7 @@ class Widening(StrEnum):
     HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
+    BREAKER = "breaker"  # machines are lost many at once, and an operator has to say go
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
 
 
@@ -184,6 +185,16 @@ def _same_name(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+def _breaker(rng: random.Random, plan: Plan) -> Plan:
+    """Conductors with a low limit; some services lose all that their hosts run, at once."""
+    orders = []
+    for _ in range(rng.randint(1, 3)):
+        service, hosts = rng.choice([one for cell in plan.cells for one in cell.services])
+        lost = Order(at=rng.uniform(20.0, LOAD_S - 2.0), action=Action.LOSE, service=service)
+        orders += [replace(lost, host=host) for host in range(hosts)]
+    return _also(replace(plan, breaker_limit=rng.choice((1, 1, 3))), *orders)
+
+
 def _clients(rng: random.Random, plan: Plan) -> Plan:
     buses = ["api", "api", *(cell.name for cell in plan.cells)]
     return _also(
@@ -244,5 +255,6 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.HOSTS_RESTORED: _hosts_restored,
     Widening.SAME_NAME: _same_name,
     Widening.CLIENTS: _clients,
+    Widening.BREAKER: _breaker,
     Widening.TREES: _trees,
 }

@@ -51,7 +51,7 @@ CONDUCTOR = ConductorConfig(
     report_interval_s=30.0,
     sweep_interval_s=1.0,
     purge_interval_s=5.0,
-    # A host that is reinstalled loses all its machines at once, and no operator is simulated who says go.
+    # A host that is reinstalled loses all its machines at once, and only plans with a limit have an operator for that.
     breaker_limit=10_000,
 )
 IRONIC = IronicSyncConfig(
@@ -78,6 +78,7 @@ def conductor(plan: Plan) -> ConductorConfig:
     # Who buries an instance and who forgets it may be two conductors, whose clocks are so far apart.
     apart_s = 2 * plan.skew_s
     config = replace(CONDUCTOR, deleted_retention_s=plan.keep_s + apart_s) if plan.keep_s else CONDUCTOR
+    config = replace(config, breaker_limit=plan.breaker_limit) if plan.breaker_limit else config
     return replace(config, max_batch=plan.batch) if plan.batch else config
 
 

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from berth.sim.breaker_watch import BreakerWatch
 from berth.sim.event_log import EventLog
 from berth.sim.harm_watch import HarmWatch
 from berth.sim.ironic import CLASSES, EXCHANGE, SimIronic
@@ -167,6 +168,7 @@ class World:
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
         self.peer_watch.excused = self.taken_back
         self._book_watch = BookWatch(self.book)
+        self.breaker_watch = BreakerWatch(plan, self.now)
         looks = _all_of(self._book_watch, self.peer_watch, self._others_hold)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
         self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
@@ -175,6 +177,7 @@ class World:
                 partial(self.machines.instances, cell_table.instances),
                 self.peer_watch.machines,
                 partial(self.harm.record, cell_table.instances),
+                partial(self.breaker_watch.committed, cell_table, self.taken_back),
             )
             cell_table.on_commit.append(partial(self._committed, f"cell_{name}", look))
         self._fleets()

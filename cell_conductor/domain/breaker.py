@@ -75,7 +75,8 @@ def assess(
     if len(new) + len(unknown) <= limit:
         return BreakerVerdict(go=tuple(findings))
     lost = sum(isinstance(finding.event, HostMissing) for finding in new)
-    machines = sorted({*(finding.key for finding in new), *unknown})[:MAX_NAMED]
+    # Those that were passed before, too: what one go says is for a whole report, or the next report asks for another.
+    machines = sorted({*(finding.key for finding in findings), *unknown})[:MAX_NAMED]
     tripped = Breaker(
         service=service,
         tripped_at=now,

@@ -8,7 +8,9 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from cell_conductor import guard
 from cell_conductor.domain import events, table
+from cell_conductor.domain.breaker import BreakerVerdict
 from cell_conductor.domain.instance import State
 from compute_sim import agent
 from ironic_sync.domain import position
@@ -40,3 +42,8 @@ def undead_machine_kept() -> AbstractContextManager[Any]:
         resume(self, key, forgiven, machine, **more)
 
     return patch.object(agent.Agent, "_resume", kept)
+
+
+def breaker_never_trips() -> AbstractContextManager[Any]:
+    """However many machines one report has lost, they are lost."""
+    return patch.object(guard, "assess", lambda _service, findings, *_, **__: BreakerVerdict(go=tuple(findings)))

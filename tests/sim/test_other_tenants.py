@@ -10,7 +10,12 @@ from berth.sim.plan import Action, Order, Plan, Rates
 from berth.sim.run import run
 from berth.sim.widening import Widening
 from tests.sim.mutants import Mutant
-from tests.sim.mutants_of_other_tenants import failed_machine_left_running, overtaken_404_believed, undead_machine_kept
+from tests.sim.mutants_of_other_tenants import (
+    breaker_never_trips,
+    failed_machine_left_running,
+    overtaken_404_believed,
+    undead_machine_kept,
+)
 
 
 def hosts_come_back(*, lost: bool) -> Plan:
@@ -36,6 +41,19 @@ def nodes_come_again() -> Plan:
     return replace(calm, rates=Rates(delay=0.5, delay_s=0.05), load_s=5.0 + 3 * len(orders))
 
 
+def machines_are_lost_at_once() -> Plan:
+    """A service loses all that its hosts run, and its conductors end one at most without an operator's word."""
+    plan = plan_of(1).without_faults()
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 35.0]
+    losses = [
+        Order(at=40.0, action=Action.LOSE, service=service, host=host)
+        for cell in plan.cells
+        for service, hosts in cell.services
+        for host in range(hosts)
+    ]
+    return replace(plan, orders=(*builds, *losses), breaker_limit=1, load_s=45.0)
+
+
 @pytest.mark.parametrize(
     ("plan", "mutant", "breach"),
     [
@@ -45,6 +63,7 @@ def nodes_come_again() -> Plan:
         pytest.param(
             hosts_come_back(lost=False), undead_machine_kept, "hosts_instances_allocations_agree", id="undead"
         ),
+        pytest.param(machines_are_lost_at_once(), breaker_never_trips, "breaker_holds", id="breaker"),
         pytest.param(nodes_come_again(), overtaken_404_believed, "removed_on_fresh_word", id="overtaken 404"),
     ],
 )

@@ -16,13 +16,14 @@ UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 
 
 class Forgotten:
-    """The table of rows: which were forgotten."""
+    """The table of rows: which are forgotten, in order."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self.rows: asyncio.Queue[int] = asyncio.Queue()
 
     async def forget(self, row_ids: Sequence[int]) -> None:
-        self.rows.extend(row_ids)
+        for row in row_ids:
+            self.rows.put_nowait(row)
 
     async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
 
@@ -59,13 +60,10 @@ async def test_a_row_is_forgotten_when_the_last_of_its_messages_is_confirmed() -
         await fast.has_some.wait()
         await slow.has_some.wait()
         fast.confirms.set()
-        while 2 not in table.rows:
-            await asyncio.sleep(0)
-        assert table.rows == [2] and relay.held == 1
+        assert await table.rows.get() == 2
+        assert table.rows.empty() and relay.held == 1
         slow.confirms.set()
-        while 1 not in table.rows:
-            await asyncio.sleep(0)
-    assert table.rows == [2, 1]
+        assert await table.rows.get() == 1
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running

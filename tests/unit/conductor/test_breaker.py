@@ -53,3 +53,14 @@ def test_go_is_for_the_machines_that_tripped_it_and_no_others() -> None:
     more = assess("s", lost(*range(1, 11)), [], gone, limit=3, now=7.0)
     assert more.go == () and more.tripped is not None and more.tripped.lost == 4
     assert assess("s", lost(1), [], replace(gone, reset_at=0.0), limit=3, now=7.0).go == ()
+
+
+def test_a_second_go_is_for_the_first_ones_machines_too() -> None:
+    """Seed 7027: one report told of one host and the next of two. Each go was for what was new, and forgot the others:
+    the breaker tripped with every report, for ever."""
+    first = Breaker(service="s", tripped_at=1.0, machines=tuple(f"i{n}@{HOST}" for n in (1, 2, 3)), reset_at=2.0)
+    found = lost(1, 2, 3, 4, 5, 6)
+    second = assess("s", found, [], first, limit=1, now=7.0).tripped
+    assert second is not None and second.lost == 3, "three of them are new"
+    gone = replace(second, reset_at=8.0)
+    assert assess("s", found, [], gone, limit=1, now=9.0).go == tuple(found)

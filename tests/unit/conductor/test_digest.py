@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from bus.contracts.cell import ServicesDigest
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import Heartbeat, ServicesDigest
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.lease_keeper import MAX_PAGES, PER_PAGE, pages_of
+from cell_conductor.lease_keeper import MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
 
 
 def test_a_digest_that_names_services_is_read_by_whoever_hears_it() -> None:
@@ -27,3 +33,32 @@ def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
     assert [len(page) for page in pages_of(many)] == [PER_PAGE, 1]
     more = {f"s{n:06}": next(iter(many.values())) for n in range(PER_PAGE * MAX_PAGES + 1)}
     assert len(pages_of(more)) == MAX_PAGES
+
+
+async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
+    """Seed 10005: restarted beside a keeper it had never heard of the dead service, and took alternates there."""
+    nothing: Any = None
+    keeper = LeaseKeeper(
+        nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
+    )
+
+    async def hear(message: ServicesDigest | Heartbeat) -> None:
+        await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+
+    (page,) = pages_of(
+        {
+            "a": Lease(service="a", epoch=5, state=LeaseState.SILENT, since=2.0, reason="why"),
+            "b": Lease(service="b", epoch=5, state=LeaseState.STOPPED, since=2.0, reason="why"),
+        }
+    )
+    await hear(ServicesDigest(cell="c2", term=1, number=1, down=page))
+    assert keeper.down() == {}, "another cell's"
+    await hear(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    assert {name: lease.state for name, lease in keeper.down().items()} == {
+        "a": LeaseState.SILENT,
+        "b": LeaseState.STOPPED,
+    }
+    await hear(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
+    assert list(keeper.down()) == ["b"], "its heartbeat says that it is up"
+    await hear(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    assert list(keeper.down()) == ["b"], "what is heard here counts for more"
