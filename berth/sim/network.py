@@ -134,7 +134,7 @@ class SimTransport:
         self._inner.subscriptions.clear()
         if self._inner in self._broker.transports:
             self._broker.transports.remove(self._inner)
-        self._inner.lose()
+        self._inner.end()
 
     def _repair(self) -> None:
         if self._inner in self._broker.transports:

@@ -91,12 +91,16 @@ class MemoryTransport:
 
     async def close(self) -> None:
         """Close; unacknowledged deliveries go back to their queues."""
-        self._opened = False
         if self in self.broker.transports:
             self.broker.transports.remove(self)
-        self.lose()
+        self.end()
         self.subscriptions.clear()
         self.broker.clear_alarm()
+
+    def end(self) -> None:
+        """Its process is gone: the connection is lost, and does not come back."""
+        self._opened = False
+        self.lose()
 
     def lose(self) -> None:
         """The connection is cut."""

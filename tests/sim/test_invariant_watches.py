@@ -11,6 +11,8 @@ from berth.sim import loop as virtual
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
 from berth.sim.load import Client
+from berth.sim.loop import Process
+from berth.sim.network import SimTransport
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
 from berth.sim.rest import _inventories
@@ -21,6 +23,7 @@ from berth.sim.wiring import conductor
 from berth.sim.world import SimClock, World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
+from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.wire import pack, single
@@ -138,6 +141,31 @@ def test_a_service_that_burnt_down_does_not_start_with_its_cell() -> None:
         world.dead.add(service)
         OtherTenants(world, Client(world))._start(f"compute-{service}")
         assert not world.lives
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+def test_a_process_that_was_killed_while_another_had_its_name_never_gets_it() -> None:
+    """Seed 10751: its connection went on waiting for the name, and had it once the other process was cut off."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        broker = world.brokers[API]
+        first, second = (
+            SimTransport(broker, Process(name), world.network_faults, world.event_log) for name in ("first", "second")
+        )
+        world.network_faults.calm()
+        for transport in (first, second):
+            await transport.open()
+        await second.declare_queue(BY_QUEUE["compute.asked.{service}"], "compute.asked.s", [])
+        second.cut(0.5)
+        await first.declare_queue(BY_QUEUE["compute.asked.{service}"], "compute.asked.s", [])
+        await asyncio.sleep(5.0)
+        assert not second.connected, "the first one has the name"
+        second.kill()
+        first.cut(5.0)
+        await asyncio.sleep(10.0)
+        assert first.connected and not second.connected
 
     virtual.run(main, on_unseen=pytest.fail)
 
